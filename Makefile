@@ -1,0 +1,93 @@
+# The public commands. Everything runs from the project-local environment .venv/; pip's own settings
+# (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from.
+
+PYTHON ?= python3.11
+PY     := .venv/bin/python
+CODE   := proto shared services launch
+
+SHELL         := /bin/bash
+.SHELLFLAGS   := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS     += --no-print-directory
+
+# A stamp is a copy of everything its install depended on, written last: another lock, another interpreter, a
+# moved checkout or an interrupted install all make the comparison fail, and touching a file does not.
+RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
+DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
+
+# ------------------------------------------------------------------------------------------ environment
+.PHONY: setup setup-dev install-runtime install-dev lock
+setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
+	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
+
+setup-dev: setup ## setup, and what tests and linters need
+	@$(DEV_KEY) 2>/dev/null | cmp -s - .venv/.stamp-dev || $(MAKE) install-dev
+
+# The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
+# `proto` too, and an editable install stands behind site-packages.
+install-runtime:
+	@rm -f .venv/.stamp-runtime .venv/.stamp-dev
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c requirements/lock.txt
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
+	@$(PY) -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "rlbus.pth").write_text(f"import sys; sys.path.insert(0, {str(pathlib.Path.cwd())!r})\n")'
+	@$(RUNTIME_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-runtime
+
+install-dev:
+	@rm -f .venv/.stamp-dev
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock-dev.txt
+	@$(DEV_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-dev
+
+lock: setup-dev ## rewrite requirements/ from what .venv/ holds now
+	$(PY) requirements/lock.py
+
+# -------------------------------------------------------------------------------------------------- run
+.PHONY: demo
+demo: setup ## setup + the quickstart: a real GRPO run on CPU
+	$(PY) -m launch.cluster launch/topologies/quickstart.yaml
+
+# ------------------------------------------------------------------------------------------------ check
+.PHONY: lint format test test-long
+lint: setup-dev ## ruff, mypy --strict, the import contracts
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(CODE)
+	.venv/bin/lint-imports
+
+format: setup-dev ## let ruff format and mend what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: setup-dev lint ## lint + the tests that need neither a GPU nor many minutes
+	$(PY) -m pytest tests -m "not long and not gpu"
+
+test-long: setup-dev ## the rest: chaos, full accuracy runs
+	$(PY) -m pytest tests -m "long and not gpu"
+
+.PHONY: test-gpu
+test-gpu: setup-dev ## the tests that need a CUDA device
+	$(PY) -m pytest tests -m gpu
+
+# ---------------------------------------------------------------------------------------------- measure
+.PHONY: bench-data bench-train bench-rollout bench-quickstart
+bench-data: setup ## the data plane against the machine's limits and its peers
+	$(PY) -m tests.bench.bench_data
+
+bench-train: setup ## the training step against its peers
+	$(PY) -m tests.bench.bench_train
+
+bench-rollout: setup ## generation against its peers
+	$(PY) -m tests.bench.bench_rollout
+
+bench-quickstart: setup ## the whole quickstart, timed
+	$(PY) -m tests.bench.bench_quickstart
+
+# ------------------------------------------------------------------------------------------------ clean
+.PHONY: clean
+clean: ## caches and build products; .venv/ and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(CODE) tests requirements -name __pycache__ -type d -prune -exec rm -rf {} +

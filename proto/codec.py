@@ -1,0 +1,145 @@
+"""Messages to frames and back: envelope, body, tensor table, raw frames. Raises WireError and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proto import envelope, inline, tensors
+from proto.envelope import Envelope
+from proto.errors import WireError
+from proto.limits import CONTROL, Limits
+from proto.registry import Message, by_type
+from proto.tensors import Array, Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A message that passed every check: header, typed body, tensors in table order (read-only views)."""
+
+    envelope: Envelope
+    body: Message
+    tensors: list[Array]
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return inline.to_map(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    raise WireError(f"a body cannot hold a {type(value).__name__}: use numbers, strings, bytes, lists, maps or arrays")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return inline.from_map(value)
+    raise WireError(f"no such field type {kind}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
+@functools.cache
+def _decoder(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(cls, dec_hook=_dec_hook)
+
+
+def encode_body(body: Message) -> bytes:
+    """The msgpack body. Raises WireError when a value cannot travel."""
+    try:
+        return _ENCODER.encode(body)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"{type(body).__name__}: {error}") from None
+
+
+def decode_body(kind: int, data: Buffer) -> Message:
+    """Typed body of message type `kind`. Raises WireError.
+
+    msgspec allocates as bytes arrive, whatever a header announces, and bounds nesting by the recursion limit.
+    """
+    cls = by_type(kind)
+    try:
+        return _decoder(cls).decode(data)
+    except WireError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise WireError(f"{cls.__name__}: {str(error)[:200]}") from None
+
+
+def encode(
+    body: Message,
+    *,
+    request_id: int,
+    incarnation: int,
+    flags: int = 0,
+    remaining_s: float = 0.0,
+    arrays: Sequence[Array] = (),
+    limits: Limits = CONTROL,
+) -> list[Buffer]:
+    """Return the frames of one message, without routing frames.
+
+    Raises WireError when anything is over `limits`: an oversize message is refused here, never sent.
+    """
+    packed = encode_body(body)
+    frames: list[Buffer] = []
+    table = b""
+    raw: list[memoryview] = []
+    if arrays:
+        table, raw = tensors.encode(arrays, limits)
+        flags |= envelope.FLAG_TABLE
+    total = len(packed) + len(table) + sum(len(frame) for frame in raw)
+    if len(packed) > limits.body_bytes or total > limits.total_bytes:
+        raise WireError(
+            f"{type(body).__name__} of {len(packed)} + {total - len(packed)} bytes: limits are "
+            f"{limits.body_bytes} for the body, {limits.total_bytes} in total; send it in parts or as shards"
+        )
+    head = Envelope(
+        type=type(body).TYPE,
+        request_id=request_id,
+        incarnation=incarnation,
+        flags=flags,
+        remaining_ms=min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF),
+        body_bytes=len(packed),
+        frame_count=len(raw),
+        table_bytes=len(table),
+        total_bytes=total,
+    )
+    frames.append(head.pack())
+    frames.append(packed)
+    if arrays:
+        frames.append(table)
+        frames.extend(raw)
+    return frames
+
+
+def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
+    """Check and parse the frames of one message (routing frames removed). Raises WireError only."""
+    if len(frames) < 2:
+        raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
+    head = envelope.unpack(frames[0], limits)
+    body, rest = frames[1], frames[2:]
+    table: Buffer = b""
+    if head.flags & envelope.FLAG_TABLE:
+        if not rest:
+            raise WireError("tensor table announced, but there is no frame for it")
+        table, rest = rest[0], rest[1:]
+    sizes = [len(frame) for frame in rest]
+    if len(body) != head.body_bytes or len(table) != head.table_bytes or len(rest) != head.frame_count:
+        raise WireError(
+            f"body {len(body)}, table {len(table)}, frames {len(rest)}: the envelope says "
+            f"{head.body_bytes}, {head.table_bytes}, {head.frame_count}"
+        )
+    if any(size > limits.frame_bytes for size in sizes):
+        raise WireError(f"frame of {max(sizes)} bytes: limit is {limits.frame_bytes}")
+    if head.body_bytes + head.table_bytes + sum(sizes) != head.total_bytes:
+        raise WireError(
+            f"{head.body_bytes + head.table_bytes + sum(sizes)} bytes: the envelope says {head.total_bytes}"
+        )
+    return Decoded(head, decode_body(head.type, body), tensors.decode(table, rest, limits))

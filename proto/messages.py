@@ -1,0 +1,824 @@
+"""Every message of the bus: purpose, fields, who sends it, who answers. Bodies only; tensors ride behind them.
+
+Conventions: times in seconds, sizes in bytes, `instance` counts from 0. A task travels with its fence. Steps are
+numbered from 1; version `step` is the policy after that many steps, version 0 the model the run began with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from proto.registry import Message, Record, Request, message
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+else:  # msgspec hands fields of this very class to the guarded msgpack-numpy hooks
+    Array = np.ndarray
+
+
+# ------------------------------------------------------------------------------------------------ everyone
+
+
+@message(1)
+class Error(Message, frozen=True, kw_only=True):
+    """The other possible answer to any request. `code` is one of `ErrorCode`; `message` is one line for a person."""
+
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+    names: list[str] = []
+    """What the error is about (shards that are missing, a lease that is lost), bounded by the sender."""
+
+
+class ErrorCode:
+    """The closed list of `Error.code`."""
+
+    BAD_REQUEST = "bad_request"  # the request can never succeed
+    BUSY = "busy"  # no room now; try again after retry_after_s
+    NOT_READY = "not_ready"  # nothing to give before the deadline; ask again
+    MISSING = "missing"  # shards that are not there (`names`)
+    COLLECTED = "collected"  # the task was collected: tombstoned, never readable again
+    CONFLICT = "conflict"  # same fence, other bytes; or a step, version or incarnation out of order
+    LOST = "lost"  # the lease is no longer held, or the caller is not registered
+    DEADLINE = "deadline"  # the handler did not finish in time
+    DRAINING = "draining"  # the service is going away
+    INTERNAL = "internal"  # a defect: see the service's log
+
+
+@message(2)
+class Ack(Message, frozen=True, kw_only=True):
+    """Done, nothing to add."""
+
+
+@message(3)
+class Pong(Message, frozen=True, kw_only=True):
+    """Answer to `Ping`."""
+
+    service: str
+    instance: int
+    incarnation: int
+    state: str
+
+
+@message(4)
+class Ping(Request, frozen=True, kw_only=True):
+    """Is the mailbox alive? Anyone to anyone."""
+
+    REPLY: ClassVar[type[Message]] = Pong
+
+
+# ------------------------------------------------------------------------------- life of a process (supervisor)
+
+
+@message(10)
+class ServiceReport(Request, frozen=True, kw_only=True):
+    """A service tells its supervisor a change of state: STARTING, READY, DRAINING, STOPPED, FAILED."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    service: str
+    instance: int
+    incarnation: int
+    pid: int
+    state: str
+    cause: str = ""
+    endpoint: str = ""
+
+
+@message(11)
+class RestartService(Request, frozen=True, kw_only=True):
+    """Operator to supervisor: end and start again one instance (`instance` >= 0) or all of a service (-1)."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    service: str
+    instance: int = -1
+
+
+@message(12)
+class StopRun(Request, frozen=True, kw_only=True):
+    """Operator to supervisor: drain everything and end the run."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+
+
+class ProcessRow(Record, frozen=True, array_like=True):
+    """One supervised process."""
+
+    service: str
+    instance: int
+    state: str
+    pid: int
+    incarnation: int
+    restarts: int
+    cause: str = ""
+    rss_bytes: int = 0
+
+
+@message(13)
+class SupervisorState(Message, frozen=True, kw_only=True):
+    """Answer to `GetSupervisorState`."""
+
+    run: str
+    phase: str
+    processes: list[ProcessRow]
+
+
+@message(14)
+class GetSupervisorState(Request, frozen=True, kw_only=True):
+    """Operator to supervisor: which processes are there?"""
+
+    REPLY: ClassVar[type[Message]] = SupervisorState
+
+
+# --------------------------------------------------------------------------------------- registry (scheduler)
+
+
+@message(20)
+class Registered(Message, frozen=True, kw_only=True):
+    """Answer to `Register`."""
+
+    scheduler_incarnation: int
+    heartbeat_s: float
+
+
+@message(21)
+class Register(Request, frozen=True, kw_only=True):
+    """A service announces this life of itself. An earlier incarnation of the same instance loses its leases."""
+
+    REPLY: ClassVar[type[Message]] = Registered
+    service: str
+    instance: int
+    incarnation: int
+    pid: int
+    host: str
+    endpoint: str
+    limit_bytes: int = 0
+    """A batch store's memory limit (plus spill, when there is one); 0 for everyone else."""
+
+
+class LeaseProgress(Record, frozen=True, array_like=True):
+    """How far the working thread is with one lease; only that thread advances `progress`."""
+
+    lease_id: int
+    progress: int
+
+
+@message(22)
+class HeartbeatAck(Message, frozen=True, kw_only=True):
+    """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them."""
+
+    scheduler_incarnation: int
+    registered: bool
+    lost_leases: list[int] = []
+
+
+@message(23)
+class Heartbeat(Request, frozen=True, kw_only=True):
+    """A service is alive; leases whose progress advanced are renewed. Sent by the mailbox thread."""
+
+    REPLY: ClassVar[type[Message]] = HeartbeatAck
+    service: str
+    instance: int
+    incarnation: int
+    state: str
+    rss_bytes: int = 0
+    holds_step: int = -1
+    """Policy version an engine has loaded; -1: none, or not an engine."""
+    holds_lineage: int = 0
+    leases: list[LeaseProgress] = []
+    store_bytes: int = 0
+    store_shards: int = 0
+
+
+# ------------------------------------------------------------------------------------------ tasks and batches
+
+
+class TaskHandle(Record, frozen=True, array_like=True):
+    """What a process must know of a task to fetch its shards; no data.
+
+    `stores[p]` is an index into `BatchMeta.stores`: where part `p` of the batch lives for this task.
+    """
+
+    task_id: str
+    fence: int
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    stores: list[int] = []
+
+
+class BatchPart(Record, frozen=True, array_like=True):
+    """A group of keys that one stage made together."""
+
+    stage: str
+    keys: list[str]
+
+
+class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata of a distributed batch: the wire form of `shared.batch.Batch`."""
+
+    tasks: list[TaskHandle]
+    parts: list[BatchPart] = []
+    stores: list[str] = []
+    """Service names such as `batch-store/0`."""
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading is proved with: a fixed sequence and the trainer's log-probs of its tokens.
+
+    `token_ids` int32 [T]; `logprobs` float32 [T - 1] of tokens 1.. at temperature 1; `tolerance` absolute.
+    """
+
+    token_ids: Array
+    logprobs: Array
+    tolerance: float
+
+
+class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where policy version (lineage, step) lies and how to prove that it was loaded.
+
+    `drill` belongs to the start-up drill: the model directory's weights perturbed with `drill_seed`.
+    """
+
+    lineage: int
+    step: int
+    task_id: str
+    fence: int
+    store: str
+    nbytes: int
+    canary: Canary
+    drill: Canary
+    drill_seed: int
+
+
+@message(30)
+class LeaseGrant(Message, frozen=True, kw_only=True):
+    """Answer to `LeaseRequest`: work on these tasks for `stage`; the lease ends when progress stops for `lease_s`.
+
+    For the rollout stage `split` names the data and sampling (`train` or an evaluation set) and `weights` the version
+    to sample with: load it if the engine holds an older one (`exact`: unless it holds this very one).
+    `group_size` samples a task; `block_rows` is the fixed number of rows to run (padding included), 0 for any.
+    """
+
+    lease_id: int
+    stage: str
+    split: str
+    lease_s: float
+    batch: BatchMeta
+    min_step: int = 0
+    exact: bool = False
+    group_size: int = 1
+    block_rows: int = 0
+    weights: WeightsRef | None = None
+
+
+@message(31)
+class LeaseRequest(Request, frozen=True, kw_only=True):
+    """A worker asks for work of `stage`. Held back until there is some, or Error(not_ready) before the deadline."""
+
+    REPLY: ClassVar[type[Message]] = LeaseGrant
+    stage: str
+    service: str
+    instance: int
+    incarnation: int
+    max_tasks: int
+    holds_lineage: int = 0
+    holds_step: int = -1
+
+
+class Outcome:
+    """The closed list of `TaskResult.outcome`."""
+
+    DONE = 0
+    RETRY = 1  # this attempt failed; another may succeed
+    DROP = 2  # this task can never succeed (bad row, prompt too long, fewer than two samples left)
+
+
+class TaskResult(Record, frozen=True, array_like=True):
+    """The end of one attempt at one task in one stage.
+
+    `content_hash`: xxh3-64 over the checksums of its shards in the order of the stage's keys (SPEC section 8).
+    """
+
+    task_id: str
+    fence: int
+    outcome: int
+    store: str = ""
+    content_hash: int = 0
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    reason: str = ""
+    samples_failed: int = 0
+
+
+class Refusal(Record, frozen=True, array_like=True):
+    """Why a result was not accepted: its shards are garbage now."""
+
+    task_id: str
+    fence: int
+    code: str
+    message: str
+
+
+@message(32)
+class CompleteAck(Message, frozen=True, kw_only=True):
+    """Answer to `Complete`: results that were refused; all others are accepted and durable."""
+
+    refused: list[Refusal] = []
+
+
+@message(33)
+class Complete(Request, frozen=True, kw_only=True):
+    """A worker ends (part of) a lease. Sealed shards become visible with the acceptance, not before.
+
+    `scalars`: per-sample values (`reward` float32, `length` int32, `loss_tokens` int32, `truncated` uint8,
+    `version_min` int32, ...), each [sum of `samples` over the DONE results], in the order of `results`.
+    `final`: the lease ends; tasks of it not in `results` go back to be leased again.
+    """
+
+    REPLY: ClassVar[type[Message]] = CompleteAck
+    lease_id: int
+    stage: str
+    incarnation: int
+    results: list[TaskResult]
+    scalars: dict[str, Array] = {}
+    final: bool = True
+
+
+# ------------------------------------------------------------------------------------------------ the driver
+
+
+@message(40)
+class RunInfo(Message, frozen=True, kw_only=True):
+    """Answer to `GetRunInfo`: where the journal says the run stands."""
+
+    steps: int
+    committed_step: int
+    open_step: int
+    """A step whose batch is journaled but not committed; 0 when there is none."""
+    lineage: int
+    """The lineage that this driver incarnation must publish under."""
+    checkpoint_step: int
+    """Newest verified checkpoint; -1 when there is none."""
+    stopping: bool = False
+
+
+@message(41)
+class GetRunInfo(Request, frozen=True, kw_only=True):
+    """The driver's first call; an older driver incarnation is refused from here on."""
+
+    REPLY: ClassVar[type[Message]] = RunInfo
+    driver: int
+    reload: bool = False
+    """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
+
+
+@message(42)
+class StepBatch(Message, frozen=True, kw_only=True):
+    """Answer to `NextBatch`: the tasks of `step`, journaled in this order before this message left.
+
+    `scalars` as in `Complete`, in batch order. `dropped` counts what filtering and staleness took since the last step.
+    """
+
+    step: int
+    batch: BatchMeta
+    scalars: dict[str, Array]
+    reward_mean_unfiltered: float = 0.0
+    samples_failed: int = 0
+    dropped: int = 0
+
+
+@message(43)
+class NextBatch(Request, frozen=True, kw_only=True):
+    """The driver asks for the batch of `step`. Held back until it is ready; asking again gives the same batch."""
+
+    REPLY: ClassVar[type[Message]] = StepBatch
+    driver: int
+    step: int
+
+
+@message(44)
+class CommitStep(Request, frozen=True, kw_only=True):
+    """The optimizer has taken step `step`: its tasks are TRAINED. `metrics` is the driver's part of the row."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    driver: int
+    step: int
+    metrics: dict[str, float]
+
+
+@message(45)
+class PublishWeights(Request, frozen=True, kw_only=True):
+    """Version `ref.step` can be loaded from the stores. The scheduler frees it when nothing names it any more."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    driver: int
+    ref: WeightsRef
+
+
+@message(46)
+class CheckpointSaved(Request, frozen=True, kw_only=True):
+    """The checkpoint of `step` is complete, verified and durable: it covers the tasks trained up to there."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    driver: int
+    step: int
+    kept: list[int]
+    """Steps of all checkpoints that exist now, this one included."""
+
+
+@message(47)
+class EvalsDone(Message, frozen=True, kw_only=True):
+    """Answer to `WaitEvals`: mean score per evaluation set of that version."""
+
+    step: int
+    accuracy: dict[str, float]
+
+
+@message(48)
+class WaitEvals(Request, frozen=True, kw_only=True):
+    """The driver waits for the evaluations of version `step` (held back until done)."""
+
+    REPLY: ClassVar[type[Message]] = EvalsDone
+    driver: int
+    step: int
+
+
+@message(49)
+class FinishRun(Request, frozen=True, kw_only=True):
+    """The driver has exported the model: the run is complete."""
+
+    REPLY: ClassVar[type[Message]] = Ack
+    driver: int
+
+
+# ------------------------------------------------------------------------------------------------ batch store
+
+
+class PutTask(Record, frozen=True, array_like=True):
+    """One task in a put, under which fence."""
+
+    task_id: str
+    fence: int
+
+
+@message(60)
+class PutGrant(Message, frozen=True, kw_only=True):
+    """Answer to `PutBegin`: write the file of SPEC section 9 at `path`, then seal it."""
+
+    path: str
+
+
+@message(61)
+class PutBegin(Request, frozen=True, kw_only=True):
+    """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
+
+    `put_id`: 32 hexadecimal digits chosen by the producer; a retry of the whole put uses the same one.
+    """
+
+    REPLY: ClassVar[type[Message]] = PutGrant
+    put_id: str
+    nbytes: int
+    tasks: list[PutTask]
+
+
+@message(62)
+class PutSealed(Message, frozen=True, kw_only=True):
+    """Answer to `PutSeal`: the shards survive the store's death from here on."""
+
+    nbytes: int
+
+
+@message(63)
+class PutSeal(Request, frozen=True, kw_only=True):
+    """The producer has written the file. Sealing twice is one seal; other bytes under a sealed id are a conflict."""
+
+    REPLY: ClassVar[type[Message]] = PutSealed
+    put_id: str
+
+
+@message(64)
+class Located(Message, frozen=True, kw_only=True):
+    """Answer to `Locate`. `files[i]` is a path; `places[j]` lists indices into `files` that hold task `j`."""
+
+    files: list[str]
+    places: list[list[int]]
+
+
+@message(65)
+class Locate(Request, frozen=True, kw_only=True):
+    """A reader asks which sealed files hold these tasks (with these fences). Error: missing, collected."""
+
+    REPLY: ClassVar[type[Message]] = Located
+    tasks: list[PutTask]
+
+
+@message(66)
+class Clear(Request, frozen=True, kw_only=True):
+    """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one goes.
+
+    Idempotent. Later puts under a tombstoned fence are refused.
+    """
+
+    REPLY: ClassVar[type[Message]] = Ack
+    tasks: list[PutTask]
+
+
+@message(67)
+class Inventory(Message, frozen=True, kw_only=True):
+    """Answer to `GetInventory`: one page of what is sealed. `cursor` 0: this was the last page."""
+
+    tasks: list[PutTask]
+    cursor: int
+
+
+@message(68)
+class GetInventory(Request, frozen=True, kw_only=True):
+    """The scheduler asks a store what it holds, page by page, to reconcile."""
+
+    REPLY: ClassVar[type[Message]] = Inventory
+    cursor: int = 0
+
+
+@message(69)
+class StoreStats(Message, frozen=True, kw_only=True):
+    """Answer to `GetStoreStats`. `bytes` counts sealed and granted room, and unlinked files that are still mapped."""
+
+    bytes: int
+    limit_bytes: int
+    shards: int
+    tasks: int
+    files: int
+    zombie_bytes: int
+    tombstones: int
+    puts: int
+    clears: int
+    busy: int
+
+
+@message(70)
+class GetStoreStats(Request, frozen=True, kw_only=True):
+    """Anyone asks a store for exact counts."""
+
+    REPLY: ClassVar[type[Message]] = StoreStats
+
+
+# ------------------------------------------------------------------------------------------- trainer workers
+
+
+class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss as named functions and numbers; workers apply it to every token (see services.policy_trainer.loss)."""
+
+    name: str
+    clip_low: float
+    clip_high: float
+    anchor: str
+    temperature: float
+    tis_cap: float = 0.0
+    kl_estimator: str = ""
+    kl_coef: float = 0.0
+
+
+class WorkerRequest(Request, frozen=True, kw_only=True):
+    """A call from the driver. `driver`: its incarnation; `order`: calls run in this order, each once."""
+
+    driver: int
+    order: int
+
+
+@message(80)
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """Answer to `InitModel` and `LoadCheckpoint`: what the worker stands at."""
+
+    step: int
+    parameters: int
+
+
+@message(81)
+class InitModel(WorkerRequest, frozen=True, kw_only=True):
+    """Load the model directory of the topology, step 0, fresh optimizer state."""
+
+    REPLY: ClassVar[type[Message]] = WorkerReady
+
+
+@message(82)
+class ForwardDone(Message, frozen=True, kw_only=True):
+    """Answer to `Forward`: one new part for the batch (put into stores under the tasks' fences), token count."""
+
+    meta: BatchMeta
+    seconds: float
+
+
+@message(83)
+class Forward(WorkerRequest, frozen=True, kw_only=True):
+    """Run the model over `batch`, put per-token `key` (`prox_logprobs`) as shards."""
+
+    REPLY: ClassVar[type[Message]] = ForwardDone
+    batch: BatchMeta
+    key: str
+    temperature: float
+
+
+@message(84)
+class ForwardBackwardDone(Message, frozen=True, kw_only=True):
+    """Answer to `ForwardBackward`. `sums`: additive over workers and calls (`loss`, `kl`, `clipped`, `tokens`, ...)."""
+
+    sums: dict[str, float]
+    seconds: float
+
+
+@message(85)
+class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
+    """Add the gradient of sum(W * loss) over `batch` to the accumulated one.
+
+    `advantages`, `weights`: float32 [samples], in batch order; W of a token is its sample's weight times its mask.
+    """
+
+    REPLY: ClassVar[type[Message]] = ForwardBackwardDone
+    batch: BatchMeta
+    loss: LossSpec
+    advantages: Array
+    weights: Array
+
+
+@message(86)
+class OptimStepDone(Message, frozen=True, kw_only=True):
+    """Answer to `OptimStep`. `grad_norm`: before clipping, float."""
+
+    grad_norm: float
+    lr: float
+    seconds: float
+
+
+@message(87)
+class OptimStep(WorkerRequest, frozen=True, kw_only=True):
+    """Clip, step, zero the gradients. `step`: the training step this update belongs to; `last`: its last update."""
+
+    REPLY: ClassVar[type[Message]] = OptimStepDone
+    step: int
+    last: bool
+
+
+@message(88)
+class Published(Message, frozen=True, kw_only=True):
+    """Answer to `Publish`."""
+
+    ref: WeightsRef
+    seconds: float
+
+
+@message(89)
+class Publish(WorkerRequest, frozen=True, kw_only=True):
+    """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary."""
+
+    REPLY: ClassVar[type[Message]] = Published
+    lineage: int
+    step: int
+    store: str
+    fence: int
+
+
+@message(90)
+class Saved(Message, frozen=True, kw_only=True):
+    """Answer to `SaveCheckpoint` and `SaveModel`: durable and verified. `kept`: steps of all checkpoints there are."""
+
+    path: str
+    seconds: float
+    kept: list[int] = []
+
+
+@message(91)
+class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
+    """Write a checkpoint of `step` under the run directory, keep the last `keep_last`."""
+
+    REPLY: ClassVar[type[Message]] = Saved
+    step: int
+    keep_last: int
+
+
+@message(92)
+class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
+    """Load the checkpoint of `step`."""
+
+    REPLY: ClassVar[type[Message]] = WorkerReady
+    step: int
+
+
+@message(93)
+class SaveModel(WorkerRequest, frozen=True, kw_only=True):
+    """Export a Hugging Face directory to `path` (atomically)."""
+
+    REPLY: ClassVar[type[Message]] = Saved
+    path: str
+
+
+@message(94)
+class WorkerState(Message, frozen=True, kw_only=True):
+    """Answer to `GetWorkerState`. `step`: finished training steps; -1 before a model is loaded."""
+
+    step: int
+    driver: int
+    order: int
+    dirty: bool
+    """Gradients are accumulated or a step is half taken: only a reload makes this state trustworthy."""
+
+
+@message(95)
+class GetWorkerState(Request, frozen=True, kw_only=True):
+    """A new driver asks where a worker stands, and takes it over: calls of older drivers are refused."""
+
+    REPLY: ClassVar[type[Message]] = WorkerState
+    driver: int
+
+
+# ------------------------------------------------------------------------------------ status and telemetry
+
+
+class ServiceRow(Record, frozen=True, array_like=True):
+    """One registered service as the scheduler sees it."""
+
+    service: str
+    instance: int
+    state: str
+    pid: int
+    host: str
+    incarnation: int
+    heartbeat_age_s: float
+    rss_bytes: int
+    endpoint: str = ""
+
+
+@message(100)
+class Status(Message, frozen=True, kw_only=True):
+    """Answer to `GetStatus`."""
+
+    run: str
+    step: int
+    steps: int
+    lineage: int
+    version: int
+    services: list[ServiceRow]
+    tasks: dict[str, int]
+    store_bytes: int
+    store_limit_bytes: int
+    store_shards: int
+    last_row: dict[str, float]
+    """Newest metrics row that was written."""
+
+
+@message(101)
+class GetStatus(Request, frozen=True, kw_only=True):
+    """Operator or monitor to scheduler."""
+
+    REPLY: ClassVar[type[Message]] = Status
+
+
+@message(110)
+class Telemetry(Message, frozen=True, kw_only=True):
+    """One way, may drop: `values` of `topic` changed. `sequence` counts every message tried, `dropped` those lost."""
+
+    service: str
+    instance: int
+    incarnation: int
+    sequence: int
+    dropped: int
+    at: float
+    topic: str
+    values: dict[str, float | str]
+
+
+class TopicRow(Record, frozen=True, array_like=True):
+    """Last value of one topic of one service."""
+
+    service: str
+    instance: int
+    topic: str
+    at: float
+    values: dict[str, float | str]
+
+
+@message(111)
+class Snapshot(Message, frozen=True, kw_only=True):
+    """Answer to `GetSnapshot`: everything the monitor knows; the stream goes on after `sequence`."""
+
+    sequence: int
+    rows: list[TopicRow]
+    dropped: int
+
+
+@message(112)
+class GetSnapshot(Request, frozen=True, kw_only=True):
+    """A subscriber asks for the present state (after it has subscribed, so that nothing falls in between)."""
+
+    REPLY: ClassVar[type[Message]] = Snapshot
+
+
+@message(113)
+class Update(Message, frozen=True, kw_only=True):
+    """One way, from the monitor's PUB socket: the change with this `sequence`."""
+
+    sequence: int
+    row: TopicRow

@@ -1,0 +1,141 @@
+"""Tensors on the wire: a table of fixed 96-byte rows, then raw frames. Never trusts a size it has not checked."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from proto import dtypes
+from proto.errors import WireError
+from proto.limits import MAX_NDIM, Limits
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Buffer = bytes | memoryview
+
+_ROW = struct.Struct("<BBHIIIQQ8Q")
+ROW_BYTES = _ROW.size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One checked row of the table: `prod(shape) * itemsize == nbytes`, frames `[first, first + count)`."""
+
+    dtype: dtypes.DType
+    shape: tuple[int, ...]
+    nbytes: int
+    first_frame: int
+    frame_count: int
+    checksum: int
+
+
+def checksum(data: Buffer | Array) -> int:
+    """xxh3-64 of the bytes; of an empty tensor too."""
+    return xxhash.xxh3_64_intdigest(raw_bytes(data) if isinstance(data, np.ndarray) else data)
+
+
+def as_wire(array: Array) -> Array:
+    """A C-contiguous little-endian view or copy of `array` with a dtype of the table, same shape (0-d included)."""
+    row = dtypes.by_numpy(array.dtype)
+    if array.ndim > MAX_NDIM:
+        raise WireError(f"tensor of {array.ndim} dimensions: limit is {MAX_NDIM}")
+    if array.dtype != row.numpy:
+        array = array.astype(row.numpy)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
+
+
+def raw_bytes(array: Array) -> memoryview:
+    """The bytes of a C-contiguous array as a flat memoryview, without a copy."""
+    if array.nbytes == 0:
+        return memoryview(b"")
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryview]]:
+    """Return (table, raw frames). Frames alias the arrays' memory: do not write to them before they are sent.
+
+    Raises WireError for a dtype outside the table, more than 8 dimensions, or anything over `limits`.
+    """
+    rows: list[bytes] = []
+    frames: list[memoryview] = []
+    for array in arrays:
+        wire = as_wire(array)
+        data = raw_bytes(wire)
+        first = len(frames)
+        for offset in range(0, len(data), limits.frame_bytes):
+            frames.append(data[offset : offset + limits.frame_bytes])
+        rows.append(
+            _pack_row(
+                TensorRow(
+                    dtype=dtypes.by_numpy(wire.dtype),
+                    shape=wire.shape,
+                    nbytes=len(data),
+                    first_frame=first,
+                    frame_count=len(frames) - first,
+                    checksum=checksum(data),
+                )
+            )
+        )
+    if len(frames) > limits.frames:
+        raise WireError(f"{len(frames)} frames for {len(arrays)} tensors: limit is {limits.frames}")
+    return b"".join(rows), frames
+
+
+def _pack_row(row: TensorRow) -> bytes:
+    shape = row.shape + (0,) * (MAX_NDIM - len(row.shape))
+    return _ROW.pack(
+        row.dtype.code, len(row.shape), 0, row.first_frame, row.frame_count, 0, row.nbytes, row.checksum, *shape
+    )
+
+
+def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorRow]:
+    """Parse and check a table. Rows use the frames in order, each exactly once. Raises WireError only."""
+    count, rest = divmod(len(table), ROW_BYTES)
+    if rest:
+        raise WireError(f"tensor table of {len(table)} bytes: must be a multiple of {ROW_BYTES}")
+    if count > limits.frames:
+        raise WireError(f"tensor table of {count} rows: limit is {limits.frames}")
+    rows: list[TensorRow] = []
+    next_frame = 0
+    for code, ndim, flags, first, used, reserved, nbytes, digest, *dims in _ROW.iter_unpack(table):
+        dtype = dtypes.by_code(code)
+        if ndim > MAX_NDIM or flags or reserved:
+            raise WireError(f"tensor row {len(rows)}: ndim {ndim} (limit {MAX_NDIM}), flags {flags}")
+        if any(dims[ndim:]):
+            raise WireError(f"tensor row {len(rows)}: dimensions past ndim {ndim} must be zero")
+        elements = 1
+        for dim in dims[:ndim]:
+            elements *= dim  # Python integers: no overflow to hide behind
+        if elements * dtype.itemsize != nbytes or nbytes > limits.total_bytes:
+            raise WireError(
+                f"tensor row {len(rows)}: shape {dims[:ndim]} of {dtype.name} is not {nbytes} bytes, "
+                f"or over the limit of {limits.total_bytes}"
+            )
+        if first != next_frame or used > frame_count - next_frame or (used == 0) != (nbytes == 0):
+            raise WireError(f"tensor row {len(rows)}: frames {first}+{used} of {frame_count}, expected {next_frame}+")
+        next_frame += used
+        rows.append(TensorRow(dtype, tuple(dims[:ndim]), nbytes, first, used, digest))
+    if next_frame != frame_count:
+        raise WireError(f"{frame_count} frames, but the table uses {next_frame}: every frame is used once")
+    return rows
+
+
+def decode(table: Buffer, frames: Sequence[Buffer], limits: Limits) -> list[Array]:
+    """Return the arrays. Single-frame tensors are read-only views of their frame; others are assembled once.
+
+    Raises WireError when sizes or checksums do not match.
+    """
+    arrays: list[Array] = []
+    for index, row in enumerate(parse_table(table, len(frames), limits)):
+        parts = frames[row.first_frame : row.first_frame + row.frame_count]
+        if sum(len(part) for part in parts) != row.nbytes or (len(parts) > 1 and not all(parts)):
+            raise WireError(f"tensor {index}: frames hold {sum(map(len, parts))} bytes, the row says {row.nbytes}")
+        data: Buffer = parts[0] if len(parts) == 1 else b"".join(parts)
+        if checksum(data) != row.checksum:
+            raise WireError(f"tensor {index}: checksum does not match its {row.nbytes} bytes")
+        arrays.append(np.frombuffer(data, dtype=row.dtype.numpy).reshape(row.shape))
+    return arrays

@@ -1,0 +1,79 @@
+"""Writes the lock files from the environment it runs in; it must never resolve or install anything itself.
+
+`torch.txt` pins torch alone, `lock.txt` everything else the product needs at run time, `lock-dev.txt` what
+the `dev` extra adds. A distribution that is installed and that none of the three explains is an error, as is
+one that is needed and not installed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).parent
+# pip comes with the environment, rlbus is the project itself.
+NOT_LOCKED = frozenset({"pip", "rlbus"})
+HEADER = "# Written by `make lock`; complete, so it is installed with --no-deps.\n"
+
+
+def closure(requirements: list[str]) -> dict[str, str]:
+    """Maps each distribution that `requirements` need, themselves included, to its installed version.
+
+    Raises SystemExit when one is missing or its installed version does not satisfy what asks for it.
+    """
+    versions: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    pending = [Requirement(text) for text in requirements]
+    while pending:
+        requirement = pending.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            sys.exit(
+                f"lock: {requirement} is needed and not installed; install it, then run `make lock` again"
+            )
+        if not requirement.specifier.contains(found.version, prereleases=True):
+            sys.exit(
+                f"lock: {name} {found.version} is installed, {requirement} is needed; install that first"
+            )
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        # A local part (`+cpu`) names a build, not a version; an index may offer another build of it.
+        versions[name] = found.version.partition("+")[0]
+        for text in found.requires or []:
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                pending.append(needed)
+    return versions
+
+
+def write(path: Path, versions: dict[str, str], header: str = HEADER) -> None:
+    path.write_text(header + "".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
+
+
+def main() -> None:
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    runtime = closure(project["dependencies"])
+    dev = closure(project["optional-dependencies"]["dev"])
+    installed = {canonicalize_name(found.name) for found in metadata.distributions()}
+    strangers = sorted(installed - runtime.keys() - dev.keys() - NOT_LOCKED)
+    if strangers:
+        sys.exit(
+            f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first"
+        )
+    torch = {"torch": runtime.pop("torch")}
+    write(HERE / "torch.txt", torch, "# Installed first: an exact pin, as an open range fetches far more.\n")
+    write(HERE / "lock.txt", runtime)
+    write(HERE / "lock-dev.txt", {name: v for name, v in dev.items() if name not in runtime})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The life of a service: mailbox up, STARTING, READY, DRAINING, STOPPED or FAILED; heartbeats all the way.
+
+The loop's thread never computes: a service's heavy work runs on threads of its own, so that the mailbox answers and
+the heartbeat goes on. A hung working thread is found by its lease's progress, not by silence here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket as host_names
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+import psutil
+import structlog
+import zmq
+
+from proto import messages
+from proto.ids import new_incarnation
+from proto.messages import Ping, Pong, ServiceReport
+from shared.actor.telemetry import TelemetrySender
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call, Mailbox
+from shared.rundir import RunDir, service_name
+
+HEARTBEAT_S = 1.0
+DRAIN_S = 10.0
+CALL_S = 10.0
+
+
+class State:
+    """The states of a service, in the order of its life."""
+
+    STARTING = "STARTING"
+    READY = "READY"
+    DRAINING = "DRAINING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+class Service:
+    """Base of every actor. Override `start`, `serve`, `drain`; add handlers to `self.mailbox` in `__init__`.
+
+    Runs in a process through `shared.actor.process.run_process`, or on a thread in tests. Everything here belongs to
+    one event loop; other threads talk to it with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
+    """
+
+    NAME: ClassVar[str] = ""
+    HEARTBEATS: ClassVar[bool] = True
+    """Registers at the scheduler and sends it heartbeats (everyone but the scheduler itself)."""
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        """`supervisor`: the endpoint to report states to; empty when started by hand."""
+        self.run = run
+        self.instance = instance
+        self.incarnation = new_incarnation()
+        self.state = State.STARTING
+        self.cause = ""
+        self.name = service_name(self.NAME, instance)
+        self.mailbox = Mailbox(self.name, self.incarnation)
+        self.telemetry = TelemetrySender(self.NAME, instance, self.incarnation)
+        self.log = structlog.get_logger(self.NAME)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.endpoint = ""
+        self.stopping = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop
+        self._supervisor = supervisor
+        self._clients: dict[tuple[str, int], Client] = {}
+        self._process = psutil.Process()
+        self._scheduler_incarnation = 0
+        self._reports: set[asyncio.Task[None]] = set()
+        self.mailbox.handle(Ping, self._ping)
+
+    # ---- to override
+
+    async def start(self) -> None:
+        """Do what must be done before READY (load a model, open a journal)."""
+
+    async def serve(self) -> None:
+        """Work until done; returning ends the service well. The default waits for a stop."""
+        await self.stopping.wait()
+
+    async def drain(self) -> None:
+        """Finish or hand back what is under way; bounded by `DRAIN_S`."""
+
+    def heartbeat(self) -> messages.Heartbeat:
+        """What to tell the scheduler each second; extend with `msgspec.structs.replace`."""
+        return messages.Heartbeat(
+            service=self.NAME,
+            instance=self.instance,
+            incarnation=self.incarnation,
+            state=self.state,
+            rss_bytes=self._process.memory_info().rss,
+        )
+
+    def registration(self) -> messages.Register:
+        """How to announce this life at the scheduler."""
+        return messages.Register(
+            service=self.NAME,
+            instance=self.instance,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            host=host_names.gethostname(),
+            endpoint=self.endpoint,
+        )
+
+    def on_leases_lost(self, lease_ids: list[int]) -> None:
+        """The scheduler has given these leases to others; stop working on them."""
+
+    # ---- for services
+
+    def client(self, service: str, instance: int = 0) -> Client:
+        """The (cached) client of another service's mailbox."""
+        key = (service, instance)
+        if key not in self._clients:
+            endpoint = self.run.endpoint(service, instance)
+            self._clients[key] = Client(self.context, endpoint, service_name(service, instance), self.incarnation)
+        return self._clients[key]
+
+    @property
+    def scheduler(self) -> Client:
+        return self.client("scheduler")
+
+    # ---- life-cycle
+
+    async def run_until_stopped(self) -> int:
+        """Live from STARTING to STOPPED or FAILED; returns the exit status. Leaves no socket behind."""
+        self.loop = asyncio.get_running_loop()
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            self.endpoint = self.bind()
+            self.telemetry.connect(self.client("monitor"))
+            self._report()
+            if self.HEARTBEATS:
+                helpers.append(asyncio.create_task(self._heartbeats()))
+            await self._until_stopping(self.start())
+            if not self.stopping.is_set():
+                self._enter(State.READY)
+                await self._until_stopping(self.serve())
+            self._enter(State.DRAINING)
+            async with asyncio.timeout(DRAIN_S):
+                await self.drain()
+            self._enter(State.STOPPED)
+        except Exception as error:
+            # one line for people; the log holds the trace
+            self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
+            self.log.error("service failed", exc_info=error)
+            self._enter(State.FAILED)
+        finally:
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            if self._reports:
+                await asyncio.wait(self._reports, timeout=1.0)
+            await self.close()
+        return 0 if self.state == State.STOPPED else 1
+
+    def bind(self) -> str:
+        """Open the mailbox. The scheduler overrides this to commit once a burst."""
+        return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance))
+
+    async def close(self) -> None:
+        """Close every socket and remove the mailbox's file."""
+        await self.mailbox.close()
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        await asyncio.get_running_loop().run_in_executor(None, self.context.term)
+        if self.endpoint.startswith("ipc://"):
+            self.run.socket_file(self.NAME, self.instance).unlink(missing_ok=True)
+
+    def request_stop(self) -> None:
+        """Begin to drain (SIGTERM does this). Loop thread only."""
+        self.stopping.set()
+
+    async def _until_stopping(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, stop):
+                each.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self.log.info("state", state=state, cause=self.cause)
+        self._report()
+
+    def _report(self) -> None:
+        self.telemetry.emit("service", {"state": self.state, "cause": self.cause})
+        if self._supervisor:
+            task = asyncio.create_task(self._send_report())
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _send_report(self) -> None:
+        report = ServiceReport(
+            service=self.NAME,
+            instance=self.instance,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            state=self.state,
+            cause=self.cause,
+            endpoint=self.endpoint,
+        )
+        key = ("supervisor", 0)
+        if key not in self._clients:
+            self._clients[key] = Client(self.context, self._supervisor, "supervisor", self.incarnation)
+        try:
+            await self._clients[key].call(report, messages.Ack, deadline_s=CALL_S)
+        except RpcError as error:
+            self.log.warning("supervisor did not take the report", error=str(error))
+
+    async def _heartbeats(self) -> None:
+        registered = False
+        while True:
+            try:
+                if not registered:
+                    answer = await self.scheduler.call(self.registration(), messages.Registered, deadline_s=CALL_S)
+                    self._scheduler_incarnation = answer.scheduler_incarnation
+                    registered = True
+                beat = await self.scheduler.call(self.heartbeat(), messages.HeartbeatAck, deadline_s=CALL_S)
+                registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
+                if beat.lost_leases:
+                    self.on_leases_lost(list(beat.lost_leases))
+            except RpcError as error:
+                self.log.warning("scheduler not reached", error=str(error))
+            if registered:
+                await asyncio.sleep(HEARTBEAT_S)
+
+    def _ping(self, _: Ping, call: Call) -> Pong:
+        return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
+
+
+def install_signals(service: Service, loop: asyncio.AbstractEventLoop, *, supervised: bool) -> None:
+    """SIGTERM drains. SIGINT too when started by hand; under a supervisor Ctrl-C is the supervisor's business."""
+    loop.add_signal_handler(signal.SIGTERM, service.request_stop)
+    if supervised:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        loop.add_signal_handler(signal.SIGINT, service.request_stop)

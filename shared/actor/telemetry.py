@@ -1,0 +1,40 @@
+"""Sends telemetry to the monitor: may drop, says how many, and nothing that training depends on travels here."""
+
+from __future__ import annotations
+
+import time
+
+from proto.messages import Telemetry
+from shared.rpc.client import Client
+
+
+class TelemetrySender:
+    """One per service. `emit` never blocks and never raises for a missing monitor."""
+
+    def __init__(self, service: str, instance: int, incarnation: int) -> None:
+        self._service = service
+        self._instance = instance
+        self._incarnation = incarnation
+        self._sequence = 0
+        self._client: Client | None = None
+        self.dropped = 0
+
+    def connect(self, client: Client) -> None:
+        """Send to this monitor from now on."""
+        self._client = client
+
+    def emit(self, topic: str, values: dict[str, float | str]) -> None:
+        """Say that `values` of `topic` changed. Loop thread only."""
+        self._sequence += 1
+        message = Telemetry(
+            service=self._service,
+            instance=self._instance,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            dropped=self.dropped,
+            at=time.time(),
+            topic=topic,
+            values=values,
+        )
+        if self._client is None or not self._client.tell(message):
+            self.dropped += 1

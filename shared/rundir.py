@@ -1,0 +1,178 @@
+"""The run directory: where everything of one run lies and how its services find one another. No configuration here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+
+MAX_IPC_PATH_BYTES = 107
+SHM_ROOT = Path("/dev/shm")
+SHM_PREFIX = "rlbus-"
+_OWNER_LOCK = "owner.lock"
+
+
+def service_name(service: str, instance: int) -> str:
+    """`("rollout", 0)` -> `"rollout/0"`."""
+    return f"{service}/{instance}"
+
+
+def parse_service_name(name: str) -> tuple[str, int]:
+    """`"rollout/0"` -> `("rollout", 0)`; without a number the instance is -1, which means all. Raises RpcError."""
+    service, _, number = name.partition("/")
+    if not service or (number and not number.isdigit()):
+        raise RpcError(ErrorCode.BAD_REQUEST, f"service {name!r}: write NAME or NAME/INSTANCE, e.g. rollout/0")
+    return service, int(number) if number else -1
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. `sockets` is a short private directory because ipc paths end at 107 bytes."""
+
+    path: Path
+    sockets: Path
+    shm: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def topology(self) -> Path:
+        return self.path / "topology.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def keys(self) -> Path:
+        return self.path / "keys"
+
+    def log_file(self, service: str, instance: int) -> Path:
+        return self.logs / f"{service}-{instance}.jsonl"
+
+    def endpoint(self, service: str, instance: int) -> str:
+        """The mailbox of a service on this host."""
+        return f"ipc://{self.sockets}/{service}-{instance}"
+
+    def socket_file(self, service: str, instance: int) -> Path:
+        return self.sockets / f"{service}-{instance}"
+
+    @classmethod
+    def create(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
+        """Make the directory with its private socket and shared-memory directories.
+
+        Raises RpcError(bad_request) when `path` holds a run already.
+        """
+        path = path.absolute()
+        if (path / "run.json").exists():
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("logs", "checkpoints"):
+            (path / name).mkdir(exist_ok=True)
+        (path / "keys").mkdir(mode=0o700, exist_ok=True)
+        return cls._place(path, shm_root)
+
+    @classmethod
+    def reopen(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
+        """For --resume: the same run with fresh socket and shared-memory directories."""
+        old = cls.open(path)
+        old.remove_volatile()
+        return cls._place(old.path, shm_root)
+
+    @classmethod
+    def _place(cls, path: Path, shm_root: Path) -> RunDir:
+        sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
+        longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000")
+        if longest > MAX_IPC_PATH_BYTES:
+            sockets.rmdir()
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"socket directory {sockets}: {longest} bytes, ipc paths end at {MAX_IPC_PATH_BYTES}; "
+                "set TMPDIR to a shorter path",
+            )
+        shm_root.mkdir(parents=True, exist_ok=True)
+        shm = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=shm_root))
+        run = cls(path=path, sockets=sockets, shm=shm)
+        text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm)})
+        scratch = path / "run.json.tmp"
+        scratch.write_text(text + "\n")
+        scratch.replace(path / "run.json")
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """Read an existing run directory. Raises RpcError(bad_request) when it is none."""
+        path = path.absolute()
+        try:
+            data = json.loads((path / "run.json").read_text())
+            return cls(path=path, sockets=Path(data["sockets"]), shm=Path(data["shm"]))
+        except (OSError, ValueError, KeyError) as error:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"run directory {path}: not a run ({type(error).__name__}); start one with launch.cluster",
+            ) from None
+
+    def hold(self) -> int:
+        """Mark the volatile directories as in use until this process dies; returns the lock's descriptor."""
+        descriptor = os.open(self.shm / _OWNER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return descriptor
+
+    def remove_volatile(self) -> None:
+        """Delete sockets and shared memory; what is mapped stays readable to who mapped it."""
+        shutil.rmtree(self.sockets, ignore_errors=True)
+        shutil.rmtree(self.shm, ignore_errors=True)
+
+
+def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
+    """Delete shared memory of runs none of whose processes live (all were killed at once); returns what went."""
+    gone: list[Path] = []
+    for folder in shm_root.glob(f"{SHM_PREFIX}*"):
+        try:
+            descriptor = os.open(folder / _OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made right now, or not ours
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            gone.append(folder)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+    return gone
+
+
+def newest_run(base: Path) -> Path:
+    """The run under `base` (usually `runs/`) that was begun last. Raises RpcError when there is none."""
+    runs = [folder for folder in base.glob("*") if (folder / "run.json").exists()]
+    if not runs:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
+    return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)

@@ -1,0 +1,51 @@
+"""The declared graph of stages a train task goes through: who needs which shards, who makes which.
+
+A task is ready for a stage when all keys it needs are accepted. A new stage (a critic, a judge) is one declaration.
+
+Shards of one task (S sequences, T tokens in total, prompt included; ragged, never padded):
+
+| key | dtype, shape | |
+|---|---|---|
+| token_ids | int32 [T] | sequences one after the other |
+| lengths | int32 [S] | tokens a sequence; sums to T |
+| sample_index | int32 [S] | which sample of the group a sequence belongs to, 0-based among the survivors |
+| loss_mask | uint8 [T] | 1 where the policy sampled the token (the sampled EOS included) |
+| rollout_logprobs | float32 [T] | the engine's log-prob of each sampled token at the sampling temperature, else 0 |
+| versions | int32 [T] | policy version that sampled the token, else -1 |
+| ref_logprobs | float32 [T] | the frozen reference's, of logits / temperature, where loss_mask is 1, else 0 |
+| prox_logprobs | float32 [T] | the trainer's own at the start of the step, likewise |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAIN = "train"
+WEIGHTS = "weights"
+"""Split name of weight shards: task id `weights/<lineage>/<step>`, one key a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of a task's life before it is READY. `service` is who leases it."""
+
+    name: str
+    service: str
+    needs: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+ROLLOUT = Stage(
+    "rollout",
+    "rollout",
+    needs=(),
+    makes=("token_ids", "lengths", "sample_index", "loss_mask", "rollout_logprobs", "versions"),
+)
+REFERENCE = Stage("reference", "reference", needs=("token_ids", "lengths", "loss_mask"), makes=("ref_logprobs",))
+PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
+"""Made by the trainer itself once a task is BATCHED; never leased."""
+
+
+def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:
+    """The stages that a train task must pass to be READY, in topological order."""
+    return (ROLLOUT, REFERENCE) if with_reference else (ROLLOUT,)

@@ -1,0 +1,22 @@
+"""The topology: one YAML file that describes a whole run, read into a checked, frozen object.
+
+`load` is the way in. Importing this package costs pydantic and ruamel.yaml, never torch.
+"""
+
+from shared.topology.capacity import task_bytes, token_bytes, weight_bytes, worst_case_bytes
+from shared.topology.load import load
+from shared.topology.plan import ServiceSpec
+from shared.topology.problem import Problem, TopologyError
+from shared.topology.schema import Topology
+
+__all__ = [
+    "Problem",
+    "ServiceSpec",
+    "Topology",
+    "TopologyError",
+    "load",
+    "task_bytes",
+    "token_bytes",
+    "weight_bytes",
+    "worst_case_bytes",
+]

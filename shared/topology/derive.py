@@ -1,0 +1,66 @@
+"""Fills in the defaults that follow from other keys, before validation; it never replaces what was written.
+
+Works on the raw document, so each rule stands aside when what it looks at is missing or of the wrong kind:
+validation names that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+# One forward pass of the embedded engine is at its best from about here.
+_LEASE_SAMPLES = 256
+_TIS_CAP = 2.0
+
+
+def fill(data: dict[str, Any]) -> None:
+    """Set in place mini_batch_tasks, loss.anchor, loss.tis_cap, services.reference, rollout.block_tasks."""
+    algorithm = data.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    tasks, group = algorithm.get("tasks_per_step"), algorithm.get("group_size")
+    if _count(tasks):
+        algorithm.setdefault("mini_batch_tasks", tasks)
+    _fill_loss(data, algorithm)
+    services = _section(data, "services")
+    if services is None:
+        return
+    kl = algorithm.get("kl")
+    coef = kl.get("coef") if isinstance(kl, dict) else None
+    if isinstance(coef, int | float) and coef > 0 and services.get("reference") is None:
+        services["reference"] = {}
+    rollout = _section(services, "rollout")
+    if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):
+        rollout.setdefault("block_tasks", lease_block(tasks, group, rollout.get("instances", 1)))
+
+
+def lease_block(tasks_per_step: int, group_size: int, instances: int) -> int:
+    """Tasks of a lease: the largest divisor of a step that feeds every engine and keeps to 256 samples.
+
+    A divisor, because a lease that spans two steps would have two oldest versions to sample with.
+    """
+    most = min(math.ceil(tasks_per_step / instances), _LEASE_SAMPLES // group_size)
+    return max((d for d in range(1, most + 1) if tasks_per_step % d == 0), default=1)
+
+
+def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
+    loss = _section(algorithm, "loss")
+    if loss is None:
+        return
+    if "anchor" not in loss:
+        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get("mini_batch_tasks") == algorithm.get(
+            "tasks_per_step"
+        )
+        loss["anchor"] = "rollout" if one_update and data.get("staleness", 1) == 0 else "proximal"
+    if loss["anchor"] == "proximal" and loss.get("tis_cap") is None:
+        loss["tis_cap"] = _TIS_CAP
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any] | None:
+    section = data.setdefault(key, {})
+    return section if isinstance(section, dict) else None
+
+
+def _count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,189 @@
+"""Reads a topology's YAML and remembers where each key came from; it never knows what a key means.
+
+The node graph is walked here instead of being constructed by ruamel: that gives every key and list item its
+line, finds all duplicate keys and not only the first, and builds only mappings, lists and plain scalars.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from shared.topology.problem import Path, Problem, TopologyError, shown
+
+_COLLECTION_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+@dataclass
+class Document:
+    """A topology file as plain data: mappings, lists, str, int, float, bool and None."""
+
+    file: str
+    data: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    origins: dict[Path, str] = field(default_factory=dict)
+
+    def where(self, path: Path) -> str:
+        """`file:line`, or the `--set`, of the key at `path`, or of the nearest written key above it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return f"{self.file}:1"
+
+    def report(self, path: Path, message: str) -> None:
+        self.problems.append(Problem(self.where(path), path, message))
+
+    def override(self, setting: str) -> None:
+        """Apply one `a.b=v`; `v` is YAML, a number indexes a list. Missing mappings are made on the way."""
+        label = f"--set {setting}"
+        key, equals, text = setting.partition("=")
+        names = [part.strip() for part in key.split(".")]
+        if not equals or not all(names):
+            self.problems.append(Problem(label, (), "not an override, must look like a.b=value"))
+            return
+        try:
+            node = _yaml().compose(text)
+        except YAMLError as error:
+            self.problems.append(Problem(label, (), f"value is not YAML ({_reason(error)}), quote it"))
+            return
+        container: Any = self.data
+        path: Path = ()
+        for position, name in enumerate(names):
+            step = self._step(container, name, label, path)
+            if step is None:
+                return
+            path += (step,)
+            if position == len(names) - 1:
+                self.forget(path)
+                self.origins[path] = label
+                container[step] = None if node is None else self._plain(node, path, label, ())
+            elif isinstance(container, dict) and container.get(step) is None:
+                container[step] = {}
+                self.origins[path] = label
+            container = container[step]
+
+    def _step(self, container: Any, name: str, label: str, path: Path) -> str | int | None:
+        """`name` as a key or index of `container`, or None after reporting why it is neither."""
+        if isinstance(container, dict):
+            return name
+        if not isinstance(container, list):
+            message = f"no key {name!r} below it, it holds {shown(container)}"
+            self.problems.append(Problem(label, path, message))
+        elif re.fullmatch(r"[0-9]+", name) and int(name) < len(container):
+            return int(name)
+        else:
+            message = f"no item {name!r}, the list has items 0 to {len(container) - 1}; set the whole list"
+            self.problems.append(Problem(label, path, message))
+        return None
+
+    def forget(self, path: Path) -> None:
+        """Drop the origins at and below `path`, whose value is about to be replaced."""
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+
+    def _plain(self, node: Node, path: Path, label: str | None, above: tuple[int, ...]) -> Any:
+        """The data of `node`, recording origins; `label` replaces file:line for an override."""
+        if id(node) in above:
+            self.report(path, "an alias that contains itself, write the value out")
+            return None
+        above += (id(node),)
+        if not isinstance(node, ScalarNode) and node.tag not in _COLLECTION_TAGS:
+            self.report(path, f"has the tag {shown(node.tag)}, write a plain value")
+            return None
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path, label, above)
+        if isinstance(node, SequenceNode):
+            items = []
+            for index, item in enumerate(node.value):
+                self.origins[(*path, index)] = label or self._line(item)
+                items.append(self._plain(item, (*path, index), label, above))
+            return items
+        return self._scalar(node, path)
+
+    def _mapping(self, node: MappingNode, path: Path, label: str | None, above: tuple[int, ...]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            where = label or self._line(key_node)
+            if not isinstance(key_node, ScalarNode):
+                self.problems.append(Problem(where, path, "a key must be a string, not a list or mapping"))
+                continue
+            name = str(key_node.value)
+            here = (*path, name)
+            if name in mapping:
+                first = self.origins[here]
+                self.problems.append(Problem(where, here, f"duplicate key, first at {first}; remove one"))
+                continue
+            self.origins[here] = where
+            mapping[name] = self._plain(value_node, here, label, above)
+        return mapping
+
+    def _scalar(self, node: Node, path: Path) -> str | int | float | bool | None:
+        try:
+            value = _yaml().constructor.construct_object(node)
+        except (YAMLError, ValueError) as error:
+            self.report(path, f"cannot be read ({_reason(error)}), write a plain value")
+            return None
+        if value is None or isinstance(value, str | int | float):
+            return value
+        self.report(path, f"is a {type(value).__name__} in YAML ({shown(node.value)}), quote it")
+        return None
+
+    def _line(self, node: Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
+
+
+def read(path: str | os.PathLike[str]) -> Document:
+    """The document at `path`; what can be read around a duplicate key is read, `problems` names the rest.
+
+    Raises TopologyError where there is nothing to go on with: no file, no UTF-8, no YAML, no mapping.
+    """
+    file = os.fspath(path)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError([Problem(file, (), f"cannot be read ({_reason(error)})")]) from error
+    try:
+        node = _yaml().compose(text)
+    except YAMLError as error:
+        raise TopologyError([Problem(_mark(file, error), (), f"not YAML: {_reason(error)}")]) from error
+    if not isinstance(node, MappingNode):
+        raise TopologyError([Problem(f"{file}:1", (), "must be a mapping with the keys run, policy, data, ...")])
+    document = Document(file)
+    document.data = document._mapping(node, (), None, (id(node),))
+    return document
+
+
+def dump(data: dict[str, Any]) -> str:
+    """`data` as block-style YAML in the order given; `read` returns equal data."""
+    stream = StringIO()
+    yaml = YAML(typ="rt", pure=True)
+    yaml.width = 1_000_000  # a folded string is harder to read than a long line
+    yaml.dump(data, stream)
+    return stream.getvalue()
+
+
+def _yaml() -> YAML:
+    # Pure and safe: the C loader reads YAML 1.1 (`no` is false there), the round-trip one returns its own
+    # subclasses of int, float and bool.
+    return YAML(typ="safe", pure=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError):
+        return " ".join(part for part in (error.context, error.problem) if part)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
+
+
+def _mark(file: str, error: YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return file if mark is None else f"{file}:{mark.line + 1}"

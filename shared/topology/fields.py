@@ -1,0 +1,84 @@
+"""The field types the schema is written in; no section and no check across fields belongs here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+
+from shared.topology import paths
+
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
+}
+_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})")
+
+
+class Section(BaseModel):
+    """A mapping of the topology: strict types, no unknown keys, never changed after loading."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
+        defer_build=True,
+    )
+
+
+def parse_size(value: object) -> object:
+    """`"64GiB"` or `"1.5 GB"` -> bytes; an integer is bytes already. Raises ValueError for other text."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} is not a size, write bytes or a number with {', '.join(_UNITS)}, as 64GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes for a person to read: `1.5 GiB`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= _UNITS[unit]:
+            return f"{size_bytes / _UNITS[unit]:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def _folder(info: ValidationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    if not isinstance(folder, str):
+        raise ValueError("a topology is validated through shared.topology.load, which knows its folder")
+    return folder
+
+
+def _absolute(value: str, info: ValidationInfo) -> str:
+    return paths.absolute(value, _folder(info))
+
+
+def _model(value: str, info: ValidationInfo) -> str:
+    return paths.model_folder(value, _folder(info))
+
+
+def _source(value: str, info: ValidationInfo) -> str:
+    return paths.source(value, _folder(info))
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
+ModelFolder = Annotated[str, Field(min_length=1), AfterValidator(_model)]
+DataSource = Annotated[str, AfterValidator(_source)]
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+# YAML has lists only; tuples keep a frozen section frozen, and their items stay strict.
+Strings = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_listed)]
+Pair = Annotated[tuple[float, float], Field(strict=False)]

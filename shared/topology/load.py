@@ -1,0 +1,83 @@
+"""`load`: from a YAML file and `--set` overrides to a checked Topology, or to all that is wrong.
+It never starts, creates or downloads anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.topology import derive
+from shared.topology.checks import check
+from shared.topology.document import Document, read
+from shared.topology.explain import explain
+from shared.topology.problem import Path, TopologyError
+from shared.topology.schema import Topology
+from shared.topology.supported import unsupported
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_supported: bool = True) -> Topology:
+    """The topology in the YAML file `path` with the overrides `a.b=value` applied in order.
+
+    Relative paths count from the file's folder, in overrides too. `check_supported=False` leaves out the
+    refusal of options this build does not act on. Raises TopologyError with every problem found.
+    """
+    document = read(path)
+    for setting in overrides:
+        document.override(setting)
+    folder = os.path.dirname(os.path.abspath(document.file))
+    topology, broken = _validate(document, folder)
+    if topology is not None:
+        _report(document, check(topology), broken)
+        if check_supported:
+            _report(document, unsupported(topology), broken)
+    if topology is None or document.problems:
+        raise TopologyError(document.problems)
+    return topology
+
+
+def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Path]]:
+    """The topology, or one without the broken keys so that the checks can find what else is wrong."""
+    try:
+        return _built(document.data, folder), []
+    except ValidationError as error:
+        found = explain(error)
+    for path, message in found:
+        document.report(path, message)
+    pruned = copy.deepcopy(document.data)
+    broken = [path for path, _ in found]
+    for path in broken:
+        _remove(pruned, path)
+    try:
+        return _built(pruned, folder), broken
+    except ValidationError:
+        return None, broken  # too much is missing for the checks to mean anything
+
+
+def _built(data: dict[str, Any], folder: str) -> Topology:
+    filled = copy.deepcopy(data)
+    derive.fill(filled)
+    return Topology.model_validate(filled, context={"folder": folder})
+
+
+def _remove(data: Any, path: Path) -> None:
+    """Remove the key at `path`; a list with a broken item goes as a whole."""
+    for part in path[:-1]:
+        below = data.get(part) if isinstance(data, dict) else None
+        if not isinstance(below, dict):
+            path = (part,)
+            break
+        data = below
+    if path and isinstance(data, dict):
+        data.pop(path[-1], None)
+
+
+def _report(document: Document, found: Iterable[tuple[Path, str]], broken: list[Path]) -> None:
+    for path, message in found:
+        # A default stands where a broken key was: what is said about it is not about the user's value.
+        if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in broken):
+            document.report(path, message)

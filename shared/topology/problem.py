@@ -1,0 +1,40 @@
+"""What is wrong with a topology, one line a problem; it never decides what is right, the checks do that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Path = tuple[str | int, ...]
+
+
+def dotted(path: Path) -> str:
+    """`("algorithm", "loss", "clip", 1)` -> `algorithm.loss.clip.1`, the form `--set` takes."""
+    return ".".join(str(part) for part in path)
+
+
+def shown(value: object, limit_chars: int = 80) -> str:
+    """`value` as it fits into a one-line error: its repr, cut at `limit_chars` characters."""
+    text = repr(value)
+    return text if len(text) <= limit_chars else text[: limit_chars - 3] + "..."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong: `where` is `file:line` or `--set a.b=v`, `path` the keys down to it."""
+
+    where: str
+    path: Path
+    message: str
+
+    def __str__(self) -> str:
+        parts = [self.where, dotted(self.path), self.message] if self.path else [self.where, self.message]
+        return " ".join(": ".join(parts).splitlines())
+
+
+class TopologyError(Exception):
+    """A topology that cannot run; `problems` holds every problem found, `str()` one line for each."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))

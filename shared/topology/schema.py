@@ -1,0 +1,181 @@
+"""`Topology`: the whole of a run in one frozen object. It holds what was written and what follows from it;
+it never touches a file, a process or the network.
+
+A field's description is its documentation and the tail of its error messages.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from shared.topology import document
+from shared.topology.algorithm import Algorithm, Optimizer
+from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Strings
+from shared.topology.plan import ServiceSpec
+from shared.topology.services import GC, Checkpoint, Lease, Placement, Services
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+# Part of a task id ("<split>/<epoch>/<index>") and of a metric's name.
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class Run(Section):
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="name of the run's folder: at most 64 letters, digits, dots, dashes and underscores",
+    )
+    steps: Count = Field(description="training steps, 1 or more")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
+    deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
+
+
+class ChatTemplate(Section):
+    add_generation_prompt: bool = Field(default=True, description="end a templated prompt with the assistant's opening")
+
+
+class Policy(Section):
+    model: ModelFolder = Field(description="folder of the model, or a hub name that lies in the local cache")
+    dtype: Dtype = Field("float32", description="data type of the weights")
+    chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
+
+
+class TrainSet(Section):
+    source: DataSource = Field(description="builtin:<name> or jsonl:<path>")
+    max_prompt_tokens: Count | None = Field(
+        default=None, description="longest prompt in tokens; left out: the data set's own"
+    )
+    shuffle: bool = Field(default=True, description="a new order every epoch")
+
+
+class EvalSet(Section):
+    source: DataSource = Field(description="builtin:<name> or jsonl:<path>")
+    every: Count = Field(
+        default=20, description="steps between evaluations, 1 or more; there is one before the first step"
+    )
+    samples: Count = Field(default=1, description="samples of each row, 1 or more; 1 at temperature 0")
+    temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
+    max_new_tokens: Count | None = Field(
+        default=None, description="longest completion; left out: sampling.max_new_tokens"
+    )
+    rows: Count | None = Field(default=None, description="evaluate the first so many rows; left out: all")
+
+
+class Data(Section):
+    train: TrainSet = Field(description="what is trained on")
+    eval: dict[SetName, EvalSet] = Field(default_factory=dict, description="evaluation sets by name")
+
+
+class RewardTerm(Section):
+    function: Function = Field(description="builtin:<name> or <module>:<function>")
+    weight: float = Field(default=1.0, description="factor of this function in the sum")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+
+
+class Reward(Section):
+    function: Function | None = Field(default=None, description="builtin:<name> or <module>:<function>")
+    functions: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
+        default=(), description="several functions, summed by weight; instead of function"
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
+    timeout_s: Seconds = Field(default=10.0, description="seconds for one call, above 0")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Reward:
+        if (self.function is None) == (not self.functions):
+            raise ValueError("needs either function or functions (one or more), and not both")
+        if self.functions and self.params:
+            raise ValueError("params belong to function and do nothing with functions, write them inside its items")
+        return self
+
+    @property
+    def terms(self) -> tuple[RewardTerm, ...]:
+        """The reward as a weighted sum, whichever form was written."""
+        if self.function is None:
+            return self.functions
+        return (RewardTerm(function=self.function, params=self.params),)
+
+
+class Sampling(Section):
+    temperature: float = Field(
+        default=1.0, gt=0, description="training temperature, above 0: at 0 a group is one sample"
+    )
+    max_new_tokens: Count = Field(description="longest completion in tokens, 1 or more")
+    stop: Strings = Field(default=(), description="texts that end a completion")
+
+
+class Topology(Section):
+    run: Run = Field(description="name and length of the run")
+    policy: Policy = Field(description="the model that is trained")
+    data: Data = Field(description="training and evaluation sets")
+    reward: Reward = Field(description="what a sample is worth")
+    sampling: Sampling = Field(description="how training samples are drawn")
+    staleness: int = Field(default=1, ge=0, description="most versions between sampling and training, 0 or more")
+    consume: Literal["order", "completion"] = Field(
+        default="order", description="order in which a step takes its tasks"
+    )
+    algorithm: Algorithm = Field(description="what a training step computes")
+    optimizer: Optimizer = Field(description="how the weights are updated")
+    services: Services = Field(default_factory=Services, description="the processes of the run")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
+    gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
+    placement: Placement = Field(default_factory=Placement, description="who starts processes, and where")
+    lease: Lease = Field(default_factory=Lease, description="how long work may stand still")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss or the reward has a KL term: only then a reference is started."""
+        return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether a step begins with the trainer's own forward pass (`loss.anchor: proximal`)."""
+        return self.algorithm.loss.anchor == "proximal"
+
+    def store_hosts(self) -> list[str | None]:
+        """One host for each batch-store; None is the machine the run was started on."""
+        placed = [self.services.policy_trainer, self.services.rollout]
+        if self.services.reference is not None:
+            placed.append(self.services.reference)
+        return sorted({service.host for service in placed}, key=lambda host: host or "")
+
+    def services_plan(self) -> list[ServiceSpec]:
+        """Every process of the run, each after those it needs to start."""
+        trainer, rollout = self.services.policy_trainer, self.services.rollout
+        plan = [ServiceSpec("scheduler", 0)]
+        plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
+        plan += [ServiceSpec("monitor", 0)]
+        plan += [ServiceSpec("policy-trainer-worker", i, trainer.host) for i in range(trainer.world_size)]
+        plan += [ServiceSpec("policy-trainer", 0, trainer.host)]
+        if self.services.reference is not None:
+            reference = self.services.reference
+            plan += [ServiceSpec("reference", i, reference.host) for i in range(reference.dp)]
+        plan += [ServiceSpec("rollout", i, rollout.host) for i in range(rollout.instances)]
+        return plan
+
+    def document(self) -> dict[str, Any]:
+        """The resolved topology as plain data, with the keys a user writes and every default."""
+        plain: dict[str, Any] = _listed(self.model_dump(by_alias=True))
+        return plain
+
+    def to_yaml(self) -> str:
+        """The resolved topology as YAML; `load` reads it back to an equal Topology, from any folder."""
+        return document.dump(self.document())
+
+    def dump_resolved(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_yaml()` to `path` in one move: a reader never sees half of it."""
+        target = os.fspath(path)
+        partial = f"{target}.{os.getpid()}.partial"
+        with open(partial, "w", encoding="utf-8") as stream:
+            stream.write(self.to_yaml())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, target)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,94 @@
+"""The options the schema knows and this build does not act on yet; it never judges what makes sense.
+
+An option that silently does nothing is worse than one that is refused. When a feature lands, its line goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shared.topology.problem import Path
+from shared.topology.schema import Topology
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Refuses a value at `path` (`*` is any key) for which `refuses` holds; `what` may show the `{value}`."""
+
+    path: str
+    refuses: Callable[[Any], bool]
+    what: str
+    use: str
+
+
+def _any_of(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+def _other_than(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value not in values
+
+
+def _above(limit: float) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value > limit
+
+
+def _more_items_than(limit: int) -> Callable[[Any], bool]:
+    return lambda value: value is not None and len(value) > limit
+
+
+UNSUPPORTED = (
+    Unsupported("run.deterministic", _any_of(True), "deterministic mode", "false"),
+    Unsupported("reward.functions", _more_items_than(1), "a sum of several reward functions", "one function"),
+    Unsupported("consume", _any_of("completion"), "consuming in completion order", "order"),
+    Unsupported("algorithm.advantage.name", _other_than("grpo"), "advantage {value}", "grpo"),
+    Unsupported("algorithm.advantage.scale", _other_than("std"), "advantage scale {value}", "std"),
+    Unsupported("algorithm.loss.name", _other_than("ppo_clip"), "loss {value}", "ppo_clip"),
+    Unsupported("algorithm.loss.aggregation", _other_than("token_mean"), "aggregation {value}", "token_mean"),
+    Unsupported("algorithm.kl.estimator", _other_than("k3"), "KL estimator {value}", "k3"),
+    Unsupported("algorithm.kl.in", _other_than("loss"), "KL in the {value}", "loss"),
+    Unsupported("algorithm.filter_zero_variance", _given, "filtering of zero-variance tasks", "no such section"),
+    Unsupported("algorithm.entropy_coef", _above(0), "an entropy bonus", "0"),
+    Unsupported("algorithm.overlong", _any_of("mask"), "masking of overlong samples", "keep"),
+    Unsupported("services.*.backend", _any_of("megatron"), "backend megatron", "torch"),
+    Unsupported("services.*.gpus", _above(1), "an instance on {value} GPUs", "0 or 1"),
+    Unsupported("services.*.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
+    Unsupported("services.*.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
+    Unsupported("services.*.parallel.cp", _above(1), "context parallelism {value}", "1"),
+    Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
+    Unsupported("services.rollout.engine", _any_of("vllm", "openai"), "engine {value}", "transformers"),
+    Unsupported("services.rollout.engine_args", _more_items_than(0), "arguments of the engine", "no engine_args"),
+    Unsupported("services.batch-store.spill", _given, "spilling to disk", "more memory and no spill"),
+    Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
+    Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
+    Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
+    Unsupported("placement.colocate", _more_items_than(0), "colocation", "no colocate"),
+)
+
+
+def unsupported(topology: Topology) -> Iterator[tuple[Path, str]]:
+    """Where and what, for every option in `topology` that this build would not act on."""
+    document = topology.document()
+    for option in UNSUPPORTED:
+        for path, value in _values(document, tuple(option.path.split("."))):
+            if option.refuses(value):
+                yield (
+                    path,
+                    f"not available in this version: {option.what.format(value=value)}, use {option.use}",
+                )
+
+
+def _values(node: Any, pattern: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
+    if not pattern:
+        yield (), node
+    elif isinstance(node, dict):
+        for key in node if pattern[0] == "*" else [pattern[0]]:
+            if key in node:
+                for path, value in _values(node[key], pattern[1:]):
+                    yield (key, *path), value

@@ -1,0 +1,74 @@
+"""A topology small enough to read, for the topology's tests, and what `load` says about edited copies of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shared.topology import TopologyError, load
+
+WEIGHTS = 1000
+
+# Line numbers in the tests below are lines of this text, counted from 1.
+BASE = """\
+run: {name: small, steps: 3}
+policy:
+  model: ./model
+  dtype: bfloat16
+data:
+  train: {source: "jsonl:rows.jsonl", max_prompt_tokens: 32}
+  eval:
+    held: {source: "builtin:addition?split=test", every: 5}
+reward: {function: "builtin:exact_match"}
+sampling:
+  temperature: 1.0
+  max_new_tokens: 8
+algorithm:
+  tasks_per_step: 6
+  group_size: 4
+  loss: {clip: [0.2, 0.28]}
+  kl:
+    coef: 0.001
+optimizer:
+  lr: 1e-3
+services:
+  policy-trainer:
+    backend: torch
+  rollout:
+    instances: 2
+  batch-store:
+    memory: 1MiB
+"""
+
+
+def make(folder: Path) -> Path:
+    """Put what BASE names into `folder`: a model of WEIGHTS parameters and a data set of one row."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    save_file({"w": np.zeros((10, WEIGHTS // 10), np.float32)}, model / "model.safetensors")
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    return folder
+
+
+def write(folder: Path, text: str = BASE) -> Path:
+    path = folder / "t.yaml"
+    path.write_text(text)
+    return path
+
+
+def edited(folder: Path, old: str, new: str) -> Path:
+    assert BASE.count(old) == 1
+    return write(folder, BASE.replace(old, new))
+
+
+def problems(path: Path, *overrides: str, check_supported: bool = True) -> list[str]:
+    with pytest.raises(TopologyError) as caught:
+        load(path, list(overrides), check_supported=check_supported)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(caught.value.problems)
+    return [line.removeprefix(f"{path.parent}/") for line in lines]
