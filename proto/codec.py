@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,8 +17,7 @@ from proto.registry import Message, by_type
 from proto.tensors import Array, Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True):
     """A message that passed every check: header, typed body, tensors in table order (read-only views)."""
 
     envelope: Envelope
@@ -105,7 +103,7 @@ def encode(
         request_id=request_id,
         incarnation=incarnation,
         flags=flags,
-        remaining_ms=min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF),
+        remaining_ms=_milliseconds(remaining_s),
         body_bytes=len(packed),
         frame_count=len(raw),
         table_bytes=len(table),
@@ -117,6 +115,15 @@ def encode(
         frames.append(table)
         frames.extend(raw)
     return frames
+
+
+def _milliseconds(remaining_s: float) -> int:
+    return min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF)
+
+
+def with_remaining(header: Buffer, remaining_s: float) -> bytes:
+    """The envelope of a message that is sent again, `remaining_s` before its caller gives up."""
+    return envelope.with_remaining(header, max(_milliseconds(remaining_s), 1))
 
 
 def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:

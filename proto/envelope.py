@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from proto.errors import WireError
@@ -22,10 +22,11 @@ KNOWN_FLAGS = FLAG_REPLY | FLAG_ONE_WAY | FLAG_TABLE
 
 _LAYOUT = struct.Struct("<4sBBHHHIQQIIIIQ")
 _CHECK = struct.Struct("<Q")
+_REMAINING = struct.Struct("<I")
+_REMAINING_OFFSET = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """The header's fields (SPEC section 2). `remaining_ms` counts down to the caller's deadline."""
 
     type: int
@@ -61,6 +62,13 @@ class Envelope:
         except struct.error as error:
             raise WireError(f"envelope {self}: a field does not fit ({error})") from None
         return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def with_remaining(header: bytes | memoryview, remaining_ms: int) -> bytes:
+    """A packed header with another remaining time and its checksum."""
+    head = bytearray(header[: _LAYOUT.size])
+    _REMAINING.pack_into(head, _REMAINING_OFFSET, remaining_ms)
+    return bytes(head) + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
 
 def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:

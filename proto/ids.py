@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from proto.errors import WireError
 
 MAX_NAME_BYTES = 255
-_TASK = re.compile(r"^[A-Za-z0-9_.:-]+/[0-9]+/[0-9]+$")
-_KEY = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_./:-]*$")
+_TASK = re.compile(r"[A-Za-z0-9_.:-]+/[0-9]+/[0-9]+")
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class ShardId:
 
 def check_task_id(task_id: str) -> str:
     """Return `task_id` unchanged, or raise WireError when it is not `<split>/<epoch>/<index>`."""
-    if len(task_id) > MAX_NAME_BYTES or not _TASK.match(task_id):
+    if len(task_id) > MAX_NAME_BYTES or not _TASK.fullmatch(task_id):
         raise WireError(f"task id {task_id[:80]!r}: must be <split>/<epoch>/<index>, <= {MAX_NAME_BYTES} bytes")
     return task_id
 
 
 def check_key(key: str) -> str:
     """Return `key` unchanged, or raise WireError when it is not a shard key."""
-    if len(key) > MAX_NAME_BYTES or not _KEY.match(key):
+    if len(key) > MAX_NAME_BYTES or not _KEY.fullmatch(key):
         raise WireError(f"shard key {key[:80]!r}: must match {_KEY.pattern}, <= {MAX_NAME_BYTES} bytes")
     return key
 

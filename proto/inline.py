@@ -6,6 +6,7 @@ nothing reaches it here before type, shape and size were checked against closed 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgpack_numpy
@@ -26,8 +27,11 @@ def to_map(array: Array) -> dict[bytes, Any]:
     wire = np.asarray(array)
     if wire.dtype.str not in INLINE_TYPES:
         raise WireError(f"inline array of dtype {wire.dtype}: use one of {', '.join(sorted(INLINE_TYPES))}")
-    if wire.nbytes > MAX_INLINE_BYTES or wire.ndim > MAX_NDIM:
-        raise WireError(f"inline array of {wire.nbytes} bytes: limit is {MAX_INLINE_BYTES}; put it as a shard")
+    if max(wire.nbytes, math.prod(dim or 1 for dim in wire.shape)) > MAX_INLINE_BYTES or wire.ndim > MAX_NDIM:
+        raise WireError(
+            f"inline array of shape {list(wire.shape)}, {wire.nbytes} bytes: limits are {MAX_INLINE_BYTES} bytes and "
+            f"{MAX_NDIM} dimensions; put it as a shard"
+        )
     # np.generic and 0-d arrays take another branch of msgpack-numpy (nd: False); arrays only, here.
     encoded: dict[bytes, Any] = msgpack_numpy.encode(np.ascontiguousarray(wire).reshape(wire.shape))
     encoded[b"data"] = bytes(encoded[b"data"])
@@ -45,12 +49,12 @@ def from_map(value: Any) -> Array:
         raise WireError(f"inline array: data must be at most {MAX_INLINE_BYTES} bytes")
     if not isinstance(shape, list | tuple) or len(shape) > MAX_NDIM:
         raise WireError(f"inline array: shape must have at most {MAX_NDIM} dimensions")
-    elements = 1
     for dim in shape:
         if type(dim) is not int or dim < 0:
             raise WireError(f"inline array: dimension {str(dim)[:40]} is not a size")
-        elements *= dim
-    if elements * np.dtype(kind).itemsize != len(data):
+    if math.prod(dim or 1 for dim in shape) > MAX_INLINE_BYTES:
+        raise WireError(f"inline array: shape {list(shape)}: limit is {MAX_INLINE_BYTES} bytes")
+    if math.prod(shape) * np.dtype(kind).itemsize != len(data):
         raise WireError(f"inline array: shape {list(shape)} of {kind} is not {len(data)} bytes")
     array: Array = msgpack_numpy.decode({**value, b"shape": tuple(shape)})
     return np.array(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +61,18 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
 
     Raises WireError for a dtype outside the table, more than 8 dimensions, or anything over `limits`.
     """
+    total = sum(array.nbytes for array in arrays)
+    if len(arrays) > limits.frames or total > limits.total_bytes:
+        raise WireError(
+            f"{len(arrays)} tensors of {total} bytes: limits are {limits.frames} and {limits.total_bytes}; "
+            "send them in parts or as shards"
+        )
     rows: list[bytes] = []
     frames: list[memoryview] = []
     for array in arrays:
         wire = as_wire(array)
         data = raw_bytes(wire)
+        _check_size(len(rows), wire.shape, wire.dtype.itemsize, limits)
         first = len(frames)
         for offset in range(0, len(data), limits.frame_bytes):
             frames.append(data[offset : offset + limits.frame_bytes])
@@ -83,6 +91,18 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
     if len(frames) > limits.frames:
         raise WireError(f"{len(frames)} frames for {len(arrays)} tensors: limit is {limits.frames}")
     return b"".join(rows), frames
+
+
+def _check_size(index: int, shape: Sequence[int], itemsize: int, limits: Limits) -> None:
+    """Bound a tensor by its non-zero dimensions: numpy refuses (0, 2**63) although it holds no bytes."""
+    room = itemsize
+    for dim in shape:
+        room *= dim or 1  # Python integers: no overflow to hide behind
+    if room > min(limits.tensor_bytes, limits.total_bytes):
+        raise WireError(
+            f"tensor {index}: shape {list(shape)} of {itemsize}-byte elements: limit is "
+            f"{min(limits.tensor_bytes, limits.total_bytes)} bytes; larger ones are shards"
+        )
 
 
 def _pack_row(row: TensorRow) -> bytes:
@@ -107,14 +127,9 @@ def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorR
             raise WireError(f"tensor row {len(rows)}: ndim {ndim} (limit {MAX_NDIM}), flags {flags}")
         if any(dims[ndim:]):
             raise WireError(f"tensor row {len(rows)}: dimensions past ndim {ndim} must be zero")
-        elements = 1
-        for dim in dims[:ndim]:
-            elements *= dim  # Python integers: no overflow to hide behind
-        if elements * dtype.itemsize != nbytes or nbytes > limits.total_bytes:
-            raise WireError(
-                f"tensor row {len(rows)}: shape {dims[:ndim]} of {dtype.name} is not {nbytes} bytes, "
-                f"or over the limit of {limits.total_bytes}"
-            )
+        _check_size(len(rows), dims[:ndim], dtype.itemsize, limits)
+        if math.prod(dims[:ndim]) * dtype.itemsize != nbytes:
+            raise WireError(f"tensor row {len(rows)}: shape {dims[:ndim]} of {dtype.name} is not {nbytes} bytes")
         if first != next_frame or used > frame_count - next_frame or (used == 0) != (nbytes == 0):
             raise WireError(f"tensor row {len(rows)}: frames {first}+{used} of {frame_count}, expected {next_frame}+")
         next_frame += used

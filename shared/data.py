@@ -1,4 +1,4 @@
-"""Where dataset rows come from: opens a named source, reads one row at a time. Must never import torch, hold a
+"""Where dataset rows come from: opens a named source, reads a row at a time. Must never import torch, hold a
 whole file in memory, or return a row that the rollout could not prompt with.
 
 A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``.
@@ -72,9 +72,7 @@ def open_source(source: str, *, where: str) -> Source:
         return _open_builtin(source, rest, where)
     if colon and kind == "jsonl":
         return JsonlSource(rest, name=source, where=where)
-    raise DataError(
-        f"{where}: source {source!r} is of no known kind; write builtin:addition or jsonl:/path/file.jsonl"
-    )
+    raise DataError(f"{where}: source {source!r} is of no known kind; write builtin:addition or jsonl:/path/file.jsonl")
 
 
 def _open_builtin(source: str, rest: str, where: str) -> Source:
@@ -84,9 +82,7 @@ def _open_builtin(source: str, rest: str, where: str) -> Source:
     split = "train"
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key != "split":
-            raise DataError(
-                f"{where}: source {source!r} has unknown parameter {key!r}{_nearest(key, ['split'])}"
-            )
+            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{_nearest(key, ['split'])}")
         if value not in ("train", "test"):
             raise DataError(f"{where}: source {source!r} has split {value!r}; the splits are train and test")
         split = value
@@ -215,9 +211,7 @@ def _parse_row(text: bytes, place: str) -> Row:
     try:
         row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(
-            f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object a line"
-        ) from error
+        raise DataError(f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object a line") from error
     problem = _row_problem(row)
     if problem:
         raise DataError(f"{place}: {problem}: {_shown(text)}")

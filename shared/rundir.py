@@ -7,16 +7,21 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from proto.messages import ErrorCode
+from shared.rpc.claim import SCRATCH_BYTES
 from shared.rpc.errors import RpcError
 
 MAX_IPC_PATH_BYTES = 107
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 _OWNER_LOCK = "owner.lock"
+_SHM_LINK = "shm"
+ABANDONED_S = 60.0
+"""Volatile directories younger than this are never swept: a service that was killed may be about to come back."""
 
 
 def service_name(service: str, instance: int) -> str:
@@ -109,7 +114,7 @@ class RunDir:
     @classmethod
     def _place(cls, path: Path, shm_root: Path) -> RunDir:
         sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
-        longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000")
+        longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
         if longest > MAX_IPC_PATH_BYTES:
             sockets.rmdir()
             raise RpcError(
@@ -119,6 +124,7 @@ class RunDir:
             )
         shm_root.mkdir(parents=True, exist_ok=True)
         shm = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=shm_root))
+        (sockets / _SHM_LINK).symlink_to(shm)  # tells the sweep whose sockets these are
         run = cls(path=path, sockets=sockets, shm=shm)
         text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm)})
         scratch = path / "run.json.tmp"
@@ -152,22 +158,40 @@ class RunDir:
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
-    """Delete shared memory of runs none of whose processes live (all were killed at once); returns what went."""
-    gone: list[Path] = []
-    for folder in shm_root.glob(f"{SHM_PREFIX}*"):
-        try:
-            descriptor = os.open(folder / _OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # being made right now, or not ours
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Delete shared memory and sockets of runs none of whose processes live (all were killed at once).
+
+    Returns what went. Nothing younger than `ABANDONED_S` is touched, and nothing that cannot be told to be ours.
+    """
+    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _old(folder) and _remove_unowned(folder)]
+    for folder in Path(tempfile.gettempdir()).glob(f"{SHM_PREFIX}*"):
+        link = folder / _SHM_LINK
+        if link.is_symlink() and not link.exists() and _old(folder):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(descriptor)
     return gone
+
+
+def _old(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > ABANDONED_S
+    except OSError:
+        return False  # gone meanwhile
+
+
+def _remove_unowned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / _OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # being made right now, or not ours
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def newest_run(base: Path) -> Path:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket as host_names
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
@@ -18,17 +19,22 @@ import structlog
 import zmq
 
 from proto import messages
+from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import Ping, Pong, ServiceReport
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
+from shared.rpc.transport import LINGER_MS
 from shared.rundir import RunDir, service_name
 
 HEARTBEAT_S = 1.0
 DRAIN_S = 10.0
 CALL_S = 10.0
+REGISTER_AGAIN_S = 0.05
+"""Between a heartbeat that a restarted scheduler did not know and the new registration."""
+LAST_REPORTS_S = 1.0
 
 
 class State:
@@ -71,7 +77,9 @@ class Service:
         self._clients: dict[tuple[str, int], Client] = {}
         self._process = psutil.Process()
         self._scheduler_incarnation = 0
-        self._reports: set[asyncio.Task[None]] = set()
+        self._reports: deque[ServiceReport] = deque()
+        self._reporter: asyncio.Task[None] | None = None
+        self._broken: BaseException | None = None
         self.mailbox.handle(Ping, self._ping)
 
     # ---- to override
@@ -136,10 +144,13 @@ class Service:
             self._report()
             if self.HEARTBEATS:
                 helpers.append(asyncio.create_task(self._heartbeats()))
+                helpers[-1].add_done_callback(self._helper_ended)
             await self._until_stopping(self.start())
             if not self.stopping.is_set():
                 self._enter(State.READY)
                 await self._until_stopping(self.serve())
+            if self._broken is not None:
+                raise self._broken
             self._enter(State.DRAINING)
             async with asyncio.timeout(DRAIN_S):
                 await self.drain()
@@ -153,8 +164,7 @@ class Service:
             for task in helpers:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            if self._reports:
-                await asyncio.wait(self._reports, timeout=1.0)
+            await self._flush_reports()
             await self.close()
         return 0 if self.state == State.STOPPED else 1
 
@@ -163,14 +173,12 @@ class Service:
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance))
 
     async def close(self) -> None:
-        """Close every socket and remove the mailbox's file."""
+        """Close every socket; the mailbox removes its file. A socket that a service forgot cannot hold this up."""
         await self.mailbox.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
-        await asyncio.get_running_loop().run_in_executor(None, self.context.term)
-        if self.endpoint.startswith("ipc://"):
-            self.run.socket_file(self.NAME, self.instance).unlink(missing_ok=True)
+        await asyncio.get_running_loop().run_in_executor(None, self.context.destroy, LINGER_MS)
 
     def request_stop(self) -> None:
         """Begin to drain (SIGTERM does this). Loop thread only."""
@@ -195,28 +203,45 @@ class Service:
 
     def _report(self) -> None:
         self.telemetry.emit("service", {"state": self.state, "cause": self.cause})
-        if self._supervisor:
-            task = asyncio.create_task(self._send_report())
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
-
-    async def _send_report(self) -> None:
-        report = ServiceReport(
-            service=self.NAME,
-            instance=self.instance,
-            incarnation=self.incarnation,
-            pid=os.getpid(),
-            state=self.state,
-            cause=self.cause,
-            endpoint=self.endpoint,
+        if not self._supervisor:
+            return
+        self._reports.append(
+            ServiceReport(
+                service=self.NAME,
+                instance=self.instance,
+                incarnation=self.incarnation,
+                pid=os.getpid(),
+                state=self.state,
+                cause=self.cause,
+                endpoint=self.endpoint,
+            )
         )
+        if self._reporter is None or self._reporter.done():
+            self._reporter = asyncio.create_task(self._send_reports())
+
+    async def _send_reports(self) -> None:
+        """One after the other, so that the supervisor sees states in the order of this life."""
         key = ("supervisor", 0)
         if key not in self._clients:
             self._clients[key] = Client(self.context, self._supervisor, "supervisor", self.incarnation)
-        try:
-            await self._clients[key].call(report, messages.Ack, deadline_s=CALL_S)
-        except RpcError as error:
-            self.log.warning("supervisor did not take the report", error=str(error))
+        while self._reports:
+            try:
+                await self._clients[key].call(self._reports[0], messages.Ack, deadline_s=CALL_S)
+            except (RpcError, WireError) as error:
+                self.log.warning("supervisor did not take the report", error=str(error))
+            self._reports.popleft()
+
+    async def _flush_reports(self) -> None:
+        if self._reporter is not None:
+            await asyncio.wait({self._reporter}, timeout=LAST_REPORTS_S)
+            self._reporter.cancel()
+            await asyncio.gather(self._reporter, return_exceptions=True)
+
+    def _helper_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its heartbeats a service would be given up in silence: it fails aloud instead."""
+        if not task.cancelled() and task.exception() is not None:
+            self._broken = task.exception()
+            self.stopping.set()
 
     async def _heartbeats(self) -> None:
         registered = False
@@ -230,10 +255,11 @@ class Service:
                 registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
                 if beat.lost_leases:
                     self.on_leases_lost(list(beat.lost_leases))
-            except RpcError as error:
+                pause_s = HEARTBEAT_S if registered else REGISTER_AGAIN_S
+            except (RpcError, WireError) as error:
                 self.log.warning("scheduler not reached", error=str(error))
-            if registered:
-                await asyncio.sleep(HEARTBEAT_S)
+                pause_s = HEARTBEAT_S
+            await asyncio.sleep(pause_s)
 
     def _ping(self, _: Ping, call: Call) -> Pong:
         return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,27 +18,31 @@ import structlog
 import zmq
 
 from proto import codec
-from proto.envelope import FLAG_ONE_WAY
+from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
 from proto.messages import Error
 from proto.registry import Message, Request
-from proto.tensors import Array
+from proto.tensors import Array, Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.transport import Pump, open_socket
 
 R = TypeVar("R", bound=Message)
 FIRST_RESEND_S = 0.25
 LAST_RESEND_S = 2.0
+RESEND_BYTES_PER_S = 16 << 20
+"""A large request is given this long to arrive before it is sent again."""
+UNSENT_MESSAGES = 64
+"""One-way messages kept while the peer is not connected yet."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
-    request: Request
-    arrays: Sequence[Array]
+    frames: list[Buffer]
     deadline: float
     future: asyncio.Future[codec.Decoded]
-    resend_s: float = FIRST_RESEND_S
+    resend_s: float
+    sent: bool = False
     timer: asyncio.TimerHandle | None = field(default=None)
 
 
@@ -57,12 +63,15 @@ class Client:
         self._incarnation = incarnation
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
+        # a random start: two clients of one process share its incarnation, and peers know retries by both numbers
+        self._ids = itertools.count(secrets.randbits(62))
         self._pending: dict[int, _Pending] = {}
+        self._unsent: deque[list[Buffer]] = deque()
+        self._closed = False
         self._log = structlog.get_logger("rpc").bind(peer=peer)
         socket = open_socket(context, zmq.DEALER, limits)
         socket.connect(endpoint)
-        self._pump = Pump(socket, self._on_message)
+        self._pump = Pump(socket, self._on_message, on_writable=self._on_writable)
 
     async def call(self, request: Request, reply: type[R], *, deadline_s: float, arrays: Sequence[Array] = ()) -> R:
         """Send `request`, return its reply.
@@ -76,16 +85,31 @@ class Client:
         return body
 
     async def exchange(self, request: Request, *, deadline_s: float, arrays: Sequence[Array] = ()) -> codec.Decoded:
-        """Like `call`, and returns the reply's tensors too."""
+        """Like `call`, and returns the reply's tensors too. `arrays` must not change before it returns."""
         if deadline_s <= 0:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: no time left before it was sent")
+        if self._closed:
+            raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: this client was closed")
         request_id = next(self._ids)
-        pending = _Pending(request, arrays, self._loop.time() + deadline_s, self._loop.create_future())
+        frames = codec.encode(
+            request,
+            request_id=request_id,
+            incarnation=self._incarnation,
+            remaining_s=deadline_s,
+            arrays=arrays,
+            limits=self._limits,
+        )
+        pending = _Pending(
+            frames,
+            self._loop.time() + deadline_s,
+            self._loop.create_future(),
+            FIRST_RESEND_S + sum(map(len, frames)) / RESEND_BYTES_PER_S,
+        )
         self._pending[request_id] = pending
         try:
-            self._send(request_id, pending)
-            async with asyncio.timeout(deadline_s):
-                return await pending.future
+            pending.sent = self._pump.send(frames)
+            pending.timer = self._loop.call_later(min(pending.resend_s, deadline_s), self._on_timer, request_id)
+            return await pending.future
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{type(request).__name__} to {self.peer}: no answer in {deadline_s:g} s; is it running? (ctl status)"
@@ -96,42 +120,67 @@ class Client:
                 pending.timer.cancel()
 
     def tell(self, message: Message) -> bool:
-        """Send a one-way message. False: it was dropped because the peer's queue is full."""
-        return self._pump.send(
-            codec.encode(message, request_id=0, incarnation=self._incarnation, flags=FLAG_ONE_WAY, limits=self._limits)
+        """Send a one-way message. False: it was dropped because the peer is away or its queue is full.
+
+        The first few for a peer that is not connected yet are kept until it is.
+        """
+        if self._closed:
+            return False
+        frames = codec.encode(
+            message, request_id=0, incarnation=self._incarnation, flags=FLAG_ONE_WAY, limits=self._limits
         )
+        if not self._unsent and self._pump.send(frames):
+            return True
+        if len(self._unsent) >= UNSENT_MESSAGES:
+            return False
+        self._unsent.append(frames)
+        return True
 
     def close(self) -> None:
         """Fail what is pending and close the socket."""
+        self._closed = True
+        self._unsent.clear()
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(DeadlineExceeded(f"client of {self.peer} was closed"))
         self._pump.close()
 
-    def _send(self, request_id: int, pending: _Pending) -> None:
-        self._pump.send(
-            codec.encode(
-                pending.request,
-                request_id=request_id,
-                incarnation=self._incarnation,
-                remaining_s=max(pending.deadline - self._loop.time(), 0.001),
-                arrays=pending.arrays,
-                limits=self._limits,
-            )
-        )
-        pending.timer = self._loop.call_later(pending.resend_s, self._resend, request_id)
-
-    def _resend(self, request_id: int) -> None:
+    def _on_timer(self, request_id: int) -> None:
+        """Give up at the deadline; before it, send again: the peer may have restarted."""
         pending = self._pending.get(request_id)
-        if pending is not None and not pending.future.done():
-            pending.resend_s = min(pending.resend_s * 2, LAST_RESEND_S)
-            self._send(request_id, pending)
+        if pending is None or pending.future.done():
+            return
+        left_s = pending.deadline - self._loop.time()
+        if left_s <= 0:
+            pending.future.set_exception(TimeoutError())
+            return
+        self._send_again(pending, left_s)
+        pending.resend_s = min(pending.resend_s * 2, max(LAST_RESEND_S, pending.resend_s))
+        pending.timer = self._loop.call_later(min(pending.resend_s, left_s), self._on_timer, request_id)
+
+    def _send_again(self, pending: _Pending, left_s: float) -> None:
+        pending.frames[0] = codec.with_remaining(pending.frames[0], left_s)
+        pending.sent = self._pump.send(pending.frames)
+
+    def _on_writable(self) -> None:
+        """The peer has come (back): send at once what found nobody."""
+        while self._unsent and self._pump.send(self._unsent[0]):
+            self._unsent.popleft()
+        for pending in list(self._pending.values()):
+            left_s = pending.deadline - self._loop.time()
+            if not pending.sent and left_s > 0 and not pending.future.done():
+                self._send_again(pending, left_s)
+                if not pending.sent:
+                    return
 
     def _on_message(self, frames: list[bytes]) -> None:
         try:
             decoded = codec.decode(frames, self._limits)
         except WireError as error:
             self._log.warning("bad reply dropped", error=str(error))
+            return
+        if not decoded.envelope.flags & FLAG_REPLY:
+            self._log.warning("a client got a request, dropped", request=type(decoded.body).__name__)
             return
         pending = self._pending.get(decoded.envelope.request_id)
         if pending is None or pending.future.done():

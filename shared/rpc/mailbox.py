@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -18,10 +19,11 @@ from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
 from proto.registry import Message
 from proto.tensors import Array, Buffer
+from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.transport import Pump, open_socket
 
-CACHED_REPLIES = 4096
+CACHED_REPLIES = 16384
 CACHED_REPLY_BYTES = 32 << 20
 MAX_LOGGED_PEERS = 1024
 
@@ -58,6 +60,7 @@ class Call:
         """Loop time at which the caller gives up."""
         self.one_way = bool(decoded.envelope.flags & FLAG_ONE_WAY)
         self.answered = False
+        self.expiry: asyncio.TimerHandle | None = None
 
     def reply(self, body: Message, arrays: Sequence[Array] = ()) -> None:
         """Answer, once; a second answer is ignored."""
@@ -82,6 +85,7 @@ class Mailbox:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("mailbox")
         self._pump: Pump | None = None
+        self._claim: Claim | None = None
         self.malformed: Counter[bytes] = Counter()
         """Messages refused, by routing id of the sender."""
         self.lost_replies = 0
@@ -103,42 +107,77 @@ class Mailbox:
 
         Raises RpcError(bad_request) naming the endpoint when it is in use or cannot be bound.
         """
+        path = socket_path(endpoint)
+        if path is not None:
+            self._claim = self._take(path, endpoint)
         socket = open_socket(context, zmq.ROUTER, self._limits)
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            if path is None or self._claim is None:
+                socket.bind(endpoint)
+                endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            else:
+                scratch = self._claim.scratch(self._incarnation)
+                socket.bind(f"{IPC}{scratch}")
+                self._claim.publish(scratch)
+        except (zmq.ZMQError, OSError) as error:
             socket.close()
+            self._release()
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
             ) from None
-        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._pump = Pump(socket, self._on_message, on_drained)
-        return bound
+        return endpoint
 
     async def close(self) -> None:
-        """Cancel handlers that still run and close the socket."""
+        """Cancel handlers that still run, close the socket, remove its file."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for call in self._running.values():
+            if call.expiry is not None:
+                call.expiry.cancel()
+        self._running.clear()
         if self._pump is not None:
             self._pump.close()
+        self._release()
+
+    def _take(self, path: Path, endpoint: str) -> Claim:
+        try:
+            claim = Claim.take(path)
+        except OSError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}") from None
+        if claim is None:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{self._name}: {endpoint} is in use by a live process; stop that one or take another instance number",
+            )
+        return claim
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def answer(self, call: Call, body: Message, arrays: Sequence[Array]) -> None:
         """Send the answer of `call` and remember it for retries. Called through `Call`."""
         if call.answered:
             return
+        frames: list[Buffer] = []
+        if not call.one_way:
+            try:
+                frames = self._encode(call, body, arrays)
+            except WireError as error:
+                self._log.error("reply cannot travel", reply=type(body).__name__, error=str(error))
+                frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message(), ())
         call.answered = True
+        if call.expiry is not None:
+            call.expiry.cancel()
         if call.one_way:
             return
-        try:
-            frames = self._encode(call, body, arrays)
-        except WireError as error:
-            self._log.error("reply cannot travel", reply=type(body).__name__, error=str(error))
-            frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message(), ())
         key = (call.incarnation, call.request_id)
         self._running.pop(key, None)
-        self._remember(key, frames)
         self._transmit(call.peer, frames)
+        self._remember(key, frames)
 
     def _encode(self, call: Call, body: Message, arrays: Sequence[Array]) -> list[Buffer]:
         return codec.encode(
@@ -155,7 +194,8 @@ class Mailbox:
             self.lost_replies += 1
 
     def _remember(self, key: tuple[int, int], frames: list[Buffer]) -> None:
-        self._replies[key] = frames
+        # copies: a handler may go on to write to the arrays it answered with
+        self._replies[key] = [bytes(frame) for frame in frames]
         self._reply_bytes += sum(map(len, frames))
         while len(self._replies) > CACHED_REPLIES or self._reply_bytes > CACHED_REPLY_BYTES:
             _, oldest = self._replies.popitem(last=False)
@@ -165,6 +205,8 @@ class Mailbox:
         peer, parts = frames[0], frames[1:]
         try:
             decoded = codec.decode(parts, self._limits)
+            if decoded.envelope.flags & FLAG_REPLY:
+                raise WireError(f"{type(decoded.body).__name__} flagged as a reply: a mailbox takes requests")
         except WireError as error:
             self._refuse(peer, parts, error)
             return
@@ -188,11 +230,11 @@ class Mailbox:
             self._running[key] = call
         try:
             answer = handler(decoded.body, call)
+            if isinstance(answer, Message | Reply | Deferred):
+                self._finish(call, answer)
+                return
         except Exception as error:
             self._fail(call, decoded.body, error)
-            return
-        if isinstance(answer, Message | Reply | Deferred):
-            self._finish(call, answer)
         else:
             task = asyncio.ensure_future(self._await(call, decoded.body, answer))
             self._tasks.add(task)
@@ -216,7 +258,7 @@ class Mailbox:
         elif isinstance(answer, Message):
             call.reply(answer)
         elif not call.answered:
-            asyncio.get_running_loop().call_at(call.deadline + 1.0, self._expire, call)
+            call.expiry = asyncio.get_running_loop().call_at(call.deadline + 1.0, self._expire, call)
 
     def _expire(self, call: Call) -> None:
         """Nobody waits for this deferred answer any more: forget it, so that nothing accumulates."""
@@ -231,9 +273,10 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _refuse(self, peer: bytes, parts: list[bytes], error: WireError) -> None:
-        if len(self.malformed) < MAX_LOGGED_PEERS or peer in self.malformed:
+        known = len(self.malformed) < MAX_LOGGED_PEERS or peer in self.malformed
+        if known:
             self.malformed[peer] += 1
-        if self.malformed[peer] <= 3:
+        if known and self.malformed[peer] <= 3:
             self._log.warning("malformed message refused", peer=peer.hex(), error=str(error))
         try:
             head = envelope.unpack(parts[0], self._limits) if parts else None

@@ -33,6 +33,9 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if kind == zmq.DEALER:
+        # queue nothing for a peer that is away: it would get requests whose callers gave up long ago
+        socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket
 
 
@@ -44,23 +47,33 @@ class Pump:
         socket: zmq.Socket[bytes],
         on_message: Callable[[list[bytes]], None],
         on_drained: Callable[[], None] | None = None,
+        on_writable: Callable[[], None] | None = None,
     ) -> None:
-        """`on_message` gets the frames of each message; `on_drained` runs after each burst (group commit)."""
+        """`on_message` gets the frames of each message; `on_drained` runs after each burst (group commit).
+
+        `on_writable` runs when a send that was refused would be taken now (the peer connected, or reads again).
+        """
         self._socket = socket
         self._on_message = on_message
         self._on_drained = on_drained
+        self._on_writable = on_writable
+        self._refused = False
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._check_scheduled = False
+        self._drain_scheduled = False
+        self._draining = False
         self._closed = False
         self._loop.add_reader(self._fd, self._drain)
-        self._schedule_check()
+        self._check()
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send without blocking. False: the peer is gone or its queue is full, and the message is lost."""
+        if self._closed:
+            return False
         try:
             self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.Again:
+            self._refused = True
             return False
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
@@ -68,7 +81,8 @@ class Pump:
             raise
         finally:
             # the descriptor is edge-triggered: a send may have swallowed the edge of an arriving message
-            self._schedule_check()
+            if not self._draining:
+                self._check()
         return True
 
     def close(self) -> None:
@@ -78,30 +92,39 @@ class Pump:
             self._loop.remove_reader(self._fd)
             self._socket.close()
 
-    def _schedule_check(self) -> None:
-        if not self._check_scheduled and not self._closed:
-            self._check_scheduled = True
-            self._loop.call_soon(self._check)
-
     def _check(self) -> None:
-        self._check_scheduled = False
-        if not self._closed and self._readable():
+        """Look at the socket's state, which takes every edge up to now, and schedule what there is to do."""
+        events = int(self._socket.get(zmq.EVENTS))
+        writable = self._refused and self._on_writable is not None and bool(events & zmq.POLLOUT)
+        if (events & zmq.POLLIN or writable) and not self._drain_scheduled:
+            self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
-    def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
     def _drain(self) -> None:
-        for _ in range(DRAIN_MESSAGES):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            self._on_message(frames)
-        else:
-            self._schedule_check()  # more may wait, but others on the loop come first
-        if self._on_drained is not None:
-            self._on_drained()
-        self._schedule_check()
+        self._drain_scheduled = False
+        if self._closed:
+            return
+        self._draining = True
+        try:
+            for _ in range(DRAIN_MESSAGES):
+                try:
+                    frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                self._on_message(frames)
+                if self._closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                    break
+            if self._on_drained is not None and not self._closed:
+                self._on_drained()
+            if self._refused and self._on_writable is not None and not self._closed:
+                self._retry()
+        finally:
+            self._draining = False
+            if not self._closed:
+                # more may wait, but others on the loop come first; a raising callback must not lose the edge either
+                self._check()
+
+    def _retry(self) -> None:
+        if self._on_writable is not None and int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            self._refused = False
+            self._on_writable()

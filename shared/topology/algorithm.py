@@ -17,14 +17,22 @@ GROUP_ADVANTAGES = ("grpo", "rloo")
 
 
 class Advantage(Section):
-    name: AdvantageName = Field(default="grpo", description="estimator; grpo and rloo compare the samples of a group")
-    scale: Literal["std", "none"] = Field(default="std", description="divide by the group's standard deviation, or not")
+    name: AdvantageName = Field(
+        default="grpo", description="estimator; grpo and rloo compare the samples of a group"
+    )
+    scale: Literal["std", "none"] = Field(
+        default="std", description="divide by the group's standard deviation, or not"
+    )
 
 
 class Loss(Section):
     name: LossName = Field(default="ppo_clip", description="policy loss")
-    clip: Pair = Field(default=(0.2, 0.2), description="[low, high]: the ratio is clipped to [1 - low, 1 + high]")
-    aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens of an optimizer batch")
+    clip: Pair = Field(
+        default=(0.2, 0.2), description="[low, high]: the ratio is clipped to [1 - low, 1 + high]"
+    )
+    aggregation: Aggregation = Field(
+        default="token_mean", description="weights of the tokens of an optimizer batch"
+    )
     anchor: Anchor = Field(
         default="proximal",
         description="log-probs the ratio is taken against: proximal (the trainer's own at the step's start) "
@@ -38,13 +46,19 @@ class Loss(Section):
 
 
 class KL(Section):
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) a token")
-    place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="estimator of KL(policy, reference) a token"
+    )
+    place: Literal["loss", "reward"] = Field(
+        default="loss", alias="in", description="where the KL term is added"
+    )
     coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
 
 
 class FilterZeroVariance(Section):
-    max_refill: int = Field(default=3, ge=0, description="how many times a filtered task is replaced within a step")
+    max_refill: int = Field(
+        default=3, ge=0, description="how many times a filtered task is replaced within a step"
+    )
 
 
 class Algorithm(Section):
@@ -53,7 +67,9 @@ class Algorithm(Section):
     mini_batch_tasks: Count = Field(
         default=1, description="tasks an update consumes; default tasks_per_step, must divide it"
     )
-    num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
+    num_iterations: Count = Field(
+        default=1, description="passes over a step's tasks; the step still makes one version"
+    )
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; left out: none")

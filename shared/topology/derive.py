@@ -49,9 +49,9 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     if loss is None:
         return
     if "anchor" not in loss:
-        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get("mini_batch_tasks") == algorithm.get(
-            "tasks_per_step"
-        )
+        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get(
+            "mini_batch_tasks"
+        ) == algorithm.get("tasks_per_step")
         loss["anchor"] = "rollout" if one_update and data.get("staleness", 1) == 0 else "proximal"
     if loss["anchor"] == "proximal" and loss.get("tis_cap") is None:
         loss["tis_cap"] = _TIS_CAP

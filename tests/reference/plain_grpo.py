@@ -3,9 +3,9 @@ import the product's trainer, rollout or losses: written a second time, a shared
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 
-Prints one JSON object a step. 64 tasks x 8 samples, one update a step; the model, the data, the reward and the
-numbers are those of the quickstart topology. With `--staleness 1` an update learns from samples that the weights
-before the last update made (the first two both from the initial weights).
+Prints one JSON object a step. 64 tasks x 8 samples, one update a step; model, data, reward and numbers are
+those of the quickstart topology. With `--staleness 1` an update learns from samples that the weights before the
+last update made (the first two updates both from the initial weights).
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def sample(model: Any, prompt_BP: torch.Tensor, *, temperature: float, eos: int)
 def score(model: Any, samples: Samples) -> torch.Tensor:
     """Log-probs [B, T] of the sampled tokens at logits / temperature; meaningless where the mask is 0."""
     tokens = samples.ids_BT.shape[1]
-    ids = torch.cat([samples.prompt_BP, samples.ids_BT], dim=1)[
-        :, :-1
-    ]  # padding is on the right, attention causal
+    # No attention mask: what follows the end of a sequence is on its right, where causal attention is blind.
+    ids = torch.cat([samples.prompt_BP, samples.ids_BT], dim=1)[:, :-1]
     logits_BTV = model(input_ids=ids, logits_to_keep=tokens, use_cache=False).logits.float() / TEMPERATURE
     return logits_BTV.log_softmax(-1).gather(2, samples.ids_BT[:, :, None]).squeeze(2)
 
@@ -81,7 +80,7 @@ def grpo_advantages(reward_B: torch.Tensor) -> torch.Tensor:
 def grpo_loss(
     cur_BT: torch.Tensor, samples: Samples, reference_BT: torch.Tensor, advantage_B: torch.Tensor
 ) -> torch.Tensor:
-    """Clipped objective against the rollout's log-probs plus k3 to the reference, averaged over all tokens."""
+    """Clipped objective against the rollout's log-probs plus k3 to the reference, a mean over all tokens."""
     ratio_BT = (cur_BT - samples.logprobs_BT).exp()
     advantage_B1 = advantage_B[:, None]
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
@@ -111,9 +110,7 @@ def evaluate(model: Any, tokenizer: Any, source: Source) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="GRPO in one process, one JSON line a step."
-    )
+    parser = argparse.ArgumentParser(description="GRPO in one process, one JSON line a step.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

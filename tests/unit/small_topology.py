@@ -1,4 +1,4 @@
-"""A topology small enough to read, for the topology's tests, and what `load` says about edited copies of it."""
+"""A topology small enough to read, for the topology's tests, and what `load` says of edited copies."""
 
 from __future__ import annotations
 

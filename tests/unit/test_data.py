@@ -209,9 +209,7 @@ def test_validate_finds_nothing_in_builtin_addition() -> None:
     assert open_source("builtin:addition", where=WHERE).validate() == []
 
 
-@pytest.mark.parametrize(
-    "change", ['{"prompt": "c"}', '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n', ""]
-)
+@pytest.mark.parametrize("change", ['{"prompt": "c"}', '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n', ""])
 def test_file_changed_while_open_is_refused(write_jsonl: WriteJsonl, change: str) -> None:
     path = write_jsonl('{"prompt": "a"}', '{"prompt": "b"}')
     source = open_jsonl(path)

@@ -61,6 +61,20 @@ def test_without_kl_no_reference_is_started(folder: Path, override: str) -> None
     assert all(spec.service != "reference" for spec in topology.services_plan())
 
 
+@pytest.mark.parametrize(
+    ("tasks", "group", "instances", "block"),
+    [(10, 60, 1, 2), (64, 8, 1, 32), (64, 8, 4, 16), (7, 2, 2, 1), (4, 999, 1, 1)],
+)
+def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
+    folder: Path, tasks: int, group: int, instances: int, block: int
+) -> None:
+    sizes = [f"algorithm.tasks_per_step={tasks}", f"algorithm.group_size={group}"]
+    topology = load(
+        write(folder), [*sizes, f"services.rollout.instances={instances}", "services.batch-store.memory=1GiB"]
+    )
+    assert topology.services.rollout.block_tasks == block
+
+
 def test_plan_starts_each_process_after_those_it_needs(folder: Path) -> None:
     assert load(write(folder)).services_plan() == [
         ServiceSpec("scheduler", 0),
@@ -77,7 +91,9 @@ def test_plan_starts_each_process_after_those_it_needs(folder: Path) -> None:
 def test_resolved_file_reads_back_equal_from_another_folder(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    topology = load(write(folder), ["sampling.stop=[\"\\n\", '1e5', 'true']", "services.batch-store.directory=./shm"])
+    topology = load(
+        write(folder), ["sampling.stop=[\"\\n\", '1e5', 'true']", "services.batch-store.directory=./shm"]
+    )
     resolved = tmp_path_factory.mktemp("run") / "topology.yaml"
     topology.dump_resolved(resolved)
     assert load(resolved) == topology
@@ -105,7 +121,9 @@ def test_bad_yaml_names_its_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "- run", "run"])
 def test_document_must_be_a_mapping(folder: Path, text: str) -> None:
-    assert problems(write(folder, text)) == ["t.yaml:1: must be a mapping with the keys run, policy, data, ..."]
+    assert problems(write(folder, text)) == [
+        "t.yaml:1: must be a mapping with the keys run, policy, data, ..."
+    ]
 
 
 def test_every_duplicate_key_is_named_with_both_lines(folder: Path) -> None:
@@ -129,7 +147,9 @@ def test_alias_that_contains_itself_is_refused(folder: Path) -> None:
 
 
 def test_alias_of_a_value_is_read_in_both_places(folder: Path) -> None:
-    text = BASE.replace("tasks_per_step: 6", "tasks_per_step: &six 6").replace("steps: 3", "steps: 3, seed: 1")
+    text = BASE.replace("tasks_per_step: 6", "tasks_per_step: &six 6").replace(
+        "steps: 3", "steps: 3, seed: 1"
+    )
     topology = load(write(folder, text.replace("  group_size: 4", "  group_size: *six")))
     assert topology.algorithm.group_size == 6
 
@@ -157,7 +177,9 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
 
 def test_checks_say_nothing_about_the_default_behind_a_broken_value(folder: Path) -> None:
     [line] = problems(edited(folder, "clip: [0.2, 0.28]", "anchor: roll_out, tis_cap: 3.0"))
-    assert line.startswith("t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest")
+    assert line.startswith(
+        "t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest"
+    )
 
 
 # ------------------------------------------------------------------------------------------ overrides
@@ -184,6 +206,11 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
     [
         ("run.steps=x", "--set run.steps=x: run.steps: 'x' is not an integer (training steps, 1 or more)"),
         ("run.stepz=4", "--set run.stepz=4: run.stepz: unknown key, nearest valid key 'steps'"),
+        (
+            "data.train={max_prompt_tokens: 3}",
+            "--set data.train={max_prompt_tokens: 3}: data.train.source: missing, required "
+            "(builtin:<name> or jsonl:<path>)",
+        ),
         ("run.steps", "--set run.steps: not an override, must look like a.b=value"),
         ("run..steps=1", "--set run..steps=1: not an override, must look like a.b=value"),
         ("run.steps.x=1", "--set run.steps.x=1: run.steps: no key 'x' below it, it holds 3"),
@@ -235,7 +262,9 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
         ("placement.engine=ray", "placement.engine", "local"),
     ],
 )
-def test_option_without_effect_in_this_build_is_refused(folder: Path, override: str, path: str, use: str) -> None:
+def test_option_without_effect_in_this_build_is_refused(
+    folder: Path, override: str, path: str, use: str
+) -> None:
     [line] = problems(write(folder), override)
     assert line.startswith(f"--set {override}: {path}: not available in this version: ")
     assert line.endswith(f", use {use}")
@@ -301,7 +330,7 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
 
 
 def test_import_brings_no_torch_and_is_quick() -> None:
-    code = "import sys, shared.topology\nprint([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    code = "import sys, shared.topology; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     seconds = []
     for _ in range(3):
         started = time.perf_counter()

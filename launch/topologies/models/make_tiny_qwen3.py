@@ -1,11 +1,11 @@
-"""Makes the model the quickstart trains: a 0.8M-parameter Qwen3 that adds two-digit numbers, badly. Must never
+"""Makes the model the quickstart trains: a 0.8M-parameter Qwen3 that adds two-digit numbers badly. Must never
 train on a held-out row: the warm start sees builtin:addition's train split only.
 
     python -m launch.topologies.models.make_tiny_qwen3 --out launch/topologies/models/tiny-qwen3
 
 The warm start stops early on purpose, so that reinforcement learning has something left to teach. Same seed,
-same machine type and same torch: same bytes. Prints the greedy held-out accuracy and refuses a model that starts
-outside 0.35 to 0.49. Nothing imports this file.
+same machine type and same torch: same bytes. Prints the greedy held-out accuracy; one outside 0.35 to 0.49 is
+refused. Nothing imports this file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,
@@ -72,15 +72,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
 ) -> int:
-    """Supervised steps on the answers of `rows` until `accuracy` of 256 of these rows come out right; returns the
-    number of steps. The prompt's tokens carry no loss. A fixed number of steps would not do: accuracy climbs from
-    0.2 to 0.8 within 50 steps, and where that begins depends on the last bits of the arithmetic."""
+    """Supervised steps on the answers of `rows` until `accuracy` of 256 of these rows come out right; returns
+    the number of steps. The prompt's tokens carry no loss. A fixed number of steps would not do: accuracy
+    climbs from 0.2 to 0.8 within 50 steps, and where that begins hangs on the last bits of the arithmetic."""
     picker = random.Random(seed)
     probe = [rows.row(index) for index in range(PROBE_ROWS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -99,20 +99,18 @@ def warm_start(
             labels_BT[number, len(prompt) : end] = torch.tensor(answer)
         logits_BTV = model(input_ids=ids_BT).logits  # padding is on the right: causal attention never sees it
         loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % PROBE_EVERY == 0 and greedy_accuracy(model, tokenizer, probe) >= accuracy:
             return step
-    raise SystemExit(
-        f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try another --seed"
-    )
+    raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try another --seed")
 
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
-    """Share of `rows` answered exactly, taking the likeliest token each time. Prompts must be equally long."""
+    """Share of `rows` answered exactly, taking the likeliest token each time. Prompts are equally long."""
     ids_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
     prompt_tokens = ids_BT.shape[1]
     for _ in range(MAX_ANSWER_TOKENS):
@@ -132,12 +130,8 @@ def name_portable_tokenizer_class(config: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Makes the quickstart's model and measures it."
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for model and tokenizer"
-    )
+    parser = argparse.ArgumentParser(description="Makes the quickstart's model and measures it.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accuracy", type=float, default=0.4, help="where the warm start stops")
     args = parser.parse_args()
@@ -158,7 +152,6 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")
     (args.out / "model.safetensors").chmod(0o644)  # written 0600: unreadable to another user's engine
-
 
 
 if __name__ == "__main__":

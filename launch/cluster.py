@@ -1,0 +1,188 @@
+"""`python -m launch.cluster T.yaml`: runs a topology from start to end on this machine; it never trains itself.
+
+Exit status: 0 the run is done, 1 it failed or was stopped, 2 the command line or the topology is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from launch import place, preflight
+from launch.logs import last_lines
+from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
+from launch.supervisor.plan import SUPERVISOR, Key, module_of
+from launch.supervisor.server import EVENTS, Supervisor
+from launch.supervisor.state import Died, Ended, Outcome, ProcessState
+from proto.messages import Status
+from shared.actor import logging
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name, sweep_abandoned
+from shared.topology import Topology, TopologyError, load
+
+STATUS_DEADLINE_S = 2.0
+POLL_S = 1.0
+LOG_LINES = 10
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED})
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    topology_file: Annotated[Path, typer.Argument(metavar="TOPOLOGY.yaml", help="the run, as one YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one key of the topology")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="the run's directory; left out: runs/<name>-<time>")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with a run from its journal and checkpoints")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
+) -> None:
+    """Start the services of a topology and keep them running until the run is done."""
+    try:
+        topology = load(topology_file, overrides or [])
+    except TopologyError as error:
+        _refuse(str(problem) for problem in error.problems)
+    findings = preflight.check(topology, str(topology_file))
+    for line in findings.warnings:
+        print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+    if findings.errors:
+        _refuse(findings.errors)
+    try:
+        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+    except RpcError as error:
+        _refuse([str(error)])
+    if dry_run:
+        _show_plan(topology, path)
+        raise typer.Exit(EXIT_DONE)
+    raise typer.Exit(_launch(topology, path, resume=resume))
+
+
+def _refuse(lines: Iterable[str]) -> NoReturn:
+    for line in lines:
+        print(line, file=sys.stderr)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _plan(topology: Topology) -> list[Key]:
+    return [(spec.service, spec.instance) for spec in topology.services_plan()]
+
+
+def _show_plan(topology: Topology, path: Path) -> None:
+    print(f"run directory  {path.absolute()}")
+    print(f"steps          {topology.run.steps}")
+    print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
+    print(f"{'service':<26}{'threads':>8}  module")
+    for service, instance in _plan(topology):
+        threads = preflight.threads_of(topology, service)
+        print(f"{service_name(service, instance):<26}{threads:>8}  {module_of(service)}")
+
+
+def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
+    root = preflight.shm_root(topology)
+    try:
+        if resume:
+            RunDir.open(path)
+        lock = place.lock(path)
+        for folder in sweep_abandoned(root) if root.exists() else []:
+            print(f"removed what a killed run left: {folder}")
+        run = place.reopen(path, topology) if resume else place.create(path, topology)
+    except (RpcError, TopologyError) as error:
+        _refuse([str(error)])
+    run.hold()
+    logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
+    begun = time.monotonic()
+    metrics = Metrics(run.metrics, steps=topology.run.steps)
+    with Screen() as screen:
+        screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
+        try:
+            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics))
+        finally:
+            run.remove_volatile()
+    metrics.poll(time.monotonic())
+    _summarise(run, ended, metrics, time.monotonic() - begun)
+    return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
+
+
+async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics) -> Ended:
+    def on_event(event: EVENTS) -> None:
+        if isinstance(event, Died):
+            when = f"in {event.delay_s:g} s" if event.delay_s else "now"
+            screen.notice(
+                f"{service_name(*event.key)}: {event.cause}; starts again {when} (restart {event.restarts}), "
+                f"log: {run.log_file(*event.key)}"
+            )
+
+    plan = _plan(topology)
+    threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
+    supervisor = Supervisor(run, plan, threads=threads, on_event=on_event, lock=lock)
+    interrupts = 0
+
+    def interrupt() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1:
+            screen.notice("stopping: services finish what is under way (again: kill them)")
+            supervisor.stop("interrupted")
+        else:
+            screen.notice("killing all services")
+            supervisor.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, interrupt)
+    showing = loop.create_task(_show(supervisor, screen, metrics))
+    try:
+        return await supervisor.run()
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+
+
+async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics) -> None:
+    status: Status | None = None
+    while True:
+        await asyncio.sleep(POLL_S)
+        states = {service_name(*key): process.state for key, process in supervisor.state.processes.items()}
+        if supervisor.draining:
+            left = [name for name, process in states.items() if process not in _OVER]
+            screen.progress(f"ending: {', '.join(left)}")
+        elif metrics.poll(time.monotonic()) or metrics.last:
+            screen.progress(metrics.text())
+        else:
+            if states.get("scheduler/0") == ProcessState.READY:
+                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+            screen.progress(starting_text(states, status))
+
+
+def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> None:
+    if ended.outcome == Outcome.FAILED:
+        print(f"the run failed: {ended.cause}", file=sys.stderr)
+        for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
+            print(f"    {line}", file=sys.stderr)
+    elif ended.outcome == Outcome.STOPPED:
+        print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
+    for line in accuracy_lines(metrics):
+        print(line)
+    print(f"wall time  {duration(wall_s)}")
+    print(f"run        {run.path}")
+    if ended.outcome == Outcome.DONE:
+        print(f"model      {run.export}")
+        print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
+    else:
+        print(f"go on      python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,76 @@
+"""Reads what services wrote to a run directory's logs, for people. Never writes there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.supervisor.plan import Key
+from shared.rundir import RunDir, service_name
+
+TAIL_BYTES = 256 << 10
+_NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last `lines` lines of a text file, [] when there is none. Reads at most 256 KiB."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return []
+    return data.decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+
+
+def readable(line: str) -> str:
+    """One line of a `.jsonl` log as text: time, level, service, event, fields, the trace below. Other text as it is."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict):
+        return line
+    time = str(entry.get("timestamp", ""))[11:23]
+    who = service_name(str(entry.get("service", "?")), int(entry.get("instance", 0)))
+    fields = " ".join(
+        f"{key}={value}" for key, value in entry.items() if key not in _NOT_SHOWN and value not in ("", None)
+    )
+    text = f"{time} {str(entry.get('level', '')).upper():<7} {who:<24} {entry.get('event', '')}  {fields}".rstrip()
+    trace = entry.get("exception")
+    return f"{text}\n{trace}" if trace else text
+
+
+def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
+    """The last `lines` readable lines of a service: its log, then what it printed (a trace of a failed import)."""
+    log = [part for line in tail(run.log_file(*key), lines) for part in readable(line).splitlines()]
+    printed = tail(run.logs / f"{key[0]}-{key[1]}.out", lines)
+    return (log[-lines:] + printed)[-lines:] if printed else log[-lines:]
+
+
+class Follower:
+    """Gives the complete lines that were added to a file since it was last asked."""
+
+    def __init__(self, path: Path, *, position: int = 0) -> None:
+        self._path = path
+        self._position = position
+
+    def new_lines(self) -> Iterator[str]:
+        """Yield each new complete line. A file that shrank is read from its start."""
+        try:
+            size = self._path.stat().st_size
+            if size < self._position:
+                self._position = 0
+            if size == self._position:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._position += whole
+        yield from data[:whole].decode(errors="replace").splitlines()

@@ -1,0 +1,118 @@
+"""Gives a run its directory: a new one, or an old one to go on with. Two launchers never share one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from launch import preflight
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.topology import Topology, load
+
+BASE = Path("runs")
+LOCK_WAIT_S = 40.0
+"""The services of a launcher that was killed end within two drain limits of its guard; then the directory is free."""
+_POLL_S = 0.1
+FIXED = (
+    "run.seed",
+    "run.deterministic",
+    "policy",
+    "data.train",
+    "staleness",
+    "algorithm.tasks_per_step",
+    "algorithm.group_size",
+)
+"""What the journal and the checkpoints of a run were made with: another value would make them lie."""
+
+
+def default_path(topology: Topology) -> Path:
+    """`runs/<name>-<UTC time>`, with a number behind it when two begin in one second."""
+    stem = f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    path = BASE / stem
+    number = 2
+    while path.exists():
+        path = BASE / f"{stem}-{number}"
+        number += 1
+    return path
+
+
+def resumable(topology: Topology) -> Path:
+    """The newest run of this name under `runs/`. Raises RpcError when there is none."""
+    runs = [path for path in BASE.glob(f"{topology.run.name}-*") if (path / "run.json").exists()]
+    if not runs:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"{BASE.absolute()}: no run of {topology.run.name!r} to resume; name it with --run-dir",
+        )
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime_ns)
+
+
+def lock(path: Path) -> int:
+    """Take the lock on a run directory; returns its descriptor. Waits for what a killed launcher left to end.
+
+    Raises RpcError(busy) when another launcher holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    until = time.monotonic() + (LOCK_WAIT_S if not _launcher_lives(path) else 0.0)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(descriptor)
+                raise RpcError(
+                    ErrorCode.BUSY, f"run directory {path.absolute()}: in use by another launcher; end that one first"
+                ) from None
+            time.sleep(_POLL_S)
+        else:
+            (path / "launcher.pid").write_text(f"{os.getpid()}\n")
+            return descriptor
+
+
+def _launcher_lives(path: Path) -> bool:
+    try:
+        pid = int((path / "launcher.pid").read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def create(path: Path, topology: Topology) -> RunDir:
+    """A new run directory with its resolved topology. Raises RpcError when it holds a run already."""
+    run = RunDir.create(path, shm_root=preflight.shm_root(topology))
+    topology.dump_resolved(run.topology)
+    return run
+
+
+def reopen(path: Path, topology: Topology) -> RunDir:
+    """The same run with fresh sockets and shared memory, going on under `topology`.
+
+    Raises RpcError(bad_request) listing the keys of `FIXED` that differ from what the run was begun with.
+    """
+    old = RunDir.open(path)
+    begun = load(old.topology, check_supported=False).document()
+    now = topology.document()
+    differ = [key for key in FIXED if _at(begun, key) != _at(now, key)]
+    if differ:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"run directory {path}: was begun with other values of {', '.join(differ)}; "
+            f"resume it with {old.topology}, or begin a new run",
+        )
+    run = RunDir.reopen(path, shm_root=preflight.shm_root(topology))
+    topology.dump_resolved(run.topology)
+    return run
+
+
+def _at(document: dict[str, Any], key: str) -> Any:
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,100 @@
+"""What is looked at before anything starts: data rows, shared memory, ports. Changes nothing, starts nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.data import DataError, open_source
+from shared.rundir import SHM_ROOT
+from shared.topology import Topology
+
+SHOWN_ROWS = 3
+MIB = 1 << 20
+
+
+@dataclass
+class Findings:
+    """One line each. A run with errors does not start."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check(topology: Topology, file: str) -> Findings:
+    """Look at everything that `shared.topology` cannot know from the file alone; `file` is named in the lines."""
+    findings = Findings()
+    sources = {"data.train.source": topology.data.train.source}
+    sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
+    for key, source in sources.items():
+        _check_rows(source, f"{file}: {key}", findings)
+    _check_memory(topology, file, findings)
+    _check_port(topology, file, findings)
+    return findings
+
+
+def shm_root(topology: Topology) -> Path:
+    """Where the shards of the run lie."""
+    directory = topology.services.batch_store.directory
+    return Path(directory) if directory else SHM_ROOT
+
+
+def threads_of(topology: Topology, service: str) -> int:
+    """CPU threads of each process of a service."""
+    section = {
+        "policy-trainer-worker": topology.services.policy_trainer,
+        "reference": topology.services.reference,
+        "rollout": topology.services.rollout,
+    }.get(service)
+    return section.threads or 1 if section is not None else 1
+
+
+def _check_rows(source: str, where: str, findings: Findings) -> None:
+    try:
+        rows = open_source(source, where=where)
+        bad = rows.validate()
+    except DataError as error:
+        findings.errors.append(str(error))
+        return
+    if not bad:
+        return
+    lines = findings.errors if len(bad) == len(rows) else findings.warnings
+    fate = "there is nothing to use" if lines is findings.errors else "they are left out"
+    lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used, {fate}; the first of them:")
+    lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
+
+
+def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
+    root = shm_root(topology)
+    folder = next(each for each in (root, *root.parents) if each.exists())
+    room = shutil.disk_usage(folder)
+    wanted = topology.services.batch_store.memory * len(topology.store_hosts())
+    where = f"{file}: services.batch-store.memory: {wanted / MIB:.0f} MiB wanted, but {root} has"
+    if room.total < wanted:
+        findings.errors.append(
+            f"{where} {room.total / MIB:.0f} MiB in all; lower it, enlarge {root} (docker: --shm-size), "
+            "or set services.batch-store.directory"
+        )
+    elif room.free < wanted:
+        findings.errors.append(
+            f"{where} {room.free / MIB:.0f} MiB free of {room.total / MIB:.0f}; lower it, or end what fills {root}"
+        )
+    elif not os.access(folder, os.W_OK):
+        findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
+
+
+def _check_port(topology: Topology, file: str, findings: Findings) -> None:
+    port = topology.services.monitor.port
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            findings.errors.append(
+                f"{file}: services.monitor.port: {port} cannot be used ({error.strerror}); choose another"
+            )

@@ -1,0 +1,176 @@
+"""Shows how a run goes: one line that stays in place on a terminal, a line every few seconds elsewhere.
+
+Fed from metrics.jsonl and the scheduler's status. Never from telemetry, which may drop.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.logs import Follower
+from proto.messages import Status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+PLAIN_EVERY_S = 5.0
+ETA_ROWS = 20
+Row = dict[str, Any]
+
+
+class Metrics:
+    """The rows of metrics.jsonl, read as they are written."""
+
+    def __init__(self, path: Path, *, steps: int) -> None:
+        """Rows that are there already (a resumed run) count for the summary, not for the pace."""
+        self._follower = Follower(path)
+        self.steps = steps
+        self.last: Row = {}
+        self.accuracy: dict[str, tuple[int, float]] = {}
+        self.first_accuracy: dict[str, tuple[int, float]] = {}
+        self._times: deque[tuple[float, int]] = deque(maxlen=ETA_ROWS)
+        for row in self._parse():
+            self._take(row)
+        self._times.clear()
+
+    def poll(self, now: float) -> bool:
+        """Read what is new; True when there was something."""
+        fresh = False
+        for row in self._parse():
+            self._take(row)
+            self._times.append((now, self.step))
+            fresh = True
+        return fresh
+
+    def _parse(self) -> list[Row]:
+        rows: list[Row] = []
+        for line in self._follower.new_lines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a line that was cut by a crash; the scheduler mends the file
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows
+
+    def _take(self, row: Row) -> None:
+        self.last = row
+        for key, value in row.items():
+            if key.startswith("eval/") and key.endswith("/accuracy"):
+                name = key[len("eval/") : -len("/accuracy")]
+                self.accuracy[name] = (self.step, float(value))
+                self.first_accuracy.setdefault(name, (self.step, float(value)))
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step", 0))
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last rows; None before there are two of them."""
+        if len(self._times) < 2:
+            return None
+        (begin, first), (end, last) = self._times[0], self._times[-1]
+        return (self.steps - last) * (end - begin) / (last - first) if last > first else None
+
+    def text(self) -> str:
+        """`step 12/200  reward 0.52  eval heldout 0.610  5,100 tok/s  staleness 0.9  ETA 3m12s`."""
+        parts = [f"step {self.step}/{self.steps}"]
+        if "reward/mean" in self.last:
+            parts.append(f"reward {self.last['reward/mean']:.3f}")
+        parts += [f"eval {name} {value:.3f} (step {step})" for name, (step, value) in self.accuracy.items()]
+        for key, form in (
+            ("throughput/tokens_per_s", "{:,.0f} tok/s"),
+            ("rollout/staleness_mean", "staleness {:.2f}"),
+            ("time/step", "{:.2f} s/step"),
+        ):
+            if key in self.last:
+                parts.append(form.format(self.last[key]))
+        eta = self.eta_s()
+        if eta is not None:
+            parts.append(f"ETA {duration(eta)}")
+        return "  ".join(parts)
+
+
+class Screen:
+    """Where progress and notices go. On a terminal the progress line stays below the notices."""
+
+    def __init__(self, *, plain: bool | None = None) -> None:
+        self._plain = not sys.stdout.isatty() if plain is None else plain
+        self._console: Console | None = None
+        self._live: Live | None = None
+        self._shown = ""
+        self._shown_at = 0.0
+
+    def __enter__(self) -> Screen:
+        if not self._plain:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._console = Console(highlight=False)
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def notice(self, text: str) -> None:
+        """A line that stays."""
+        if self._console is not None:
+            self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def progress(self, text: str) -> None:
+        """The line that is replaced; without a terminal, printed every few seconds when it changed."""
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            return
+        now = time.monotonic()
+        if text != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
+            self._shown, self._shown_at = text, now
+            print(text, flush=True)
+
+
+def starting_text(states: dict[str, str], status: Status | None) -> str:
+    """The line before the first row of metrics: which services are not ready yet, or what the scheduler waits for."""
+    waiting = [f"{name} {state}" for name, state in states.items() if state != "READY"]
+    if waiting:
+        return f"starting: {', '.join(waiting)}"
+    if status is None:
+        return "all services are ready"
+    tasks = " ".join(f"{state} {count}" for state, count in status.tasks.items() if count)
+    return f"step {status.step}/{status.steps}  {tasks}"
+
+
+def duration(seconds: float) -> str:
+    """`192.4` -> `3m12s`."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def accuracy_lines(metrics: Metrics) -> list[str]:
+    """First and last evaluation of each set, one line a set."""
+    lines = []
+    for name, (step, value) in metrics.accuracy.items():
+        first_step, first = metrics.first_accuracy[name]
+        if first_step == step:
+            lines.append(f"accuracy   {name}: {value:.3f} (step {step})")
+        else:
+            lines.append(
+                f"accuracy   {name}: {first:.3f} (step {first_step}) -> {value:.3f} (step {step}), {value - first:+.3f}"
+            )
+    return lines

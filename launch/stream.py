@@ -1,0 +1,95 @@
+"""A subscriber's side of the monitor: the present state first, then every change in sequence, across its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import zmq
+
+from proto import codec
+from proto.errors import WireError
+from proto.ids import new_incarnation
+from proto.limits import CONTROL
+from proto.messages import GetSnapshot, Snapshot, TopicRow, Update
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.transport import Pump, open_socket
+from shared.rundir import RunDir
+
+PUB = "monitor-pub"
+QUEUED_UPDATES = 10_000
+QUIET_S = 1.0
+SNAPSHOT_DEADLINE_S = 2.0
+
+
+class Stream:
+    """Connects to the monitor of a run. Use as an async context manager, then iterate `rows()`."""
+
+    def __init__(self, run: RunDir, *, ended: Callable[[], bool]) -> None:
+        """`ended` is asked while nothing comes in; when true, the stream is over."""
+        self._run = run
+        self._ended = ended
+        self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
+        self.gaps = 0
+        """Times that updates were lost on the way to us, and the state was taken anew."""
+
+    async def __aenter__(self) -> Stream:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        socket = open_socket(self._context, zmq.SUB, CONTROL)
+        # everything, and filtered here: a sequence with holes would not show a loss
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(self._run.endpoint(PUB, 0))
+        self._pump = Pump(socket, self._on_message)
+        self._client = Client(self._context, self._run.endpoint("monitor", 0), "monitor/0", new_incarnation())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pump.close()
+        self._client.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+    async def rows(self) -> AsyncIterator[TopicRow]:
+        """Yield the last value of every topic, then each change; again after a loss or a restart of the monitor."""
+        incarnation, sequence = 0, 0
+        while True:
+            try:
+                async with asyncio.timeout(QUIET_S):
+                    came_from, update = await self._incoming.get()
+            except TimeoutError:
+                if self._ended():
+                    return
+                continue
+            if came_from == incarnation and update.sequence <= sequence:
+                continue
+            if came_from == incarnation and update.sequence == sequence + 1:
+                sequence = update.sequence
+                yield update.row
+                continue
+            self.gaps += came_from == incarnation
+            taken = await self._take_snapshot()
+            if taken is None:
+                incarnation = 0  # the next update tries again
+                if self._ended():
+                    return
+                continue
+            incarnation, snapshot = taken
+            sequence = snapshot.sequence
+            for row in snapshot.rows:
+                yield row
+
+    async def _take_snapshot(self) -> tuple[int, Snapshot] | None:
+        try:
+            decoded = await self._client.exchange(GetSnapshot(), deadline_s=SNAPSHOT_DEADLINE_S)
+        except RpcError:
+            return None
+        body = decoded.body
+        return (decoded.envelope.incarnation, body) if isinstance(body, Snapshot) else None
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            decoded = codec.decode(frames[1:], CONTROL)
+        except WireError:
+            return  # a later update shows the gap
+        if isinstance(decoded.body, Update) and not self._incoming.full():
+            self._incoming.put_nowait((decoded.envelope.incarnation, decoded.body))

@@ -1,0 +1,63 @@
+"""Which process a service name means, what starts before what and what ends after what. Starts nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+from shared.rundir import parse_service_name, service_name
+
+Key = tuple[str, int]
+"""(service, instance) of one process."""
+
+DRIVER = "policy-trainer"
+SUPERVISOR = "supervisor"
+
+FIRST = ("scheduler", "batch-store", "monitor")
+"""What everyone else talks to: READY before the others are started."""
+
+LAST = (("batch-store",), ("monitor",), ("scheduler",))
+"""What everyone else talks to ends after the others, in this order."""
+
+DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), ("policy-trainer-worker",), *LAST)
+"""Each group ends before the next is told to; a service not named here ends with the first group."""
+
+
+def module_of(service: str) -> str:
+    """The module behind `python -m`: `batch-store` -> `services.batch_store`."""
+    if service == "policy-trainer-worker":
+        return "services.policy_trainer.worker"
+    return f"services.{service.replace('-', '_')}"
+
+
+def drain_group(service: str) -> int:
+    """Index of the group of `DRAIN_ORDER` that a service ends with."""
+    for index, group in enumerate(DRAIN_ORDER):
+        if service in group:
+            return index
+    return 0
+
+
+def select(name: str, known: Iterable[Key]) -> list[Key]:
+    """The processes that `NAME` or `NAME/INSTANCE` means, in order.
+
+    Raises RpcError(bad_request) that names the nearest valid name.
+    """
+    keys = sorted(set(known))
+    service, instance = parse_service_name(name)
+    if service not in {each for each, _ in keys}:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service!r}{nearest(service, {each for each, _ in keys})}")
+    chosen = [key for key in keys if key[0] == service and instance in (-1, key[1])]
+    if not chosen:
+        there = ", ".join(service_name(*key) for key in keys if key[0] == service)
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no instance {service}/{instance}; there is {there}")
+    return chosen
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """`; did you mean 'rollout'?`, or the list of what there is."""
+    names: Sequence[str] = sorted(known)
+    close = difflib.get_close_matches(given, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(names)}"

@@ -1,0 +1,343 @@
+"""Carries out what the supervisor's state machine decides: starts processes, watches them, answers the operator.
+
+It must decide nothing itself. Processes are started from the main thread, because the kernel ties a child's
+"die with your parent" to the thread that made it; they stand in process groups of their own, so that a terminal's
+Ctrl-C reaches the launcher only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
+import zmq
+
+from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
+from launch.supervisor.state import (
+    Begin,
+    Died,
+    Effect,
+    Ended,
+    Event,
+    Exited,
+    Kill,
+    KillAsked,
+    Phase,
+    Reported,
+    RestartAsked,
+    Spawn,
+    Spawned,
+    StopAsked,
+    SupervisorState,
+    Terminate,
+    Tick,
+)
+from proto.ids import new_incarnation
+from proto.messages import (
+    Ack,
+    ErrorCode,
+    GetStatus,
+    GetSupervisorState,
+    Ping,
+    Pong,
+    ProcessRow,
+    RestartService,
+    ServiceReport,
+    Status,
+    StopRun,
+)
+from proto.messages import SupervisorState as SupervisorStateReply
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call, Mailbox
+from shared.rundir import RunDir, service_name
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPLETE_CALL_S = 5.0
+CANNOT_START = 127
+EVENTS = Died | Spawned
+"""What `on_event` is told about."""
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a service: our packages first, `threads` threads, flat memory, no network look-ups."""
+    old = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # an arena a thread would keep what the threads of a torch process free
+        "MALLOC_ARENA_MAX": "2",
+    }
+
+
+class Supervisor:
+    """Runs the processes of `plan` until the run is done, stopped or failed. Main thread only."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Sequence[Key],
+        *,
+        threads: Mapping[Key, int],
+        on_event: Callable[[EVENTS], None],
+        lock: int | None = None,
+        command: Callable[[str], Sequence[str]] | None = None,
+    ) -> None:
+        """`threads`: CPU threads by process (1 for those left out); `lock`: descriptor of the lock on the run
+        directory, handed on to the guard; `command`: the program for a service, when it is not the service's module.
+        """
+        self._run = run
+        self.state = SupervisorState(plan)
+        self._threads = dict(threads)
+        self._on_event = on_event
+        self._lock = lock
+        self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
+        self._children: dict[Key, subprocess.Popen[bytes]] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Future[Ended]
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._incarnation = new_incarnation()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
+        self._endpoint = ""
+        self._scheduler: Client | None = None
+        self._log = structlog.get_logger(SUPERVISOR)
+
+    async def run(self) -> Ended:
+        """Start everything, keep it running, return how it ended. Leaves no process behind, however it is left."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._mailbox.handle(ServiceReport, self._on_report)
+        self._mailbox.handle(RestartService, self._on_restart)
+        self._mailbox.handle(StopRun, self._on_stop)
+        self._mailbox.handle(GetSupervisorState, self._on_get_state)
+        self._mailbox.handle(Ping, self._on_ping)
+        self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
+        try:
+            self._start_guard()
+            self._feed(Begin())
+            return await self._ended
+        finally:
+            await self._close()
+
+    def stop(self, cause: str) -> None:
+        """Drain everything and end."""
+        self._feed(StopAsked(cause))
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._feed(KillAsked())
+
+    @property
+    def draining(self) -> bool:
+        return self.state.phase in (Phase.DRAINING, Phase.ENDED)
+
+    async def scheduler_status(self, deadline_s: float) -> Status | None:
+        """What the scheduler says about the run; None while it does not answer."""
+        if self._scheduler is None:
+            endpoint = self._run.endpoint("scheduler", 0)
+            self._scheduler = Client(self._context, endpoint, "scheduler/0", self._incarnation)
+        try:
+            return await self._scheduler.call(GetStatus(), Status, deadline_s=deadline_s)
+        except RpcError:
+            return None
+
+    # ---- events and effects
+
+    def _feed(self, event: Event) -> None:
+        queue: list[Event] = [event]
+        while queue:
+            for effect in self.state.handle(queue.pop(0), self._loop.time()):
+                answer = self._carry_out(effect)
+                if answer is not None:
+                    queue.append(answer)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.state.next_deadline()
+        if deadline is not None and not self._ended.done():
+            self._timer = self._loop.call_at(deadline, self._feed, Tick())
+
+    def _carry_out(self, effect: Effect) -> Event | None:
+        match effect:
+            case Spawn(key):
+                return self._spawn(key)
+            case Terminate(key, pid):
+                self._signal(key, pid, signal.SIGTERM)
+            case Kill(key, pid):
+                self._log.warning("killed", name=service_name(*key), pid=pid)
+                self._signal(key, pid, signal.SIGKILL)
+            case Died():
+                self._log.warning("process died", name=service_name(*effect.key), cause=effect.cause)
+                self._on_event(effect)
+            case Ended():
+                self._log.info("ended", outcome=effect.outcome, cause=effect.cause)
+                if not self._ended.done():
+                    self._ended.set_result(effect)
+        return None
+
+    def _spawn(self, key: Key) -> Event:
+        service, instance = key
+        arguments = ["--run", str(self._run.path), "--instance", str(instance), "--supervisor", self._endpoint]
+        with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
+            try:
+                child = subprocess.Popen(
+                    [*self._command(service), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=child_environment(self._threads.get(key, 1)),
+                    process_group=0,
+                )
+            except OSError as error:
+                self._log.error("cannot start", name=service_name(*key), error=str(error))
+                return Exited(key, 0, CANNOT_START)
+        self._children[key] = child
+        self._tell_guard(f"+{child.pid}\n")
+        descriptor = os.pidfd_open(child.pid)
+        self._loop.add_reader(descriptor, self._on_exit, key, child, descriptor)
+        self._log.info("started", name=service_name(*key), pid=child.pid)
+        started = Spawned(key, child.pid)
+        self._on_event(started)
+        return started
+
+    def _signal(self, key: Key, pid: int, number: int) -> None:
+        child = self._children.get(key)
+        if child is not None and child.pid == pid:
+            child.send_signal(number)
+            if number == signal.SIGTERM:
+                child.send_signal(signal.SIGCONT)  # a stopped process cannot drain
+
+    def _on_exit(self, key: Key, child: subprocess.Popen[bytes], descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+        status = child.wait()
+        self._tell_guard(f"-{child.pid}\n")
+        if self._children.get(key) is child:
+            del self._children[key]
+        self._log.info("exited", name=service_name(*key), pid=child.pid, status=status)
+        if key[0] == DRIVER and status == 0 and not self.draining:
+            self._background(self._driver_exited(key, child.pid))
+        else:
+            self._feed(Exited(key, child.pid, status))
+
+    async def _driver_exited(self, key: Key, pid: int) -> None:
+        """A driver that somebody's SIGTERM drained exits with 0 too: only the last step means that it was done."""
+        status = await self.scheduler_status(COMPLETE_CALL_S)
+        complete = status is None or (status.step >= status.steps and self._run.export.is_dir())
+        self._feed(Exited(key, pid, 0, run_complete=complete))
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- the guard
+
+    def _start_guard(self) -> None:
+        script = Path(__file__).with_name("guard.py")
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=() if self._lock is None else (self._lock,),
+            start_new_session=True,
+        )
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is None or self._guard.stdin is None:
+            return
+        try:
+            self._guard.stdin.write(line.encode())
+            self._guard.stdin.flush()
+        except OSError as error:
+            self._log.warning("guard is gone", error=str(error))
+            self._guard = None
+
+    # ---- the operator and the services
+
+    def _on_report(self, report: ServiceReport, call: Call) -> Ack:
+        key = (report.service, report.instance)
+        self._feed(Reported(key, report.pid, report.incarnation, report.state, report.cause))
+        return Ack()
+
+    def _on_restart(self, request: RestartService, call: Call) -> Ack:
+        keys = [key for key in self.state.processes if key[0] == request.service and request.instance in (-1, key[1])]
+        if not keys:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(request.service, request.instance)}")
+        if self.draining:
+            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is restarted")
+        self._feed(RestartAsked(keys))
+        return Ack()
+
+    def _on_stop(self, _: StopRun, call: Call) -> Ack:
+        # the answer must leave before the mailbox does
+        self._loop.call_soon(self.stop, "stopped by the operator")
+        return Ack()
+
+    def _on_ping(self, _: Ping, call: Call) -> Pong:
+        return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self.state.phase)
+
+    def _on_get_state(self, _: GetSupervisorState, call: Call) -> SupervisorStateReply:
+        rows = [
+            ProcessRow(
+                service=key[0],
+                instance=key[1],
+                state=process.state,
+                pid=process.pid,
+                incarnation=process.incarnation,
+                restarts=process.restarts,
+                cause=process.cause,
+                rss_bytes=_rss_bytes(process.pid),
+            )
+            for key, process in self.state.processes.items()
+        ]
+        return SupervisorStateReply(run=self._run.name, phase=self.state.phase, processes=rows)
+
+    # ---- the end
+
+    async def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        for child in self._children.values():  # only when `run` is left by an error
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+        for child in self._children.values():
+            child.wait()
+        await self._mailbox.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        await self._loop.run_in_executor(None, self._context.term)
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            await self._loop.run_in_executor(None, self._guard.wait)
+
+
+def _rss_bytes(pid: int) -> int:
+    if not pid:
+        return 0
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

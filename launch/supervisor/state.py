@@ -1,0 +1,394 @@
+"""Decides when which process of a run starts, starts again and ends: `handle(event, now) -> effects`.
+
+It must never touch a process, a socket or a clock. Two edges are missing on purpose: a run that failed or drains never
+starts a process again, and a restart never happens for a process that ended because it was told to end the run.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
+from shared.rundir import service_name
+
+FAILURE_LIMIT = 4
+"""Deaths of its own doing (an error, a crash) within `WINDOW_S` after which the run fails."""
+KILL_LIMIT = 40
+"""Deaths by somebody's kill within `WINDOW_S` after which the run fails."""
+WINDOW_S = 300.0
+FIRST_BACKOFF_S = 0.25
+FAILURE_BACKOFF_S = 8.0
+KILL_BACKOFF_S = 1.0
+START_LIMIT_S = 600.0
+"""A process that is not READY after this long is ended and counted as failed."""
+DRAIN_LIMIT_S = 15.0
+"""A process that is told to end and has not after this long is killed (services bound their own drain to 10 s)."""
+_OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+
+
+class Phase:
+    """The phases of a run, in order."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    DRAINING = "DRAINING"
+    ENDED = "ENDED"
+
+
+class Outcome:
+    """What a run can end with."""
+
+    DONE = "DONE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+class ProcessState:
+    """States of a process as the supervisor sees it; the middle ones are what the service reports itself."""
+
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    READY = "READY"
+    DRAINING = "DRAINING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    BACKOFF = "BACKOFF"
+
+
+# ---------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The run begins."""
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """The process asked for by `Spawn` runs as `pid`."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A service told its state. Ignored unless `pid` is the process that we know."""
+
+    key: Key
+    pid: int
+    incarnation: int
+    state: str
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process is gone. `status`: exit status, or the negative number of the signal that ended it.
+
+    `run_complete`: the driver had nothing left to do when it exited with 0.
+    """
+
+    key: Key
+    pid: int
+    status: int
+    run_complete: bool = True
+
+
+@dataclass(frozen=True)
+class RestartAsked:
+    """The operator wants these processes ended and started again."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Drain everything and end: the operator's stop, or the first Ctrl-C."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class KillAsked:
+    """End now, without draining: the second Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Begin | Spawned | Reported | Exited | RestartAsked | StopAsked | KillAsked | Tick
+
+
+# --------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start this process; answer with `Spawned`, or `Exited` with pid 0 when that is impossible."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Send SIGTERM: drain and end."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Send SIGKILL."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """For people: a process died and comes back in `delay_s` seconds."""
+
+    key: Key
+    cause: str
+    restarts: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Every process is gone. `key`: whose failure ended the run, if one did."""
+
+    outcome: str
+    cause: str
+    key: Key | None = None
+
+
+Effect = Spawn | Terminate | Kill | Died | Ended
+
+
+@dataclass
+class Process:
+    """What is known of one process."""
+
+    key: Key
+    state: str = ProcessState.WAITING
+    pid: int = 0
+    incarnation: int = 0
+    restarts: int = 0
+    cause: str = ""
+    told_to_end: bool = False
+    kill_at: float | None = None
+    start_at: float | None = None
+    ready_by: float | None = None
+    failures: deque[float] = field(default_factory=deque)
+    kills: deque[float] = field(default_factory=deque)
+
+    @property
+    def alive(self) -> bool:
+        return self.pid != 0 or self.state == ProcessState.STARTING
+
+
+class SupervisorState:
+    """The state machine of one run. `processes` keeps the order of the plan."""
+
+    def __init__(self, plan: Sequence[Key]) -> None:
+        self.phase = Phase.STARTING
+        self.processes = {key: Process(key) for key in plan}
+        self._outcome = Outcome.DONE
+        self._cause = ""
+        self._culprit: Key | None = None
+        self._effects: list[Effect] = []
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at loop time `now`; return what to do, in order."""
+        self._effects = []
+        if self.phase == Phase.ENDED:
+            return []
+        match event:
+            case Begin() | Tick():
+                pass
+            case Spawned(key, pid):
+                self._spawned(self.processes[key], pid, now)
+            case Reported():
+                self._reported(event, now)
+            case Exited():
+                self._exited(event, now)
+            case RestartAsked(keys):
+                for key in keys:
+                    self._restart(self.processes[key], now)
+            case StopAsked(cause):
+                self._drain(Outcome.STOPPED, cause, None)
+            case KillAsked():
+                self._drain(Outcome.STOPPED, "killed", None)
+                for process in self.processes.values():
+                    if process.alive:
+                        process.kill_at = now
+        self._advance(now)
+        return self._effects
+
+    def next_deadline(self) -> float | None:
+        """The time by which a `Tick` is due, if any."""
+        times = [
+            at for process in self.processes.values() for at in (process.kill_at, process.start_at, process.ready_by)
+        ]
+        return min((at for at in times if at is not None), default=None)
+
+    # ---- events
+
+    def _spawned(self, process: Process, pid: int, now: float) -> None:
+        process.pid = pid
+        if process.told_to_end:  # told while it was being started
+            self._effects.append(Terminate(process.key, pid))
+            process.kill_at = now + DRAIN_LIMIT_S
+
+    def _reported(self, event: Reported, now: float) -> None:
+        process = self.processes.get(event.key)
+        if process is None or process.pid != event.pid or not process.alive:
+            return  # an earlier life, or one started by hand
+        process.incarnation = event.incarnation
+        process.state = event.state
+        if event.cause:
+            process.cause = event.cause
+        if event.state != ProcessState.STARTING:
+            process.ready_by = None
+        if event.state not in (ProcessState.STARTING, ProcessState.READY) and process.kill_at is None:
+            process.kill_at = now + DRAIN_LIMIT_S
+
+    def _exited(self, event: Exited, now: float) -> None:
+        process = self.processes[event.key]
+        if event.pid != process.pid:
+            return
+        asked = process.told_to_end
+        reported = process.cause if process.state == ProcessState.FAILED else ""
+        cause = reported or describe_exit(event.status)
+        process.pid = 0
+        process.kill_at = process.ready_by = None
+        process.told_to_end = False
+        if self.phase == Phase.DRAINING:
+            process.state = ProcessState.STOPPED if event.status == 0 else ProcessState.FAILED
+            process.cause = "" if event.status == 0 or asked else cause
+            return
+        if asked:
+            process.restarts += 1
+            process.cause = "restarted by the operator"
+            self._spawn(process, now)
+        elif event.key[0] == DRIVER and event.status == 0 and event.run_complete:
+            process.state = ProcessState.STOPPED
+            self._drain(Outcome.DONE, "", None)
+        else:
+            outside = not reported and event.status in _OUTSIDE_KILLS
+            self._died(process, cause, process.kills if outside else process.failures, now)
+
+    def _died(self, process: Process, cause: str, deaths: deque[float], now: float) -> None:
+        process.cause = cause
+        killed = deaths is process.kills
+        limit = KILL_LIMIT if killed else FAILURE_LIMIT
+        deaths.append(now)
+        while deaths[0] < now - WINDOW_S:
+            deaths.popleft()
+        if len(deaths) >= limit:
+            process.state = ProcessState.FAILED
+            self._drain(
+                Outcome.FAILED,
+                f"{service_name(*process.key)}: {cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})",
+                process.key,
+            )
+            return
+        longest = KILL_BACKOFF_S if killed else FAILURE_BACKOFF_S
+        delay_s = 0.0 if killed and len(deaths) == 1 else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
+        process.restarts += 1
+        process.state = ProcessState.BACKOFF
+        process.start_at = now + delay_s
+        self._effects.append(Died(process.key, cause, process.restarts, delay_s))
+
+    def _restart(self, process: Process, now: float) -> None:
+        if self.phase == Phase.DRAINING:
+            return
+        if process.state == ProcessState.BACKOFF:
+            process.start_at = now
+        elif process.alive:
+            self._tell_to_end(process, now)
+
+    # ---- progress
+
+    def _advance(self, now: float) -> None:
+        self._enforce_deadlines(now)
+        if self.phase == Phase.DRAINING:
+            self._advance_drain(now)
+            return
+        first = [process for process in self.processes.values() if process.key[0] in FIRST]
+        up = all(process.state == ProcessState.READY for process in first)
+        for process in self.processes.values():
+            due = process.state == ProcessState.BACKOFF and process.start_at is not None and process.start_at <= now
+            begun = process.state == ProcessState.WAITING and (up or process in first)
+            if due or begun:
+                self._spawn(process, now)
+        if all(process.state == ProcessState.READY for process in self.processes.values()):
+            self.phase = Phase.RUNNING
+
+    def _enforce_deadlines(self, now: float) -> None:
+        for process in self.processes.values():
+            if process.ready_by is not None and process.ready_by <= now and process.pid:
+                process.ready_by = None
+                process.cause = f"not READY within {START_LIMIT_S:g} s of its start"
+                process.state = ProcessState.FAILED
+                self._effects.append(Kill(process.key, process.pid))
+            if process.kill_at is not None and process.kill_at <= now and process.pid:
+                process.kill_at = None
+                self._effects.append(Kill(process.key, process.pid))
+
+    def _advance_drain(self, now: float) -> None:
+        for index in range(len(DRAIN_ORDER)):
+            group = [
+                process for process in self.processes.values() if process.alive and drain_group(process.key[0]) == index
+            ]
+            for process in group:
+                if not process.told_to_end:
+                    self._tell_to_end(process, now)
+            if group:
+                return
+        self.phase = Phase.ENDED
+        self._effects.append(Ended(self._outcome, self._cause, self._culprit))
+
+    def _drain(self, outcome: str, cause: str, culprit: Key | None) -> None:
+        if self.phase == Phase.DRAINING:
+            return
+        self.phase = Phase.DRAINING
+        self._outcome, self._cause, self._culprit = outcome, cause, culprit
+        for process in self.processes.values():
+            process.start_at = None
+            if process.state in (ProcessState.WAITING, ProcessState.BACKOFF):
+                process.state = ProcessState.STOPPED
+
+    def _spawn(self, process: Process, now: float) -> None:
+        process.state = ProcessState.STARTING
+        process.start_at = None
+        process.incarnation = 0
+        process.ready_by = now + START_LIMIT_S
+        self._effects.append(Spawn(process.key))
+
+    def _tell_to_end(self, process: Process, now: float) -> None:
+        if process.told_to_end:
+            return
+        process.told_to_end = True
+        process.ready_by = None
+        if process.pid:
+            process.kill_at = now + DRAIN_LIMIT_S
+            self._effects.append(Terminate(process.key, process.pid))
+
+
+def describe_exit(status: int) -> str:
+    """`-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
+    if status < 0:
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+    return f"exit status {status}"

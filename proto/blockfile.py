@@ -1,0 +1,357 @@
+"""The layout of a block file: the shards of one put, self-describing. Never trusts a size it has not checked.
+
+All numbers are little-endian and unsigned. A file is, without gaps but for zero padding:
+
+    header   64 bytes
+    table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
+    data     of each row in order, each begun at the next multiple of 64 from the start of the file
+
+Header, by byte offset:
+
+    0   4s   magic "RLBF"            24  u32  bytes of the task names
+    4   u16  layout version, 1       28  u32  bytes of the key names
+    6   u16  flags, 0                32  u64  bytes of the file
+    8   u32  tasks                   40  u64  xxh3-64 of the table
+    12  u32  keys                    48  u64  reserved, 0
+    16  u32  rows                    56  u64  xxh3-64 of bytes 0..55
+    20  u32  dims
+
+Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), `ndim u8` (<= 8), `reserved u16` 0,
+`offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
+the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
+the rows of one task stand together, tasks in the order of the names, keys of a task all different and in the order
+in which its content hash takes them. Names are ASCII, joined by one "\\n", without one at the end; no name comes
+twice. Offsets are canonical: row 0 begins at the first multiple of 64 after the table, row i + 1 at the first
+multiple of 64 that is not before the end of row i (an empty shard takes no room), and the file ends exactly where
+the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of its rows' checksums, each
+as u64, in row order.
+
+A decoder refuses (WireError) whatever breaks one of these rules or the limits below.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from proto import dtypes
+from proto.errors import WireError
+from proto.ids import check_key, check_task_id
+from proto.limits import MAX_NDIM
+from proto.tensors import Array, Buffer
+
+MAGIC = b"RLBF"
+LAYOUT = 1
+HEADER_BYTES = 64
+ALIGN = 64
+MAX_TASKS = 1 << 20
+MAX_ROWS = 1 << 22
+MAX_FILE_BYTES = 1 << 46
+MAX_NAMES_BYTES = 1 << 26
+
+_HEADER = struct.Struct("<4sHHIIIIIIQQQ")
+_CHECK = struct.Struct("<Q")
+_U64 = np.dtype("<u8")
+_U32 = np.dtype("<u4")
+_ROW = np.dtype(
+    [
+        ("key", "<u4"),
+        ("dtype", "u1"),
+        ("ndim", "u1"),
+        ("reserved", "<u2"),
+        ("offset", "<u8"),
+        ("nbytes", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+_ITEMSIZES = np.zeros(256, np.int64)
+for _row in dtypes.TABLE:
+    _ITEMSIZES[_row.code] = _row.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One row: where the bytes of `(task, key)` lie in the file and what they are."""
+
+    key: str
+    dtype: dtypes.DType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A header and table that passed every check. Task i is `task_ids[i]` under `fences[i]`."""
+
+    task_ids: list[str]
+    fences: list[int]
+    keys: list[str]
+    file_bytes: int
+    data_offset: int
+    _rows: Array
+    _dims: Array
+    _starts: Array
+
+    @property
+    def row_count(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def index(self) -> dict[tuple[str, int], int]:
+        """`(task_id, fence)` -> task index."""
+        return {pair: i for i, pair in enumerate(zip(self.task_ids, self.fences, strict=True))}
+
+    @cached_property
+    def _dims_starts(self) -> Array:
+        starts: Array = np.cumsum(self._rows["ndim"], dtype=np.int64) - self._rows["ndim"]
+        return starts
+
+    def count(self, task: int) -> int:
+        """Number of shards of a task."""
+        return int(self._starts[task + 1] - self._starts[task])
+
+    def shards(self, task: int) -> Iterator[Shard]:
+        """The rows of one task, in hash order."""
+        begin, end = int(self._starts[task]), int(self._starts[task + 1])
+        at = int(self._dims_starts[begin])
+        rows = self._rows[begin:end]
+        dims = self._dims[at : at + int(rows["ndim"].sum())].tolist()
+        at = 0
+        for key, code, ndim, _, offset, nbytes, checksum in rows.tolist():
+            yield Shard(self.keys[key], dtypes.by_code(code), tuple(dims[at : at + ndim]), offset, nbytes, checksum)
+            at += ndim
+
+    def checksums(self, task: int) -> dict[str, int]:
+        """Checksum of every shard of a task, by key."""
+        rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]
+        return {
+            self.keys[key]: digest for key, digest in zip(rows["key"].tolist(), rows["checksum"].tolist(), strict=True)
+        }
+
+    def content_hash(self, task: int) -> int:
+        """xxh3-64 over the checksums of the task's shards in row order."""
+        begin, end = int(self._starts[task]), int(self._starts[task + 1])
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._rows["checksum"][begin:end]).tobytes())
+
+    def task_bytes(self, task: int) -> int:
+        """Bytes of a task's shards, padding left out."""
+        return int(self._rows["nbytes"][int(self._starts[task]) : int(self._starts[task + 1])].sum())
+
+
+class Layout:
+    """The plan of a file that is about to be written: offsets first, checksums as the data passes by.
+
+    `tasks`: (task_id, fence, {key: array}); arrays already in wire form (`proto.tensors.as_wire`). Raises WireError
+    naming what cannot be written.
+    """
+
+    def __init__(self, tasks: Sequence[tuple[str, int, dict[str, Array]]]) -> None:
+        if not 0 < len(tasks) <= MAX_TASKS:
+            raise WireError(f"block file of {len(tasks)} tasks: 1..{MAX_TASKS} fit; put in parts")
+        keys: dict[str, int] = {}
+        seen: set[str] = set()
+        fields: list[tuple[int, int, int, int, int, int, int]] = []
+        dims: list[int] = []
+        self.arrays: list[Array] = []
+        """What goes where `offsets` says, in row order."""
+        codes: dict[np.dtype[Any], int] = {}
+        for task_id, fence, shards in tasks:
+            if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
+                raise WireError(
+                    f"task {task_id} with fence {fence}, {len(shards)} shards: once a file, fence >= 0, shards > 0"
+                )
+            seen.add(task_id)
+            for key, array in shards.items():
+                number = keys.get(key)
+                if number is None:
+                    number = keys[check_key(key)] = len(keys)
+                code = codes.get(array.dtype)
+                if code is None:
+                    code = codes[array.dtype] = dtypes.by_numpy(array.dtype).code
+                fields.append((number, code, array.ndim, 0, 0, array.nbytes, 0))
+                dims.extend(array.shape)
+                self.arrays.append(array)
+        if len(fields) > MAX_ROWS:
+            raise WireError(f"block file of {len(fields)} shards: limit is {MAX_ROWS}; put in parts")
+        self._rows = np.array(fields, _ROW)
+        self._dims = np.array(dims, _U64)
+        self._fences = np.array([fence for _, fence, _ in tasks], _U64)
+        self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
+        self._task_names = "\n".join([task_id for task_id, _, _ in tasks]).encode()
+        self._key_names = "\n".join(keys).encode()
+        self.table_bytes = (
+            12 * len(tasks) + 8 * len(dims) + _ROW.itemsize * len(fields) + len(self._task_names) + len(self._key_names)
+        )
+        sizes = self._rows["nbytes"]
+        if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or not _dims_ok(self._rows, self._dims):
+            raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
+        self._rows["offset"], self.file_bytes = _canonical(sizes, HEADER_BYTES + self.table_bytes)
+        self.offsets: list[int] = self._rows["offset"].tolist()
+
+    def head(self, checksums: Sequence[int]) -> bytes:
+        """Header and table, once the checksum of every row is known."""
+        self._rows["checksum"] = checksums
+        table = b"".join(
+            (
+                self._fences.tobytes(),
+                self._dims.tobytes(),
+                self._rows.tobytes(),
+                self._counts.tobytes(),
+                self._task_names,
+                self._key_names,
+            )
+        )
+        head = _HEADER.pack(
+            MAGIC,
+            LAYOUT,
+            0,
+            len(self._fences),
+            self._key_names.count(b"\n") + 1,
+            len(self._rows),
+            len(self._dims),
+            len(self._task_names),
+            len(self._key_names),
+            self.file_bytes,
+            xxhash.xxh3_64_intdigest(table),
+            0,
+        )
+        return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + table
+
+
+def table_bytes(header: Buffer, file_bytes: int) -> int:
+    """Size of the table behind a checked 64-byte header. Raises WireError."""
+    return _unpack(header, file_bytes)[0]
+
+
+def parse(data: Buffer, file_bytes: int) -> Table:
+    """Check header and table at the start of `data` (data behind them may follow). Raises WireError only.
+
+    `file_bytes`: the size the file really has.
+    """
+    size, (tasks, keys, rows_n, dims_n, task_name_bytes, key_name_bytes, table_digest) = _unpack(
+        data[:HEADER_BYTES], file_bytes
+    )
+    table = data[HEADER_BYTES : HEADER_BYTES + size]
+    if len(table) != size:
+        raise WireError(f"block file: table of {len(table)} bytes, the header says {size}")
+    if xxhash.xxh3_64_intdigest(table) != table_digest:
+        raise WireError("block file: the table's checksum does not match its bytes")
+    at = 0
+
+    def take(dtype: np.dtype[Any], count: int) -> Array:
+        nonlocal at
+        part = np.frombuffer(table, dtype, count, at).copy() if count else np.empty(0, dtype)
+        at += dtype.itemsize * count
+        return part
+
+    fences, dims, rows, counts = take(_U64, tasks), take(_U64, dims_n), take(_ROW, rows_n), take(_U32, tasks)
+    task_ids = _names(table[at : at + task_name_bytes], tasks, "task")
+    key_names = _names(table[at + task_name_bytes :], keys, "key")
+    for task_id in task_ids:
+        check_task_id(task_id)
+    for key in key_names:
+        check_key(key)
+    if fences.max() >= 1 << 63:
+        raise WireError("block file: a fence does not fit 63 bits")
+    if counts.min() == 0 or int(counts.sum(dtype=np.int64)) != rows_n:
+        raise WireError(
+            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, every task has one, rows {rows_n}"
+        )
+    starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    _check_rows(rows, dims, starts, keys, size, file_bytes)
+    return Table(task_ids, fences.tolist(), key_names, file_bytes, _up(HEADER_BYTES + size), rows, dims, starts)
+
+
+def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    if len(header) < HEADER_BYTES:
+        raise WireError(f"block file of {file_bytes} bytes: no room for its header of {HEADER_BYTES}")
+    magic, layout, flags, tasks, keys, rows, dims, task_names, key_names, size, digest, reserved = _HEADER.unpack_from(
+        header
+    )
+    if magic != MAGIC:
+        raise WireError(f"block file magic {bytes(magic)!r}: must be {MAGIC!r}")
+    if layout != LAYOUT:
+        raise WireError(f"block file layout {layout}: this side reads {LAYOUT}; use the same release")
+    if _CHECK.unpack_from(header, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
+        raise WireError("block file: the header's checksum does not match its bytes")
+    if flags or reserved:
+        raise WireError(f"block file flags {flags:#x}: none are defined in layout {LAYOUT}")
+    if size != file_bytes or size > MAX_FILE_BYTES:
+        raise WireError(f"block file of {file_bytes} bytes: the header says {size}, limit is {MAX_FILE_BYTES}")
+    if not 0 < tasks <= min(rows, MAX_TASKS) or not rows <= MAX_ROWS or not 0 < keys <= rows or dims > rows * MAX_NDIM:
+        raise WireError(
+            f"block file of {tasks} tasks, {keys} keys, {rows} rows, {dims} dims: limits {MAX_TASKS}, {MAX_ROWS} rows"
+        )
+    if max(task_names, key_names) > MAX_NAMES_BYTES:
+        raise WireError(f"block file: names of {max(task_names, key_names)} bytes, limit is {MAX_NAMES_BYTES}")
+    table = 12 * tasks + 8 * dims + _ROW.itemsize * rows + task_names + key_names
+    if HEADER_BYTES + table > file_bytes:
+        raise WireError(f"block file of {file_bytes} bytes: its table alone has {table}")
+    return table, (tasks, keys, rows, dims, task_names, key_names, digest)
+
+
+def _names(data: Buffer, count: int, what: str) -> list[str]:
+    try:
+        names = str(data, "ascii").split("\n")
+    except UnicodeDecodeError:
+        raise WireError(f"block file: {what} names are not ASCII") from None
+    if len(names) != count or len(set(names)) != count:
+        raise WireError(f"block file: {len(names)} {what} names, {len(set(names))} different; the header says {count}")
+    return names
+
+
+def _check_rows(rows: Array, dims: Array, starts: Array, keys: int, size: int, file_bytes: int) -> None:
+    if int(rows["key"].max()) >= keys or rows["reserved"].any():
+        raise WireError(f"block file: a row names key {rows['key'].max()} of {keys}, or its reserved field is not 0")
+    if not _ITEMSIZES[rows["dtype"]].all():
+        raise WireError("block file: a row's dtype code is not in the table")
+    if int(rows["ndim"].max()) > MAX_NDIM or int(rows["ndim"].sum(dtype=np.int64)) != len(dims):
+        raise WireError(f"block file: ndim over {MAX_NDIM}, or {len(dims)} dims do not belong to the rows")
+    if float(rows["nbytes"].sum(dtype=np.float64)) > file_bytes or not _dims_ok(rows, dims):
+        raise WireError("block file: a shape does not match its bytes, or the shards exceed the file")
+    offsets, end = _canonical(rows["nbytes"], HEADER_BYTES + size)
+    if end != file_bytes or not np.array_equal(offsets, rows["offset"]):
+        raise WireError(f"block file: offsets are not canonical, or data ends at {end} of {file_bytes}")
+    task_of_row = np.repeat(np.arange(len(starts) - 1, dtype=np.int64), np.diff(starts))
+    if len(np.unique(task_of_row * keys + rows["key"])) != len(rows):
+        raise WireError("block file: a task has the same key twice")
+
+
+def _dims_ok(rows: Array, dims: Array) -> bool:
+    """`prod(shape) * itemsize == nbytes` for every row, with no integer that could overflow."""
+    at = np.cumsum(rows["ndim"], dtype=np.int64) - rows["ndim"]
+    elements = np.ones(len(rows), np.int64)
+    magnitude = np.ones(len(rows), np.float64)
+    empty = np.zeros(len(rows), bool)
+    for axis in range(int(rows["ndim"].max(initial=0))):
+        has = np.flatnonzero(rows["ndim"] > axis)
+        dim = dims[at[has] + axis]
+        empty[has] |= dim == 0
+        dim = np.maximum(dim, 1)
+        magnitude[has] *= dim.astype(np.float64)
+        if magnitude.max() > MAX_FILE_BYTES:
+            return False
+        elements[has] *= dim.astype(np.int64)
+    elements[empty] = 0
+    return bool(np.array_equal(elements * _ITEMSIZES[rows["dtype"]], rows["nbytes"].astype(np.int64)))
+
+
+def _canonical(sizes: Array, head_bytes: int) -> tuple[Array, int]:
+    """Offsets of shards of these sizes behind `head_bytes`, and where the last one ends."""
+    first = _up(head_bytes)
+    padded = (sizes.astype(np.int64) + (ALIGN - 1)) & ~(ALIGN - 1)
+    ends = first + np.cumsum(padded)
+    offsets = ends - padded
+    return offsets.astype(_U64), int(offsets[-1]) + int(sizes[-1])
+
+
+def _up(offset: int) -> int:
+    return (offset + ALIGN - 1) & ~(ALIGN - 1)

@@ -1,0 +1,219 @@
+"""The files of one store: create, seal, retire, delete, find again. Names are the truth that survives a kill.
+
+`<put id>.tmp` granted, `<put id>.blk` sealed, `*.dead` zombie, `tombstones` one line a tombstone, appended before
+anything else happens. It must never delete a file that somebody maps: a lock of the reader (or producer) says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from proto import blockfile
+from proto.blockfile import HEADER_BYTES, Table
+from proto.errors import WireError
+from proto.ids import check_task_id
+from proto.messages import ErrorCode, PutTask
+from services.batch_store.state import Retire, held_bytes
+from shared.rpc.errors import RpcError
+
+_TOMBSTONES = "tombstones"
+_LOCK = "store.lock"
+_VERIFY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rescan met: a sealed file with its table, or (`table` None) one that must go, and why."""
+
+    name: str
+    nbytes: int
+    table: Table | None
+    why: str = ""
+
+
+class StoreFiles:
+    """One directory, owned by one process at a time."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        """Raises RpcError(conflict) when another process serves the directory."""
+        self._name = name
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not _try_lock(self._lock):
+            os.close(self._lock)
+            raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
+        self._journal = os.open(directory / _TOMBSTONES, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._journal_lines = 0
+        self._zombies: dict[str, int] = {}
+        """Name -> our descriptor, by which we learn that nobody else has one."""
+
+    def check_room(self, limit_bytes: int) -> None:
+        """Raises RpcError(bad_request) when the mount cannot hold `limit_bytes` (what is here already included)."""
+        mount = os.statvfs(self._directory)
+        here = sum(held_bytes(entry.stat().st_size) for entry in os.scandir(self._directory))
+        room = mount.f_bavail * mount.f_frsize + here
+        if room < limit_bytes:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{self._name}: services.batch-store.memory is {limit_bytes} bytes, {self._directory.parent.parent} has "
+                f"room for {room}; lower it, enlarge the mount (mount -o remount,size=…, docker --shm-size) or name "
+                "another folder as services.batch-store.directory",
+            )
+
+    def path(self, name: str) -> str:
+        return str(self._directory / name)
+
+    # ---- one file
+
+    def create(self, put_id: str, nbytes: int) -> str:
+        """Make the file of a grant, sparse; returns its path."""
+        path = self.path(f"{put_id}.tmp")
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        return path
+
+    def read_table(self, name: str) -> Table:
+        """Header and table of a file, by reads: a torn file is a WireError, never a signal."""
+        descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _read_table(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def seal(self, put_id: str) -> None:
+        os.rename(self.path(f"{put_id}.tmp"), self.path(f"{put_id}.blk"))
+
+    def in_use(self, put_id: str) -> bool:
+        """Does the producer of a grant still hold its lock?"""
+        descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return not _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # ---- zombies
+
+    def retire(self, effect: Retire) -> None:
+        """Rename: from here on nobody can find the file."""
+        descriptor = os.open(self.path(effect.source), os.O_RDWR | os.O_CLOEXEC)
+        os.rename(self.path(effect.source), self.path(effect.target))
+        self._zombies[effect.target] = descriptor
+
+    def reap(self) -> list[str]:
+        """Delete the zombies that nobody maps; returns their names."""
+        gone = [name for name, descriptor in self._zombies.items() if _try_lock(descriptor)]
+        for name in gone:
+            os.unlink(self.path(name))
+            os.close(self._zombies.pop(name))
+        return gone
+
+    # ---- tombstones
+
+    def entomb(self, tasks: Iterable[PutTask]) -> None:
+        """Append tombstones, all or none; they survive the process from here on. Raises OSError (no room)."""
+        lines = [f"{task.fence} {task.task_id}\n" for task in tasks]
+        if not lines:
+            return
+        data = "".join(lines).encode()
+        before = os.fstat(self._journal).st_size
+        written = os.write(self._journal, data)
+        if written < len(data):
+            os.ftruncate(self._journal, before)
+            raise OSError(errno.ENOSPC, "no room for tombstones", self.path(_TOMBSTONES))
+        self._journal_lines += len(lines)
+
+    def compact(self, tombstones: dict[str, int]) -> None:
+        """Rewrite the list when most of its lines are out of date."""
+        if self._journal_lines <= 2 * len(tombstones) + 4096:
+            return
+        scratch = self._directory / f"{_TOMBSTONES}.new"
+        scratch.write_text("".join(f"{fence} {task_id}\n" for task_id, fence in tombstones.items()))
+        scratch.replace(self._directory / _TOMBSTONES)
+        os.close(self._journal)
+        self._journal = os.open(self._directory / _TOMBSTONES, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._journal_lines = len(tombstones)
+
+    def tombstones(self) -> list[PutTask]:
+        """The list of the former life, oldest first. A torn last line was never acknowledged, and goes."""
+        path = self._directory / _TOMBSTONES
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if len(whole) != len(text):
+            os.truncate(path, len(whole.encode()))
+        found: list[PutTask] = []
+        for line in whole.splitlines():
+            fence, _, task_id = line.partition(" ")
+            found.append(PutTask(check_task_id(task_id), int(fence)))
+        self._journal_lines = len(found)
+        return found
+
+    # ---- after a restart
+
+    def scan(self) -> list[Found]:
+        """Every file of the former life, sealed ones verified to the last byte, oldest first. Slow: use a thread."""
+        entries = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self._directory)]
+        found: list[Found] = []
+        for _, name in sorted(entries):
+            if name.endswith((".tmp", ".dead", ".blk")):
+                found.append(self._examine(name))
+        return found
+
+    def _examine(self, name: str) -> Found:
+        descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            if not name.endswith(".blk"):
+                return Found(name, nbytes, None, "not sealed")
+            try:
+                table = _read_table(descriptor)
+                _verify(descriptor, table)
+            except WireError as error:
+                return Found(name, nbytes, None, str(error))
+            return Found(name, nbytes, table)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Let go of every descriptor; the files stay."""
+        for descriptor in (*self._zombies.values(), self._journal, self._lock):
+            os.close(descriptor)
+        self._zombies.clear()
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _read_table(descriptor: int) -> Table:
+    nbytes = os.fstat(descriptor).st_size
+    header = os.pread(descriptor, HEADER_BYTES, 0)
+    size = blockfile.table_bytes(header, nbytes)
+    return blockfile.parse(header + os.pread(descriptor, size, HEADER_BYTES), nbytes)
+
+
+def _verify(descriptor: int, table: Table) -> None:
+    """Raises WireError naming the first shard whose bytes are not those that were put."""
+    for index, task_id in enumerate(table.task_ids):
+        for shard in table.shards(index):
+            digest = xxhash.xxh3_64()
+            for at in range(0, shard.nbytes, _VERIFY_BYTES):
+                digest.update(os.pread(descriptor, min(_VERIFY_BYTES, shard.nbytes - at), shard.offset + at))
+            if digest.intdigest() != shard.checksum:
+                raise WireError(f"{task_id}#{shard.key}: checksum does not match its {shard.nbytes} bytes")

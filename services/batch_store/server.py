@@ -1,0 +1,190 @@
+"""The batch store's actor: answers for room, files and their end. Shards never pass through it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+
+import msgspec
+
+from proto import messages
+from proto.errors import WireError
+from proto.messages import (
+    Ack,
+    Clear,
+    ErrorCode,
+    GetInventory,
+    GetStoreStats,
+    Inventory,
+    Locate,
+    Located,
+    PutBegin,
+    PutGrant,
+    PutSeal,
+    PutSealed,
+    StoreStats,
+)
+from services.batch_store.files import Found, StoreFiles
+from services.batch_store.state import Retire, StoreState
+from shared import topology
+from shared.actor.service import Service
+from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
+from shared.rundir import RunDir
+
+REAP_S = 0.25
+EMIT_S = 1.0
+
+
+class StoreService(Service):
+    """One store of a host. Its files outlive it; they go with the run."""
+
+    NAME = "batch-store"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._parent = os.getppid()
+        settings = topology.load(run.topology).services.batch_store
+        self.index = StoreState(self.name, settings.memory, self.incarnation)
+        self._files: StoreFiles | None = None
+        self._scanned = asyncio.Event()
+        handle = self.mailbox.handle
+        handle(PutBegin, self._begin)
+        handle(PutSeal, self._seal)
+        handle(Locate, self._locate)
+        handle(Clear, self._clear)
+        handle(GetInventory, self._inventory)
+        handle(GetStoreStats, self._stats)
+
+    # ---- life-cycle
+
+    async def start(self) -> None:
+        """Find the files of a former life again, then answer."""
+        raise_descriptor_limit()
+        files = StoreFiles(self.name, self.run.shm / f"{self.NAME}-{self.instance}")
+        self._files = files
+        files.check_room(self.index.limit_bytes)
+        self.index.recall(files.tombstones())
+        for found in await asyncio.to_thread(files.scan):
+            self._recover(files, found)
+        self._reap(files)
+        stats = self.index.stats()
+        self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
+        self._scanned.set()
+
+    async def serve(self) -> None:
+        files = await self._ready()
+        emitted = self.loop.time()
+        while True:
+            await asyncio.sleep(REAP_S)  # the kernel tells nobody that a mapping went
+            for put_id in self.index.overdue(self.loop.time()):
+                if not files.in_use(put_id):
+                    self.log.warning("grant taken back: its producer is gone", put_id=put_id)
+                    files.retire(self.index.abandon(put_id))
+            self._reap(files)
+            if self.loop.time() - emitted >= EMIT_S:
+                emitted = self.loop.time()
+                stats = msgspec.structs.asdict(self.index.stats())
+                self.telemetry.emit("store", {name: float(value) for name, value in stats.items()})
+
+    async def drain(self) -> None:
+        """Keep the files: a restarted store serves them. Only the end of the run's supervisor is their end too."""
+        if self._supervisor and os.getppid() != self._parent:
+            shutil.rmtree(self.run.shm, ignore_errors=True)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._files is not None:  # no handler runs any more
+            self._files.close()
+
+    def registration(self) -> messages.Register:
+        return msgspec.structs.replace(super().registration(), limit_bytes=self.index.limit_bytes)
+
+    def heartbeat(self) -> messages.Heartbeat:
+        stats = self.index.stats()
+        return msgspec.structs.replace(super().heartbeat(), store_bytes=stats.bytes, store_shards=stats.shards)
+
+    def _recover(self, files: StoreFiles, found: Found) -> None:
+        if found.table is not None:
+            for effect in self.index.recover(found.name.removesuffix(".blk"), found.nbytes, found.table):
+                files.retire(effect)
+            return
+        if found.name.endswith(".blk"):
+            self.log.error("damaged file dropped", file=found.name, bytes=found.nbytes, why=found.why)
+        files.retire(self.index.recover_refuse(found.name, found.nbytes))
+
+    async def _ready(self) -> StoreFiles:
+        await self._scanned.wait()  # bounded by the caller's deadline (Mailbox)
+        assert self._files is not None
+        return self._files
+
+    def _reap(self, files: StoreFiles) -> None:
+        for name in files.reap():
+            self.index.reaped(name)
+
+    def _retire(self, files: StoreFiles, effects: list[Retire]) -> None:
+        for effect in effects:
+            files.retire(effect)
+        if effects:
+            self._reap(files)
+
+    # ---- requests
+
+    async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
+        files = await self._ready()
+        self._reap(files)
+        if self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time()):
+            try:
+                return PutGrant(path=files.create(request.put_id, request.nbytes))
+            except OSError:
+                self.index.forget(request.put_id)
+                raise
+        return PutGrant(path=files.path(f"{request.put_id}.tmp"))
+
+    async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
+        files = await self._ready()
+        put_id = request.put_id
+        nbytes = self.index.to_seal(put_id)
+        if nbytes is None:
+            return PutSealed(nbytes=self.index.sealed_bytes(put_id))
+        try:
+            table = files.read_table(f"{put_id}.tmp")
+            if table.file_bytes != nbytes:
+                raise WireError(f"file of {table.file_bytes} bytes, {nbytes} were granted")
+            new = self.index.seal(put_id, table)
+        except (RpcError, WireError) as error:
+            self._retire(files, [self.index.abandon(put_id)])
+            if isinstance(error, WireError):
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: put {put_id}: {error}") from None
+            raise
+        if new:
+            files.seal(put_id)
+        else:
+            self._retire(files, [self.index.abandon(put_id)])
+        return PutSealed(nbytes=nbytes)
+
+    async def _locate(self, request: Locate, call: Call) -> Located:
+        files = await self._ready()
+        put_ids, places = self.index.locate(request.tasks)
+        return Located(files=[files.path(f"{put_id}.blk") for put_id in put_ids], places=places)
+
+    async def _clear(self, request: Clear, call: Call) -> Ack:
+        files = await self._ready()
+        try:
+            files.entomb(self.index.entomb(request.tasks))
+        except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
+            self.log.error("tombstones not written", error=str(error))
+        self._retire(files, self.index.clear(request.tasks))
+        files.compact(self.index.tombstones)
+        return Ack()
+
+    async def _inventory(self, request: GetInventory, call: Call) -> Inventory:
+        await self._ready()
+        tasks, cursor = self.index.inventory(request.cursor)
+        return Inventory(tasks=tasks, cursor=cursor)
+
+    async def _stats(self, request: GetStoreStats, call: Call) -> StoreStats:
+        self._reap(await self._ready())
+        return self.index.stats()

@@ -1,0 +1,367 @@
+"""What a store holds and what it owes: grants, sealed files, tombstones, bytes. No I/O, no clock; it must never let
+the bytes it answers for pass the limit.
+
+    grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
+      \\--expired, conflict, collected------------> zombie
+
+A file that leaves is a zombie first: renamed so that nobody finds it, counted until the kernel says that nobody maps
+it. There is no way back from zombie to sealed: the name is never used again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from proto.blockfile import HEADER_BYTES, Table
+from proto.errors import WireError
+from proto.ids import check_task_id
+from proto.messages import ErrorCode, PutTask, StoreStats
+from shared.rpc.errors import RpcError
+
+GRANT_S = 30.0
+"""A grant that nobody writes to is taken back after so long: its producer died."""
+RETRY_AFTER_S = 0.2
+MAX_TOMBSTONES = 65536
+PAGE_TASKS = 4096
+PAGE_BYTES = 4096
+_PUT_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def held_bytes(nbytes: int) -> int:
+    """What a file of `nbytes` takes of shared memory: whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Effect: rename file `source` to `target` (a zombie), then delete it once nobody maps it."""
+
+    source: str
+    target: str
+
+
+@dataclass(slots=True)
+class Grant:
+    """Room that a producer was promised."""
+
+    nbytes: int
+    tasks: tuple[PutTask, ...]
+    since: float
+
+
+@dataclass(slots=True)
+class Sealed:
+    """A file readers may find. `alive`: indices of its tasks that were not cleared."""
+
+    nbytes: int
+    table: Table
+    alive: set[int]
+
+
+@dataclass(slots=True)
+class Held:
+    """Where the shards of one task are: fence -> put ids. `serial` orders the inventory."""
+
+    serial: int
+    files: dict[int, list[str]] = field(default_factory=dict)
+
+
+class StoreState:
+    """The index of one store. Methods are events; they return effects or raise RpcError for the caller."""
+
+    def __init__(self, name: str, limit_bytes: int, incarnation: int) -> None:
+        """`incarnation` keeps the names of zombies apart from those of a former life."""
+        self.limit_bytes = limit_bytes
+        self.tombstones: dict[str, int] = {}
+        """task id -> highest fence that was cleared; oldest first, bounded by MAX_TOMBSTONES."""
+        self._name = name
+        self._incarnation = incarnation
+        self._grants: dict[str, Grant] = {}
+        self._sealed: dict[str, Sealed] = {}
+        self._tasks: dict[str, Held] = {}
+        self._zombies: dict[str, int] = {}
+        self._bytes = self._zombie_bytes = self._shards = 0
+        self._serial = self._retired = 0
+        self._puts = self._clears = self._busy = 0
+
+    # ---- puts
+
+    def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float) -> bool:
+        """Reserve room. True: create the file; False: this very grant is open already.
+
+        Raises RpcError: bad_request, collected (`names`), conflict, busy.
+        """
+        self._check_put(put_id, nbytes, tasks)
+        self._refuse_collected(tasks)
+        grant = self._grants.get(put_id)
+        if grant is not None:
+            if grant.nbytes != nbytes or grant.tasks != tuple(tasks):
+                raise RpcError(ErrorCode.CONFLICT, f"{self._name}: put {put_id} is open with other tasks or sizes")
+            grant.since = now
+            return False
+        self._reserve(nbytes)
+        self._grants[put_id] = Grant(nbytes, tuple(tasks), now)
+        return True
+
+    def to_seal(self, put_id: str) -> int | None:
+        """Size of the granted file to check, or None: sealed already. Raises RpcError(missing): put it again."""
+        grant = self._grants.get(put_id)
+        if grant is not None:
+            return grant.nbytes
+        if put_id in self._sealed:
+            return None
+        raise RpcError(ErrorCode.MISSING, f"{self._name}: no put {put_id} is open; put it again", names=[put_id])
+
+    def sealed_bytes(self, put_id: str) -> int:
+        """Size of a sealed file."""
+        return self._sealed[put_id].nbytes
+
+    def seal(self, put_id: str, table: Table) -> bool:
+        """Make a written file findable. True: rename it to its sealed name; False: all of it is here already.
+
+        Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). After False
+        or an error the file must go: `abandon`.
+        """
+        grant = self._grants[put_id]
+        written = list(zip(table.task_ids, table.fences, strict=True))
+        if written != [(task.task_id, task.fence) for task in grant.tasks]:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} holds other tasks than were granted")
+        self._refuse_collected(grant.tasks)
+        if not self._adds(put_id, table):
+            return False
+        self._puts += 1
+        del self._grants[put_id]
+        self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
+        return True
+
+    def abandon(self, put_id: str) -> Retire:
+        """Give up a grant: its file becomes a zombie, because its producer may still write to it."""
+        grant = self._grants.pop(put_id)
+        return self._retire(f"{put_id}.tmp", grant.nbytes)
+
+    def forget(self, put_id: str) -> None:
+        """A grant whose file could not be made."""
+        self._bytes -= held_bytes(self._grants.pop(put_id).nbytes)
+
+    def overdue(self, now: float) -> list[str]:
+        """Grants old enough to be abandoned, unless their producer still holds its lock."""
+        return [put_id for put_id, grant in self._grants.items() if now - grant.since > GRANT_S]
+
+    # ---- reads
+
+    def locate(self, tasks: Sequence[PutTask]) -> tuple[list[str], list[list[int]]]:
+        """Put ids, and for each task which of them hold it. Raises RpcError: collected, missing (`names`)."""
+        self._refuse_collected(tasks)
+        numbers: dict[str, int] = {}
+        places: list[list[int]] = []
+        missing: list[str] = []
+        for task in tasks:
+            held = self._tasks.get(task.task_id)
+            files = held.files.get(task.fence) if held is not None else None
+            if not files:
+                missing.append(task.task_id)
+                continue
+            places.append([numbers.setdefault(put_id, len(numbers)) for put_id in files])
+        if missing:
+            raise RpcError(
+                ErrorCode.MISSING,
+                f"{self._name}: {len(missing)} of {len(tasks)} tasks have no shards here: {', '.join(missing[:8])}",
+                names=missing,
+            )
+        return list(numbers), places
+
+    def inventory(self, cursor: int) -> tuple[list[PutTask], int]:
+        """One page of (task, fence) that are sealed, and the cursor of the next one (0: none)."""
+        page: list[PutTask] = []
+        last = 0
+        for task_id, held in self._tasks.items():
+            if held.serial <= cursor:
+                continue
+            if len(page) >= PAGE_TASKS:
+                return page, last
+            page.extend(PutTask(task_id, fence) for fence in held.files)
+            last = held.serial
+        return page, 0
+
+    def stats(self) -> StoreStats:
+        """Exact counts. Bytes in whole pages."""
+        return StoreStats(
+            bytes=self._bytes,
+            limit_bytes=self.limit_bytes,
+            shards=self._shards,
+            tasks=len(self._tasks),
+            files=len(self._sealed),
+            zombie_bytes=self._zombie_bytes,
+            tombstones=len(self.tombstones),
+            puts=self._puts,
+            clears=self._clears,
+            busy=self._busy,
+        )
+
+    # ---- the end of tasks and files
+
+    def entomb(self, tasks: Iterable[PutTask]) -> list[PutTask]:
+        """The tombstones that are new: make them durable before `clear`."""
+        return [task for task in tasks if self.tombstones.get(task.task_id, -1) < task.fence]
+
+    def clear(self, tasks: Iterable[PutTask]) -> list[Retire]:
+        """Tombstone each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
+        effects: list[Retire] = []
+        for task in tasks:
+            if self.tombstones.get(task.task_id, -1) < task.fence:
+                self.tombstones.pop(task.task_id, None)  # to the young end
+                self.tombstones[task.task_id] = task.fence
+                self._clears += 1
+            held = self._tasks.get(task.task_id)
+            if held is None:
+                continue
+            for fence in [fence for fence in held.files if fence <= task.fence]:
+                for put_id in held.files.pop(fence):
+                    effects.extend(self._kill(put_id, task.task_id, fence))
+            if not held.files:
+                del self._tasks[task.task_id]
+        self._forget_tombstones()
+        return effects
+
+    def reaped(self, target: str) -> None:
+        """Nobody maps this zombie any more and it was deleted."""
+        nbytes = held_bytes(self._zombies.pop(target))
+        self._bytes -= nbytes
+        self._zombie_bytes -= nbytes
+
+    # ---- after a restart
+
+    def recall(self, tombstones: Iterable[PutTask]) -> None:
+        """Tombstones of the former life, oldest first; before any `recover`."""
+        for task in tombstones:
+            fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
+            self.tombstones[task.task_id] = fence
+
+    def recover(self, put_id: str, nbytes: int, table: Table) -> list[Retire]:
+        """A sealed file of the former life, its checksums verified. Its cleared tasks stay cleared."""
+        self._bytes += held_bytes(nbytes)
+        alive = {
+            i
+            for i, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
+            if self.tombstones.get(task_id, -1) < fence
+        }
+        if not alive:
+            return [self._retire(f"{put_id}.blk", nbytes)]
+        self._index(put_id, nbytes, table, alive)
+        return []
+
+    def recover_refuse(self, name: str, nbytes: int) -> Retire:
+        """An unsealed, damaged or dead file of the former life, which somebody may still map."""
+        self._bytes += held_bytes(nbytes)
+        return self._retire(name, nbytes)
+
+    # ---- inside
+
+    def _check_put(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
+        if not _PUT_ID.fullmatch(put_id):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: 32 hexadecimal digits")
+        if not tasks or len({task.task_id for task in tasks}) != len(tasks):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: each task once, at least one")
+        try:
+            for task in tasks:
+                check_task_id(task.task_id)
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
+        if nbytes <= HEADER_BYTES:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} of {nbytes} bytes: a file has more")
+        if held_bytes(nbytes) > self.limit_bytes:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{self._name}: put of {nbytes} bytes can never fit in {self.limit_bytes}; "
+                "put in parts or raise services.batch-store.memory",
+            )
+
+    def _reserve(self, nbytes: int) -> None:
+        """Take room or raise busy. What spills to disk will make room here."""
+        need = held_bytes(nbytes)
+        if self._bytes + need > self.limit_bytes:
+            self._busy += 1
+            raise RpcError(
+                ErrorCode.BUSY,
+                f"{self._name}: put of {nbytes} bytes refused: {self._bytes} of {self.limit_bytes} in use; "
+                "raise services.batch-store.memory or checkpoint more often",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._bytes += need
+
+    def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
+        names = [task.task_id for task in tasks if self.tombstones.get(task.task_id, -1) >= task.fence]
+        if names:
+            raise RpcError(
+                ErrorCode.COLLECTED,
+                f"{self._name}: {len(names)} of {len(tasks)} tasks were collected: {', '.join(names[:8])}",
+                names=names,
+            )
+
+    def _adds(self, put_id: str, table: Table) -> bool:
+        """Does the file hold anything new? Raises RpcError(conflict) for other bytes under a known name."""
+        adds = False
+        for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
+            held = self._tasks.get(task_id)
+            known = held.files.get(fence, []) if held is not None else []
+            mine = table.checksums(index) if known else {}
+            new = set(mine)
+            for other in known:
+                theirs = self._sealed[other].table
+                for key, digest in theirs.checksums(theirs.index[task_id, fence]).items():
+                    if mine.get(key, digest) != digest:
+                        raise RpcError(
+                            ErrorCode.CONFLICT,
+                            f"{self._name}: put {put_id}: {task_id}#{key} is sealed under fence {fence} with other "
+                            "bytes; a new attempt needs a new fence",
+                            names=[f"{task_id}#{key}"],
+                        )
+                    new.discard(key)
+            adds = adds or not known or bool(new)
+        return adds
+
+    def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int]) -> None:
+        self._sealed[put_id] = Sealed(nbytes, table, alive)
+        for index in sorted(alive):
+            task_id, fence = table.task_ids[index], table.fences[index]
+            held = self._tasks.get(task_id)
+            if held is None:
+                self._serial += 1
+                held = self._tasks[task_id] = Held(self._serial)
+            held.files.setdefault(fence, []).append(put_id)
+            self._shards += table.count(index)
+
+    def _kill(self, put_id: str, task_id: str, fence: int) -> list[Retire]:
+        sealed = self._sealed[put_id]
+        index = sealed.table.index[task_id, fence]
+        sealed.alive.discard(index)
+        self._shards -= sealed.table.count(index)
+        if sealed.alive:
+            return []
+        del self._sealed[put_id]
+        return [self._retire(f"{put_id}.blk", sealed.nbytes)]
+
+    def _retire(self, source: str, nbytes: int) -> Retire:
+        self._retired += 1
+        target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
+        self._zombies[target] = nbytes
+        self._zombie_bytes += held_bytes(nbytes)
+        return Retire(source, target)
+
+    def _forget_tombstones(self) -> None:
+        """Keep the list bounded; a tombstone that a file on disk could contradict after a restart stays."""
+        if len(self.tombstones) <= MAX_TOMBSTONES:
+            return
+        needed = {
+            task_id
+            for sealed in self._sealed.values()
+            if len(sealed.alive) < len(sealed.table.task_ids)
+            for index, task_id in enumerate(sealed.table.task_ids)
+            if index not in sealed.alive
+        }
+        spare = [task_id for task_id in self.tombstones if task_id not in needed]
+        # some slack, so that this sweep is not needed at every clear
+        for task_id in spare[: len(self.tombstones) - MAX_TOMBSTONES * 15 // 16]:
+            del self.tombstones[task_id]

@@ -1,0 +1,8 @@
+"""`python -m services.monitor --run DIR`: starts the monitor."""
+
+import sys
+
+from services.monitor.server import MonitorService
+from shared.actor.process import run_process
+
+sys.exit(run_process(MonitorService, "monitor"))

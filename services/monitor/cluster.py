@@ -1,0 +1,43 @@
+"""Turns the scheduler's status into the monitor's `cluster/*` topics. Leaves out what changes without news (ages)."""
+
+from __future__ import annotations
+
+from proto.messages import Status, TopicRow
+from shared.rundir import service_name
+
+SOURCE = "monitor"
+
+
+def rows_of(status: Status, at: float) -> list[TopicRow]:
+    """`cluster/status`, `cluster/services` and `cluster/metrics` as of `at` (seconds since the epoch)."""
+    values: dict[str, float | str] = {
+        "reachable": 1.0,
+        "run": status.run,
+        "step": status.step,
+        "steps": status.steps,
+        "lineage": status.lineage,
+        "version": status.version,
+        "store/bytes": status.store_bytes,
+        "store/limit_bytes": status.store_limit_bytes,
+        "store/shards": status.store_shards,
+    }
+    values |= {f"tasks/{state}": count for state, count in status.tasks.items()}
+    services: dict[str, float | str] = {}
+    for row in status.services:
+        name = service_name(row.service, row.instance)
+        services[f"{name}/state"] = row.state
+        services[f"{name}/pid"] = row.pid
+        services[f"{name}/rss_bytes"] = row.rss_bytes
+    rows = [_row("cluster/status", at, values), _row("cluster/services", at, services)]
+    if status.last_row:
+        rows.append(_row("cluster/metrics", at, {key: float(value) for key, value in status.last_row.items()}))
+    return rows
+
+
+def unreachable(at: float) -> TopicRow:
+    """`cluster/status` while the scheduler does not answer."""
+    return _row("cluster/status", at, {"reachable": 0.0})
+
+
+def _row(topic: str, at: float, values: dict[str, float | str]) -> TopicRow:
+    return TopicRow(service=SOURCE, instance=0, topic=topic, at=at, values=values)

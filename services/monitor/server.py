@@ -1,0 +1,122 @@
+"""The monitor: takes telemetry, keeps last values, sends every change on to whoever subscribes.
+
+It must never block on a subscriber and nothing that training depends on may pass through it. A subscriber connects to
+`monitor-pub`, waits for its first update (every new subscription causes one, so that update proves it is active), asks
+for the snapshot, and goes on after the snapshot's sequence; a gap in the sequence means: take a snapshot again.
+Updates are [topic, envelope, body]; the topic is there for subscribers that want one prefix only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import zmq
+
+from proto import codec
+from proto.envelope import FLAG_ONE_WAY
+from proto.errors import WireError
+from proto.limits import CONTROL
+from proto.messages import GetSnapshot, GetStatus, Snapshot, Status, Telemetry, TopicRow, Update
+from services.monitor import cluster
+from services.monitor.state import MonitorState
+from shared.actor.service import Service
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.rpc.transport import Pump, open_socket
+from shared.rundir import RunDir
+
+PUB = "monitor-pub"
+POLL_S = 1.0
+STATUS_DEADLINE_S = 2.0
+SUBSCRIBER_MESSAGES = 10_000
+"""Updates queued for one slow subscriber; beyond that it loses some and sees the gap."""
+_SUBSCRIBE, _UNSUBSCRIBE = 1, 0
+
+
+class MonitorService(Service):
+    """See the module. One a run."""
+
+    NAME = "monitor"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._state = MonitorState()
+        self._pump: Pump | None = None
+        self._subscriptions = 0
+        self.mailbox.handle(Telemetry, self._on_telemetry)
+        self.mailbox.handle(GetSnapshot, self._on_snapshot)
+
+    def bind(self) -> str:
+        socket = open_socket(self.context, zmq.XPUB, CONTROL)
+        socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription is heard of, not only the first of its kind
+        socket.bind(self.run.endpoint(PUB, self.instance))
+        self._pump = Pump(socket, self._on_subscription)
+        return super().bind()
+
+    async def serve(self) -> None:
+        while True:
+            begun = self.loop.time()
+            await self._poll_scheduler()
+            await asyncio.sleep(max(0.0, begun + POLL_S - self.loop.time()))
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.close()
+            self.run.socket_file(PUB, self.instance).unlink(missing_ok=True)
+        await super().close()
+
+    async def _poll_scheduler(self) -> None:
+        try:
+            status = await self.scheduler.call(GetStatus(), Status, deadline_s=STATUS_DEADLINE_S)
+        except RpcError:
+            self._publish(self._state.put_changed(cluster.unreachable(time.time())))
+            return
+        for row in cluster.rows_of(status, time.time()):
+            self._publish(self._state.put_changed(row))
+
+    def _on_telemetry(self, message: Telemetry, call: Call) -> Deferred:
+        refused = self._state.refused
+        self._publish(self._state.take(message))
+        if self._state.refused == 1 and refused == 0:
+            self.log.warning("too many topics: new ones are not kept", topic=message.topic)
+        return DEFERRED
+
+    def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:
+        return self._state.snapshot()
+
+    def _on_subscription(self, frames: list[bytes]) -> None:
+        change = frames[0][:1]
+        if change == bytes([_SUBSCRIBE]):
+            self._subscriptions += 1
+        elif change == bytes([_UNSUBSCRIBE]):
+            self._subscriptions -= 1
+        else:
+            return
+        values: dict[str, float | str] = {
+            "subscriptions": self._subscriptions,
+            "dropped": self._state.dropped,
+            "refused": self._state.refused,
+        }
+        self._publish(
+            self._state.put(
+                TopicRow(
+                    service=self.NAME,
+                    instance=self.instance,
+                    topic="monitor/subscriptions",
+                    at=time.time(),
+                    values=values,
+                )
+            )
+        )
+
+    def _publish(self, update: Update | None) -> None:
+        if update is None or self._pump is None:
+            return
+        try:
+            frames = codec.encode(update, request_id=0, incarnation=self.incarnation, flags=FLAG_ONE_WAY)
+        except WireError as error:
+            self.log.warning("update cannot travel", topic=update.row.topic, error=str(error))
+            return
+        self._pump.send([update.row.topic.encode(), *frames])

@@ -1,0 +1,87 @@
+"""The driver's part of a row of metrics.jsonl. Means are built from sums that add up over workers, calls and updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from proto.messages import OptimStepDone, StepBatch
+from proto.tensors import Array
+
+
+@dataclass
+class StepMetrics:
+    """Collects what happens in one training step. Times in seconds.
+
+    `publish_s`, `checkpoint_s`: of the last version published and checkpoint saved before this row; both overlap the
+    step after their own, whose row they appear in (0: none since the row before).
+    """
+
+    step: int
+    wait_batch_s: float = 0.0
+    forward_s: float = 0.0
+    forward_backward_s: float = 0.0
+    optim_s: float = 0.0
+    publish_s: float = 0.0
+    checkpoint_s: float = 0.0
+    sums: Counter[str] = field(default_factory=Counter)
+    updates: list[OptimStepDone] = field(default_factory=list)
+
+    def add_sums(self, sums: dict[str, float], seconds: float) -> None:
+        """Sums of one `forward_backward`: see `worker.loss` for their names."""
+        for name, value in sums.items():
+            self.sums[name] += value  # type: ignore[assignment]  # a Counter of floats
+        self.forward_backward_s += seconds
+
+    def add_update(self, done: OptimStepDone) -> None:
+        self.updates.append(done)
+        self.optim_s += done.seconds
+
+    def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
+        """The flat row, keys as documented for metrics.jsonl. `step_s`: wall time since the last commit."""
+        row = batch_row(batch)
+        updates = max(len(self.updates), 1)
+        tokens = max(self.sums["tokens"], 1)
+        row |= {
+            "loss/policy": self.sums["policy"] / updates,
+            "loss/kl": self.sums["kl"] / updates,
+            "policy/entropy": self.sums["entropy"] / tokens,
+            "policy/clip_fraction": self.sums["clipped"] / tokens,
+            "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
+            "policy/lr": self.updates[-1].lr if self.updates else 0.0,
+            "rollout/logprob_mismatch": self.sums["mismatch"] / tokens,
+            "rollout/staleness_mean": self.step - 1 - self.sums["version"] / tokens,
+            "time/step": step_s,
+            "time/wait_batch": self.wait_batch_s,
+            "time/forward_backward": self.forward_s + self.forward_backward_s,
+            "time/optim": self.optim_s,
+            "time/publish": self.publish_s,
+            "time/checkpoint": self.checkpoint_s,
+            "throughput/samples_per_s": _samples(batch) / step_s,
+            "throughput/tokens_per_s": float(batch.scalars["length"].sum()) / step_s,
+        }
+        return row
+
+
+def batch_row(batch: StepBatch) -> dict[str, float]:
+    """What the batch alone tells; all that is known of a step that another driver's life trained."""
+    scalars = batch.scalars
+    rewards = scalars["reward"]
+    return {
+        "policy/version": float(batch.step),
+        "reward/mean": batch.reward_mean_unfiltered,
+        "reward/std": float(rewards.std()) if len(rewards) else 0.0,
+        "rollout/length_mean": _mean(scalars["length"]),
+        "rollout/truncated_fraction": _mean(scalars["truncated"]),
+        "rollout/staleness_max": float(batch.step - 1 - scalars["version_min"].min()) if len(rewards) else 0.0,
+        "rollout/samples_failed": float(batch.samples_failed),
+        "rollout/tasks_dropped": float(batch.dropped),
+    }
+
+
+def _samples(batch: StepBatch) -> float:
+    return float(sum(task.samples for task in batch.batch.tasks))
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -1,0 +1,43 @@
+"""How much each token counts in the loss: one number a sample, from the whole optimizer batch before it is split.
+
+W of a token is its sample's number times its mask; every rank sums W * loss over the tokens it holds and nobody
+normalises again. That is why a gradient does not depend on ranks or micro-batches (DESIGN promise 7).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.tensors import Array
+
+
+def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
+    """float32 [N] for N samples of one optimizer batch; `loss_tokens` int [N] counts each sample's masked-in tokens.
+
+    With n_i = loss_tokens, B = samples that have any, M = all samples, L = `max_new_tokens`:
+
+    | aggregation | weight of a token of sample i |
+    |---|---|
+    | token_mean | 1 / sum(n) (DAPO, arXiv 2503.14476, equation 12) |
+    | seq_mean_token_mean | 1 / (n_i B) (DeepSeekMath, arXiv 2402.03300, equation 3) |
+    | seq_mean_token_sum | 1 / B |
+    | dr_grpo | 1 / (M L) (arXiv 2503.20783, section 3.2) |
+
+    Raises ValueError for another name.
+    """
+    counts = loss_tokens.astype(np.float64)
+    filled = counts > 0
+    sequences = max(int(filled.sum()), 1)
+    if aggregation == "token_mean":
+        weights = filled / max(counts.sum(), 1.0)
+    elif aggregation == "seq_mean_token_mean":
+        weights = filled / (np.maximum(counts, 1.0) * sequences)
+    elif aggregation == "seq_mean_token_sum":
+        weights = filled / sequences
+    elif aggregation == "dr_grpo":
+        weights = filled / (max(len(counts), 1) * max_new_tokens)
+    else:
+        raise ValueError(
+            f"aggregation {aggregation!r}: use token_mean, seq_mean_token_mean, seq_mean_token_sum or dr_grpo"
+        )
+    return np.asarray(weights, dtype=np.float32)

@@ -1,0 +1,99 @@
+"""What the rollout service needs of an inference engine. Must never name a particular engine or import torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from proto.tensors import Array
+
+
+class GenerationCancelled(Exception):
+    """The block was given up between two decode steps because its `cancel` event was set."""
+
+
+class WeightsMismatch(Exception):
+    """Weights that do not fit the engine's model. One line that names the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`name` (the task id) and the run's seed decide the random numbers; `token_ids` is never empty."""
+
+    name: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a block is sampled. Training samples from softmax(logits / temperature), nothing cut off.
+
+    `samples` a prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop`: texts that end a
+    completion; `block_rows`: rows to run at least, filled with padding, 0 for as many as there are samples.
+    """
+
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    stop: tuple[str, ...] = ()
+    block_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sampled continuation.
+
+    `token_ids` int32 [N], the sampled EOS included; `logprobs` float32 [N] at the sampling temperature (at
+    temperature 1 when greedy); `finish_reason` is `stop` or `length`.
+    """
+
+    token_ids: Array
+    logprobs: Array
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """An inference engine. Its coroutines belong to the service's loop; what is heavy runs elsewhere, one at a time."""
+
+    @property
+    def progress(self) -> int:
+        """A counter that only the computing side advances: at least once a decode step."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt plus completion in tokens."""
+
+    async def start(self) -> None:
+        """Load the model directory's weights."""
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+    ) -> list[list[Generation]]:
+        """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set."""
+
+    async def base_weights(self) -> dict[str, Array]:
+        """The weights now in the engine by parameter name; copies nothing that it need not copy."""
+
+    async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        """Replace every parameter. Raises WeightsMismatch before any is touched when names, shapes or types differ."""
+
+    async def score(self, token_ids: Array) -> Array:
+        """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
+
+    async def pause(self) -> None:
+        """Hold generation before its next decode step."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start: `generated_tokens`, `decode_steps`, `generate_s`."""
+
+    async def stop(self) -> None:
+        """Give up what is being generated and end the engine's thread; bounded."""

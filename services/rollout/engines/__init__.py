@@ -1,0 +1,20 @@
+"""The engines by the name a topology gives them. Imports an engine only when it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from proto.messages import ErrorCode
+from services.rollout.engine import Engine
+from shared.rpc.errors import RpcError
+
+
+def make_engine(name: str, *, model: Path, dtype: str, threads: int, deterministic: bool) -> Engine:
+    """The engine of `services.rollout.engine`, not yet started. Raises RpcError(bad_request) for an unknown name."""
+    if name == "transformers":
+        from services.rollout.engines.transformers_engine import TransformersEngine
+
+        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
+    raise RpcError(
+        ErrorCode.BAD_REQUEST, f"rollout engine {name!r}: this build has transformers only (services.rollout.engine)"
+    )

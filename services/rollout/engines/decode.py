@@ -1,0 +1,217 @@
+"""Samples one block of prompts from a causal language model. Must never draw from a global random generator.
+
+A prompt is run once; its keys and values are repeated for its samples. Random numbers belong to a prompt: they follow
+from the run's seed and the prompt's name, so a task samples the same in whichever block it is, as far as the block's
+shape lets the logits be the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams
+from services.rollout.engines.kv_cache import make_cache
+
+_DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ends a completion: `eos_ids`, and `stopped`, which finds a stop text in the tail of token ids."""
+
+    eos_ids: tuple[int, ...]
+    stopped: Callable[[list[int]], bool] | None = None
+
+
+class Draws:
+    """Uniform numbers in [0, 1) for a block: one generator a prompt, so that neighbours change nothing."""
+
+    def __init__(self, names: Sequence[str], seed: int, samples: int) -> None:
+        self._samples = samples
+        self._generators = [
+            torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
+            for name in names
+        ]
+        self._drawn: torch.Tensor | None = None
+
+    def at(self, step: int) -> torch.Tensor:
+        """float32 [prompts, samples] of `step`; steps are asked for in order."""
+        if step % _DRAWN_STEPS == 0:
+            self._drawn = torch.stack(
+                [torch.rand((_DRAWN_STEPS, self._samples), generator=each) for each in self._generators], dim=1
+            )
+        assert self._drawn is not None
+        return self._drawn[step % _DRAWN_STEPS]
+
+
+def pick(logprobs_RV: torch.Tensor, uniform_RN: torch.Tensor | None) -> torch.Tensor:
+    """int64 [R, N]: the likeliest token, or by inversion of the cumulative distribution at `uniform_RN`.
+
+    The first token whose cumulative probability exceeds u times the total: one of probability 0 never is.
+    """
+    if uniform_RN is None:
+        return logprobs_RV.argmax(-1, keepdim=True)
+    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    point_RN = uniform_RN.to(logprobs_RV.device) * cumulative_RV[:, -1:]
+    return torch.searchsorted(cumulative_RV, point_RN, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
+
+
+class Block:
+    """The decode loop over R = prompts x samples rows. One instance a block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        ending: Ending,
+        *,
+        compact: bool,
+        before_step: Callable[[], None],
+    ) -> None:
+        """`compact`: drop finished rows on the way (changes the batch's shape, hence the last bits).
+
+        `before_step` is called before every forward pass; what it raises ends the block.
+        """
+        self._model: Any = model
+        self._sampling = sampling
+        self._ending = ending
+        self._compact = compact
+        self._before_step = before_step
+        self._real = len(prompts)
+        self._prompts = list(prompts) + [prompts[0]] * (-(-sampling.block_rows // sampling.samples) - len(prompts))
+        self._device = next(model.parameters()).device
+        accepted = inspect.signature(model.forward).parameters
+        self._takes = {name for name in ("position_ids", "logits_to_keep") if name in accepted}
+        longest = max(len(prompt.token_ids) for prompt in self._prompts)
+        self._cache = make_cache(self._model.config, longest + sampling.max_new_tokens)
+        self._mask_RL: torch.Tensor | None = None
+        self._positions_R1 = torch.empty(0)
+
+    def run(self) -> list[list[Generation]]:
+        """Sample all rows; padding rows are dropped from the result."""
+        n, steps = self._sampling.samples, self._sampling.max_new_tokens
+        temperature = self._sampling.temperature
+        rows = len(self._prompts) * n
+        draws = Draws([prompt.name for prompt in self._prompts], self._sampling.seed, n) if temperature else None
+        ids_RT = torch.zeros((rows, steps), dtype=torch.int64, device=self._device)
+        logprobs_RT = torch.zeros((rows, steps), dtype=torch.float32, device=self._device)
+        length_R = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        stopped_R = torch.zeros(rows, dtype=torch.bool, device=self._device)
+        live = torch.arange(rows, device=self._device)  # rows that the model still runs
+        running_L = live < self._real * n  # of those, the ones that are not finished
+        eos = torch.tensor(self._ending.eos_ids, device=self._device)
+        logits_LV = self._prefill()
+        for step in range(steps):
+            logprobs_LV = (logits_LV.float() / (temperature or 1.0)).log_softmax(-1)
+            uniform = draws.at(step) if draws else None
+            if step == 0:  # one row of logits a prompt: all its samples come from there
+                ids = pick(logprobs_LV, uniform).expand(-1, n)
+            else:
+                ids = pick(logprobs_LV, None if uniform is None else uniform.reshape(-1, 1)[live.cpu()])
+            id_L = ids.reshape(-1)
+            ids_RT[live, step] = id_L
+            logprobs_RT[live, step] = logprobs_LV.gather(1, ids).reshape(-1)
+            length_R[live] += running_L
+            ended_L = torch.isin(id_L, eos) & running_L
+            if self._ending.stopped is not None:
+                ended_L |= self._stop_text(ids_RT, live, running_L, step)
+            stopped_R[live] |= ended_L
+            running_L = running_L & ~ended_L
+            remaining = int(running_L.sum())
+            if remaining == 0 or step == steps - 1:
+                break
+            if step == 0:
+                self._repeat(n)
+            if self._compact and 2 * remaining <= len(live):
+                kept = running_L.nonzero().squeeze(1)
+                live, running_L, id_L = live[kept], running_L[kept], id_L[kept]
+                self._keep(kept)
+            logits_LV = self._decode(id_L)
+        return self._results(ids_RT, logprobs_RT, length_R, stopped_R)
+
+    def _prefill(self) -> torch.Tensor:
+        lengths = [len(prompt.token_ids) for prompt in self._prompts]
+        longest = max(lengths)
+        ids_PL = torch.zeros((len(lengths), longest), dtype=torch.int64)
+        for row, prompt in enumerate(self._prompts):
+            ids_PL[row, longest - lengths[row] :] = torch.tensor(prompt.token_ids)
+        length_P1 = torch.tensor(lengths)[:, None]
+        column_L = torch.arange(longest)
+        if min(lengths) != longest:
+            self._mask_RL = (column_L >= longest - length_P1).long().to(self._device)
+        positions_PL = (column_L - (longest - length_P1)).clamp_(min=0).to(self._device)
+        self._positions_R1 = positions_PL[:, -1:]
+        return self._forward(ids_PL.to(self._device), positions_PL)
+
+    def _repeat(self, samples: int) -> None:
+        self._cache.batch_repeat_interleave(samples)
+        self._positions_R1 = self._positions_R1.repeat_interleave(samples, 0)
+        if self._mask_RL is not None:
+            self._mask_RL = self._mask_RL.repeat_interleave(samples, 0)
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        self._cache.batch_select_indices(rows)
+        self._positions_R1 = self._positions_R1[rows]
+        if self._mask_RL is not None:
+            self._mask_RL = self._mask_RL[rows]
+
+    def _decode(self, id_L: torch.Tensor) -> torch.Tensor:
+        self._positions_R1 = self._positions_R1 + 1
+        if self._mask_RL is not None:
+            self._mask_RL = torch.cat([self._mask_RL, self._mask_RL.new_ones(len(id_L), 1)], 1)
+        return self._forward(id_L[:, None], self._positions_R1)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._before_step()
+        extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        output = self._model(
+            input_ids=ids,
+            attention_mask=self._mask_RL,
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: extra[name] for name in self._takes},
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _stop_text(self, ids_RT: torch.Tensor, live: torch.Tensor, running: torch.Tensor, step: int) -> torch.Tensor:
+        assert self._ending.stopped is not None
+        found = torch.zeros_like(running)
+        for position in running.nonzero().squeeze(1).tolist():
+            found[position] = self._ending.stopped(ids_RT[live[position], : step + 1].tolist())
+        return found
+
+    def _results(
+        self, ids_RT: torch.Tensor, logprobs_RT: torch.Tensor, length_R: torch.Tensor, stopped_R: torch.Tensor
+    ) -> list[list[Generation]]:
+        ids = ids_RT.to(torch.int32).cpu().numpy()
+        logprobs = logprobs_RT.cpu().numpy()
+        lengths, stopped = length_R.tolist(), stopped_R.tolist()
+        n = self._sampling.samples
+        return [
+            [
+                Generation(
+                    token_ids=ids[row, : lengths[row]].copy(),
+                    logprobs=logprobs[row, : lengths[row]].copy(),
+                    finish_reason="stop" if stopped[row] else "length",
+                )
+                for row in range(first, first + n)
+            ]
+            for first in range(0, self._real * n, n)
+        ]
+
+
+def check_cancelled(cancel: threading.Event) -> None:
+    """Raises GenerationCancelled when `cancel` is set."""
+    if cancel.is_set():
+        raise GenerationCancelled("the block was given up: its lease ended")

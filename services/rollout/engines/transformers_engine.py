@@ -1,0 +1,208 @@
+"""The embedded engine: a transformers model decoded on a thread of its own. Must never be loaded by a light process.
+
+Everything that touches the model runs on the one compute thread, in the order it was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from proto.tensors import Array
+from services.rollout.engine import Generation, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engines.decode import Block, Ending, check_cancelled
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import token_logprobs
+from shared.tensors_torch import to_numpy, to_torch
+
+MAX_ROWS = 1024
+"""Rows of one decode loop; a larger lease is sampled in parts, because rows cost key/value memory."""
+_PAUSE_POLL_S = 0.1
+_NAMED = 4  # so many parameter names in an error
+T = TypeVar("T")
+
+
+class TransformersEngine:
+    """See `services.rollout.engine.Engine`. Log-probs are exact: log_softmax(logits / temperature) in float32."""
+
+    def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool) -> None:
+        """`deterministic`: keep the batch's shape through a block, so that the same block gives the same bits."""
+        self._path = model
+        self._dtype = dtype
+        self._threads = threads
+        self._deterministic = deterministic
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._model: Any = None
+        self._running = threading.Event()
+        self._running.set()
+        self._stopped = threading.Event()
+        self._progress = 0
+        self._tokens = 0
+        self._steps = 0
+        self._generate_s = 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.config.get_text_config().vocab_size)
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self._model.config.get_text_config().max_position_embeddings)
+
+    async def start(self) -> None:
+        await self._on_compute(self._load)
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+    ) -> list[list[Generation]]:
+        return await self._on_compute(lambda: self._generate(prompts, sampling, cancel))
+
+    async def base_weights(self) -> dict[str, Array]:
+        return await self._on_compute(
+            lambda: {name: to_numpy(value.detach()) for name, value in named_weights(self._model).items()}
+        )
+
+    async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        await self._on_compute(lambda: self._set_weights(weights))
+
+    async def score(self, token_ids: Array) -> Array:
+        return await self._on_compute(lambda: self._score(token_ids))
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "generated_tokens": float(self._tokens),
+            "decode_steps": float(self._steps),
+            "generate_s": self._generate_s,
+        }
+
+    async def stop(self) -> None:
+        self._stopped.set()
+        self._running.set()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    # ---- on the compute thread
+
+    def _load(self) -> None:
+        torch.set_num_threads(self._threads)
+        self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
+        self._progress += 1
+
+    @torch.inference_mode()
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+    ) -> list[list[Generation]]:
+        ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
+        size = max(MAX_ROWS // sampling.samples, 1)
+        results: list[list[Generation]] = []
+        started = time.perf_counter()
+        for first in range(0, len(prompts), size):
+            block = Block(
+                self._model,
+                prompts[first : first + size],
+                sampling,
+                ending,
+                compact=not self._deterministic,
+                before_step=lambda: self._before_step(cancel),
+            )
+            results += block.run()
+        self._generate_s += time.perf_counter() - started
+        self._tokens += sum(len(generation.token_ids) for group in results for generation in group)
+        return results
+
+    def _before_step(self, cancel: threading.Event) -> None:
+        while not self._running.wait(_PAUSE_POLL_S):
+            check_cancelled(cancel)
+        check_cancelled(cancel)
+        check_cancelled(self._stopped)
+        self._steps += 1
+        self._progress += 1
+
+    @torch.no_grad()
+    def _set_weights(self, weights: Mapping[str, Array]) -> None:
+        parameters = named_weights(self._model)
+        _check_names(set(parameters), set(weights))
+        sources = {name: to_torch(weights[name]) for name in parameters}
+        for name, parameter in parameters.items():
+            source = sources[name]
+            if source.shape != parameter.shape or source.dtype != parameter.dtype:
+                raise WeightsMismatch(
+                    f"parameter {name}: {source.dtype} {list(source.shape)} given, the engine's model has "
+                    f"{parameter.dtype} {list(parameter.shape)}; is policy.model the one that is trained?"
+                )
+        for name, parameter in parameters.items():
+            parameter.copy_(sources[name])
+            self._progress += 1
+
+    @torch.inference_mode()
+    def _score(self, token_ids: Array) -> Array:
+        ids = torch.from_numpy(token_ids.astype("int64"))
+        device = next(self._model.parameters()).device
+        logprobs, _ = token_logprobs(
+            self._model,
+            ids.to(device),
+            torch.tensor([len(ids)], device=device),
+            torch.ones(len(ids), dtype=torch.uint8, device=device),
+            1.0,
+            len(ids),
+        )
+        self._progress += 1
+        scores: Array = to_numpy(logprobs)[1:].copy()
+        return scores
+
+    def _stop_finder(self, texts: tuple[str, ...]) -> Callable[[list[int]], bool]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        # A token is at least one byte of text, so a stop text that has just ended lies within so many tokens (a few more: special ones).
+        tail = max(len(text.encode()) for text in texts) + 4
+
+        def stopped(token_ids: list[int]) -> bool:
+            ending = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)
+            return any(text in ending for text in texts)
+
+        return stopped
+
+
+def eos_ids(model: Path) -> tuple[int, ...]:
+    """Token ids that end a completion: of generation_config.json, else of config.json, in the model directory."""
+    for name in ("generation_config.json", "config.json"):
+        path = model / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _check_names(expected: set[str], given: set[str]) -> None:
+    missing, unexpected = sorted(expected - given), sorted(given - expected)
+    if missing or unexpected:
+        raise WeightsMismatch(
+            f"{len(given)} parameters given for the engine's {len(expected)}: missing {_shown(missing)}, "
+            f"unexpected {_shown(unexpected)}; is policy.model the one that is trained?"
+        )
+
+
+def _shown(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "none") + rest

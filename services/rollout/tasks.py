@@ -1,0 +1,129 @@
+"""What a leased task means: its dataset row, its prompt, how it is sampled. Must never start sampling itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from proto.ids import split_task_id
+from proto.messages import ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
+from services.rollout.engine import SamplingParams
+from services.rollout.prompts import PromptBuilder
+from shared.data import DataError, JsonlSource, Row, Source, open_source
+from shared.rpc.errors import RpcError
+from shared.stages import TRAIN
+
+if TYPE_CHECKING:
+    from shared.topology import Topology
+
+
+@dataclass(frozen=True)
+class ReadyTask:
+    """A task that can be sampled: its handle, row and prompt tokens."""
+
+    handle: TaskHandle
+    row: Row
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
+class PreparedTasks:
+    """The tasks of a lease: those to sample, and results for those that never can be."""
+
+    ready: list[ReadyTask]
+    dropped: list[TaskResult]
+    sampling: SamplingParams
+    min_survivors: int
+
+
+class TaskSets:
+    """The run's data sets and their sampling. Belongs to one thread at a time (the tokenizer's)."""
+
+    def __init__(self, topology: Topology, prompts: PromptBuilder) -> None:
+        """Opens every source. Raises RpcError(bad_request) for one that cannot be read."""
+        self._topology = topology
+        self._prompts = prompts
+        self._sources: dict[str, Source] = {}
+        named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
+        for split, source in named.items():
+            key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
+            try:
+                self._sources[split] = open_source(source, where=key)
+            except DataError as error:
+                raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+
+    def prepare(self, grant: LeaseGrant, context_tokens: int) -> PreparedTasks:
+        """Rows and prompts of a lease. A bad row or a prompt that is too long is a DROP with a one-line reason.
+
+        Raises RpcError(bad_request) when the topology has no such split.
+        """
+        sampling = self._sampling(grant)
+        longest = context_tokens - sampling.max_new_tokens
+        limit = f"the model's context of {context_tokens} less {sampling.max_new_tokens} new tokens"
+        configured = self._topology.data.train.max_prompt_tokens
+        if grant.split == TRAIN and configured is not None and configured < longest:
+            longest, limit = configured, "data.train.max_prompt_tokens"
+        ready: list[ReadyTask] = []
+        dropped: list[TaskResult] = []
+        for handle in grant.batch.tasks:
+            try:
+                row, place = self._row(grant.split, handle.task_id)
+                ids = self._token_ids(row, place)
+                if len(ids) > longest:
+                    raise ValueError(f"{place}: prompt of {len(ids)} tokens is over {longest}, {limit}; shorten it")
+            except (DataError, ValueError, IndexError) as error:
+                dropped.append(drop(handle, f"{handle.task_id}: {error}"))
+                continue
+            ready.append(ReadyTask(handle, row, ids))
+        trains = grant.split == TRAIN
+        return PreparedTasks(ready, dropped, sampling, min(2, sampling.samples) if trains else 1)
+
+    def texts(self, token_ids: Sequence[Sequence[int]], stop: tuple[str, ...]) -> list[str]:
+        """The completions' texts, for rewards."""
+        return [self._prompts.completion(list(ids), stop) for ids in token_ids]
+
+    def _row(self, split: str, task_id: str) -> tuple[Row, str]:
+        source = self._sources[split]
+        _, _, index = split_task_id(task_id)
+        return source.row(index), _place(source, index)
+
+    def _token_ids(self, row: dict[str, Any], place: str) -> list[int]:
+        try:
+            return self._prompts.token_ids(row)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+    def _sampling(self, grant: LeaseGrant) -> SamplingParams:
+        topology = self._topology
+        temperature, new_tokens = topology.sampling.temperature, topology.sampling.max_new_tokens
+        if grant.split != TRAIN:
+            chosen = topology.data.eval.get(grant.split)
+            if chosen is None:
+                raise RpcError(
+                    ErrorCode.BAD_REQUEST, f"lease of split {grant.split!r}: the topology has no data.eval.{grant.split}"
+                )
+            temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
+        return SamplingParams(
+            samples=grant.group_size,
+            temperature=temperature,
+            max_new_tokens=new_tokens,
+            seed=topology.run.seed,
+            stop=tuple(topology.sampling.stop),
+            block_rows=grant.block_rows,
+        )
+
+
+def drop(handle: TaskHandle, reason: str, samples_failed: int = 0) -> TaskResult:
+    """The result of a task that can never succeed."""
+    return TaskResult(
+        task_id=handle.task_id,
+        fence=handle.fence,
+        outcome=Outcome.DROP,
+        reason=reason.replace("\n", " ")[:400],
+        samples_failed=samples_failed,
+    )
+
+
+def _place(source: Source, index: int) -> str:
+    return source.place(index)

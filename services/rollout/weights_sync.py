@@ -1,0 +1,130 @@
+"""Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
+that have not matched the trainer's canary.
+
+Before the first version the start-up drill: a perturbed copy of the engine's own base weights goes through the same
+`set_weights` and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
+A failed engine does not come back by itself: DEAD -> HEALTHY is not an edge, only a new start with a new drill is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from proto.messages import BatchMeta, Canary, ErrorCode, TaskHandle, WeightsRef
+from proto.tensors import Array
+from services.rollout.engine import Engine, WeightsMismatch
+from shared.drill import perturb
+from shared.rpc.errors import RpcError
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What an engine holds. Ordered by lineage, then step; (0, -1) is nothing yet."""
+
+    lineage: int = 0
+    step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One finished sync, for telemetry topic `weights`: `canary_error` is the largest absolute difference."""
+
+    step: int
+    lineage: int
+    parameters: int
+    nbytes: int
+    seconds: float
+    canary_error: float
+    tolerance: float
+
+
+def weights_meta(ref: WeightsRef) -> BatchMeta:
+    """The weights of `ref` as a batch of one task."""
+    handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
+    return BatchMeta(tasks=[handle], stores=[ref.store])
+
+
+class WeightsSync:
+    """The only way into the engine's weights. One an engine; calls never overlap."""
+
+    def __init__(self, engine: Engine, who: str, emit: Callable[[str, dict[str, float | str]], None]) -> None:
+        """`who`: the service's name for errors; `emit(topic, values)`: where reports go."""
+        self._engine = engine
+        self._who = who
+        self._emit = emit
+        self._drilled = False
+        self.holds = Version()
+
+    def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
+        """Whether the engine must load `ref` first: it holds an older version, or, if `exact`, any other."""
+        wanted = (ref.lineage, ref.step)
+        held = (self.holds.lineage, self.holds.step)
+        return held != wanted if exact else held < wanted
+
+    async def load(self, ref: WeightsRef, weights: Mapping[str, Array]) -> SyncReport:
+        """Set `weights` (by parameter name), check the canary of `ref`, after the drill if it was not passed yet.
+
+        Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on.
+        """
+        started = time.perf_counter()
+        self.holds = Version()  # neither the old version nor the new one until it is proved
+        try:
+            if not self._drilled:
+                await self._drill(ref)
+            await self._engine.set_weights(weights)
+        except WeightsMismatch as error:
+            raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {ref.task_id}: {error}") from None
+        error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
+        self.holds = Version(ref.lineage, ref.step)
+        report = SyncReport(
+            step=ref.step,
+            lineage=ref.lineage,
+            parameters=len(weights),
+            nbytes=sum(value.nbytes for value in weights.values()),
+            seconds=time.perf_counter() - started,
+            canary_error=error,
+            tolerance=ref.canary.tolerance,
+        )
+        self._emit(
+            "weights",
+            {
+                "step": report.step,
+                "lineage": report.lineage,
+                "parameters": report.parameters,
+                "bytes": report.nbytes,
+                "seconds": report.seconds,
+                "canary_error": report.canary_error,
+                "tolerance": report.tolerance,
+            },
+        )
+        return report
+
+    async def _drill(self, ref: WeightsRef) -> None:
+        base = await self._engine.base_weights()
+        perturbed = {name: perturb(name, values, ref.drill_seed) for name, values in base.items()}
+        await self._engine.set_weights(perturbed)
+        error = await self._prove(ref.drill, len(perturbed), f"the start-up drill (seed {ref.drill_seed})")
+        self._emit("drill", {"parameters": len(perturbed), "canary_error": error, "tolerance": ref.drill.tolerance})
+        self._drilled = True
+
+    async def _prove(self, canary: Canary, parameters: int, what: str) -> float:
+        scores = await self._engine.score(canary.token_ids)
+        if scores.shape != canary.logprobs.shape:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: canary of {what}: {list(canary.logprobs.shape)} log-probs for "
+                f"{len(canary.token_ids)} tokens, must be one less; trainer and engine are of different releases",
+            )
+        error = float(np.abs(scores - canary.logprobs).max())
+        if not error <= canary.tolerance:  # a NaN is no match either
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance "
+                f"{canary.tolerance:.3g} with {parameters} parameters set; the update does not reach all of the "
+                "engine's weights, it must not sample",
+            )
+        return error

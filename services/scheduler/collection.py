@@ -1,0 +1,60 @@
+"""What stores still have to clear: one queue a store, kept until the store acknowledges. Never forgets, never reorders.
+
+A clear says `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+MAX_CLEARS = 1000
+"""Clears in one message."""
+
+Entry = tuple[str, int, bool]
+"""Task id, fence, and whether this is the last clear: acknowledged everywhere, the task is COLLECTED."""
+
+
+class ClearQueues:
+    """Clears by store, oldest first."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Entry]] = {}
+        self.collected = 0
+        """Tasks whose last clear every store has acknowledged."""
+
+    @property
+    def stores(self) -> list[str]:
+        return list(self._queues)
+
+    def add_store(self, store: str) -> None:
+        self._queues.setdefault(store, deque())
+
+    def push(self, task_id: str, fence: int, *, last: bool) -> int:
+        """Queue a clear at every store; returns how many acknowledgements it needs."""
+        for queue in self._queues.values():
+            queue.append((task_id, fence, last))
+        return len(self._queues)
+
+    def head(self, store: str) -> list[Entry]:
+        """What to send next: at most MAX_CLEARS."""
+        queue = self._queues[store]
+        return [queue[i] for i in range(min(len(queue), MAX_CLEARS))]
+
+    def pop(self, store: str, count: int) -> list[Entry]:
+        queue = self._queues[store]
+        return [queue.popleft() for _ in range(min(count, len(queue)))]
+
+    def pending(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def dump(self) -> dict[str, Any]:
+        return {"collected": self.collected, "queues": {name: list(queue) for name, queue in self._queues.items()}}
+
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> ClearQueues:
+        queues = cls()
+        queues.collected = data["collected"]
+        for name, entries in data["queues"].items():
+            queues._queues[name] = deque((task, fence, last) for task, fence, last in entries)
+        return queues

@@ -1,0 +1,73 @@
+"""Evaluations of policy versions: tasks outside admission, asked of exactly one version, scored as soon as done."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from typing import Any
+
+from services.scheduler.versions import Version
+
+
+class Evaluation:
+    """One set measured on one version. `scores` holds a row's mean reward, NaN until (or unless) it is scored."""
+
+    def __init__(self, name: str, split: int, version: Version, rows: int, samples: int) -> None:
+        self.name = name
+        self.split = split
+        self.version = version
+        self.samples = samples
+        self.scores = array("d", [math.nan]) * rows
+        self.waiting: deque[int] = deque()
+        """Slots of tasks to lease."""
+        self.left = rows
+        """Tasks neither scored nor dropped."""
+        self.dropped = 0
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the scored rows, in row order whatever order they were scored in; 0 when there are none."""
+        scored = [score for score in self.scores if not math.isnan(score)]
+        return math.fsum(scored) / len(scored) if scored else 0.0
+
+
+class Evaluations:
+    """Open evaluations, oldest first, and the results of those that are done."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[str, int], Evaluation] = {}
+        self.done: dict[int, dict[str, float]] = {}
+        """Accuracy by set, by version step."""
+
+    def known(self, name: str, step: int) -> bool:
+        return (name, step) in self.open or name in self.done.get(step, {})
+
+    def named(self) -> set[Version]:
+        return {each.version for each in self.open.values()}
+
+    def finish(self, evaluation: Evaluation) -> None:
+        step = evaluation.version[1]
+        del self.open[evaluation.name, step]
+        self.done.setdefault(step, {})[evaluation.name] = evaluation.accuracy
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "open": [
+                [e.name, e.split, e.version, e.samples, e.scores.tobytes(), list(e.waiting), e.left, e.dropped]
+                for e in self.open.values()
+            ],
+            "done": [[step, results] for step, results in self.done.items()],
+        }
+
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> Evaluations:
+        evaluations = cls()
+        for name, split, version, samples, scores, waiting, left, dropped in data["open"]:
+            one = Evaluation(name, split, tuple(version), 0, samples)
+            one.scores.frombytes(scores)
+            one.waiting = deque(waiting)
+            one.left, one.dropped = left, dropped
+            evaluations.open[name, version[1]] = one
+        evaluations.done = {step: dict(results) for step, results in data["done"]}
+        return evaluations

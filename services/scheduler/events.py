@@ -1,0 +1,168 @@
+"""What happens to the scheduler, and what it wants done: the alphabet of the state machine. No behaviour here.
+
+Durable events are journaled and replayed in order; requests of the wire that change state are durable as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proto import messages
+from proto.registry import Message
+
+Ref = Any
+"""An open call, opaque to the state machine; it comes back in `Answer` and `Fail`."""
+
+
+# ------------------------------------------------------------------------- durable, besides requests of the wire
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """At each start: what a resumed run may have changed. `steps` of the whole run; `attempts` of a task."""
+
+    steps: int
+    attempts: int
+    keep_last: int
+    collect_at_commit: bool
+
+
+class Leased(msgspec.Struct, frozen=True, tag=True):
+    """A lease was given for this request. `call`: (caller's incarnation, request id), to answer a retry alike."""
+
+    request: bytes
+    call: tuple[int, int]
+
+
+class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
+    """No progress for `lease_s`: the lease's tasks go to others."""
+
+    lease_id: int
+
+
+class Cleared(msgspec.Struct, frozen=True, tag=True):
+    """A store acknowledged the first `count` clears of its queue."""
+
+    store: str
+    count: int
+
+
+Internal = Configure | Leased | LeaseExpired | Cleared
+Durable = Internal | Message
+
+
+# --------------------------------------------------------------------------------------------------- volatile
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: leases expire, held-back calls are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request arrived. `deadline`: when the caller gives up, in the clock of `now`."""
+
+    ref: Ref
+    request: Message
+    deadline: float
+    call: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClearDone:
+    """A store acknowledged the first `count` clears that were sent to it."""
+
+    store: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One page of what a store holds."""
+
+    store: str
+    tasks: list[messages.PutTask]
+
+
+Event = Tick | Asked | ClearDone | Listed
+
+
+# ---------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Append to the journal before anything of this burst leaves."""
+
+    event: Durable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ref: Ref
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    ref: Ref
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SendClear:
+    """Tombstone these at `store`; then `ClearDone` when `tracked` (strays are found again anyway)."""
+
+    store: str
+    tasks: list[messages.PutTask]
+    tracked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInventory:
+    """List what `store` holds, page by page (`Listed`)."""
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStep:
+    """A readable row of the table `steps`. `state`: BATCHED or TRAINED."""
+
+    step: int
+    state: str
+    task_ids: list[str] | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEval:
+    name: str
+    version: int
+    accuracy: float
+    samples: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRow:
+    """A complete row of `metrics.jsonl`, in step order."""
+
+    step: int
+    row: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Telemetry: may be lost."""
+
+    topic: str
+    values: dict[str, float | str]
+
+
+Effect = Persist | Answer | Fail | SendClear | RequestInventory | SaveStep | SaveEval | WriteRow | Tell

@@ -1,0 +1,128 @@
+"""Who works on what: live leases by id and by holder. It decides nothing about tasks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+Holder = tuple[str, int]
+
+
+class Lease:
+    """One live lease. `open`: tasks of it that have no accepted end yet."""
+
+    __slots__ = ("call", "holder", "incarnation", "lease_id", "open", "slots", "stage", "version")
+
+    def __init__(
+        self,
+        lease_id: int,
+        stage: int,
+        holder: Holder,
+        incarnation: int,
+        slots: list[int],
+        version: tuple[int, int] | None,
+        call: tuple[int, int],
+    ) -> None:
+        """`version`: (lineage, step) of the weights it samples with; `call`: the request it answered."""
+        self.lease_id = lease_id
+        self.stage = stage
+        self.holder = holder
+        self.incarnation = incarnation
+        self.slots = array("q", slots)
+        self.open = len(slots)
+        self.version = version
+        self.call = call
+
+
+class Leases:
+    """All live leases. Ids count from 1 and are never used again."""
+
+    def __init__(self) -> None:
+        self.next_id = 1
+        self._live: dict[int, Lease] = {}
+        self._of: dict[Holder, dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._live.values())
+
+    def get(self, lease_id: int) -> Lease | None:
+        return self._live.get(lease_id)
+
+    def add(
+        self,
+        stage: int,
+        holder: Holder,
+        incarnation: int,
+        slots: list[int],
+        version: tuple[int, int] | None,
+        call: tuple[int, int],
+    ) -> Lease:
+        lease = Lease(self.next_id, stage, holder, incarnation, slots, version, call)
+        self.next_id += 1
+        self._insert(lease)
+        return lease
+
+    def remove(self, lease: Lease) -> None:
+        del self._live[lease.lease_id]
+        of = self._of[lease.holder]
+        del of[lease.lease_id]
+        if not of:
+            del self._of[lease.holder]
+
+    def held_by(self, holder: Holder) -> list[Lease]:
+        return [self._live[lease_id] for lease_id in self._of.get(holder, ())]
+
+    def answering(self, holder: Holder, call: tuple[int, int]) -> Lease | None:
+        """The live lease that this very request was given before, if any."""
+        if call == (0, 0):
+            return None
+        for lease_id in reversed(self._of.get(holder, {})):
+            if self._live[lease_id].call == call:
+                return self._live[lease_id]
+        return None
+
+    def _insert(self, lease: Lease) -> None:
+        self._live[lease.lease_id] = lease
+        self._of.setdefault(lease.holder, {})[lease.lease_id] = None
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "next_id": self.next_id,
+            "live": [
+                [
+                    lease.lease_id,
+                    lease.stage,
+                    *lease.holder,
+                    lease.incarnation,
+                    lease.slots.tobytes(),
+                    lease.open,
+                    lease.version,
+                    lease.call,
+                ]
+                for lease in self
+            ],
+        }
+
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> Leases:
+        leases = cls()
+        leases.next_id = data["next_id"]
+        for lease_id, stage, service, instance, incarnation, slots, open_, version, call in data["live"]:
+            numbers = array("q")
+            numbers.frombytes(slots)
+            lease = Lease(
+                lease_id,
+                stage,
+                (service, instance),
+                incarnation,
+                numbers.tolist(),
+                tuple(version) if version else None,
+                tuple(call),
+            )
+            lease.open = open_
+            leases._insert(lease)
+        return leases

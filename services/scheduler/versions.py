@@ -1,0 +1,69 @@
+"""Published policy versions: which there are, which one to hand out, which nobody can name any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proto import codec
+from proto.messages import PublishWeights, WeightsRef
+
+Version = tuple[int, int]
+"""(lineage, step): orders by lineage first."""
+
+
+class Versions:
+    """Versions whose shards lie in a store."""
+
+    def __init__(self) -> None:
+        self._refs: dict[Version, WeightsRef] = {}
+        self.newest: Version | None = None
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def get(self, version: Version) -> WeightsRef | None:
+        return self._refs.get(version)
+
+    @property
+    def newest_ref(self) -> WeightsRef | None:
+        return self._refs[self.newest] if self.newest is not None else None
+
+    def at_step(self, step: int) -> Version | None:
+        """The version of exactly `step`, of the newest lineage that has it."""
+        return max((version for version in self._refs if version[1] == step), default=None)
+
+    def put(self, ref: WeightsRef) -> None:
+        version = (ref.lineage, ref.step)
+        self._refs[version] = ref
+        if self.newest is None or version > self.newest:
+            self.newest = version
+
+    def unnamed(self, named: set[Version], oldest_exact: int | None) -> list[WeightsRef]:
+        """Remove and return the versions that may go: not the newest, not in `named`.
+
+        `oldest_exact`: in deterministic mode, the oldest step that a task not yet sampled may ask for.
+        """
+        gone = [
+            version
+            for version in self._refs
+            if version != self.newest
+            and version not in named
+            and (oldest_exact is None or version[1] < oldest_exact)
+        ]
+        return [self._refs.pop(version) for version in gone]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ref.nbytes for ref in self._refs.values())
+
+    def dump(self) -> dict[str, Any]:
+        return {"refs": [codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in self._refs.values()]}
+
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> Versions:
+        versions = cls()
+        for packed in data["refs"]:
+            message = codec.decode_body(PublishWeights.TYPE, packed)
+            assert isinstance(message, PublishWeights)
+            versions.put(message.ref)
+        return versions

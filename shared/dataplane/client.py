@@ -1,0 +1,312 @@
+"""Puts shards into the host's stores and fetches them again; the stores themselves see metadata only.
+
+Nothing here waits without a deadline, and nothing computes on the event loop's thread. A put survives the restart of
+its store: it goes on under the same id, or begins again when the unsealed file was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from proto.blockfile import Layout
+from proto.errors import WireError
+from proto.messages import (
+    BatchMeta,
+    ErrorCode,
+    Locate,
+    Located,
+    PutBegin,
+    PutGrant,
+    PutSeal,
+    PutSealed,
+    PutTask,
+)
+from proto.tensors import Array, as_wire
+from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.write import write_block
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rundir import parse_service_name
+
+LOCATE_TASKS = 16384
+FULL_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class TaskShards:
+    """What one task adds: `shards` in the order of its stage's keys, which is the order of the content hash."""
+
+    task_id: str
+    fence: int
+    shards: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A sealed task: `content_hash` as in `proto.blockfile`, `nbytes` of its shards."""
+
+    task_id: str
+    fence: int
+    store: str
+    content_hash: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """One task to read from one store; `at`: its place in the result."""
+
+    at: int
+    task: PutTask
+    keys: tuple[str, ...] | None
+
+
+class DataClient:
+    """One per process; belongs to the event loop of its clients."""
+
+    def __init__(self, client_of: Callable[[str, int], Client]) -> None:
+        """`client_of`: as `Service.client`, the bus client of (service, instance)."""
+        raise_descriptor_limit()
+        self._client_of = client_of
+        self._cache = TableCache()
+        self._threads = ThreadPoolExecutor(2, "dataplane")
+        self._helper = ThreadPoolExecutor(1, "dataplane-helper")
+
+    def close(self) -> None:
+        """End the threads; what was fetched stays valid."""
+        self._threads.shutdown(wait=False)
+        self._helper.shutdown(wait=False)
+
+    async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
+        """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
+
+        The arrays must not change until this returns. Raises WireError (what cannot be written), RpcError: busy (no
+        room until the deadline), collected (`names`: tombstoned tasks), conflict (same fence, other bytes),
+        bad_request (larger than the store), DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        client = self._client_of(*parse_service_name(store))
+        layout = await loop.run_in_executor(self._threads, _plan, tasks)
+        put_id = secrets.token_hex(16)
+        begin = PutBegin(
+            put_id=put_id, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence) for task in tasks]
+        )
+        while True:
+            grant = await self._begin(client, begin, deadline)
+            written = await self._write(grant.path, layout, deadline)
+            if written is None:
+                continue  # taken back or lost with the store before it was written: ask again
+            descriptor, checksums = written
+            try:
+                await client.call(PutSeal(put_id=put_id), PutSealed, deadline_s=deadline - loop.time())
+            except RpcError as error:
+                if error.code != ErrorCode.MISSING:
+                    raise
+                continue  # the store restarted and threw the unsealed file away
+            finally:
+                os.close(descriptor)
+            return _receipts(tasks, checksums, store)
+
+    async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
+        """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
+
+        Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded.
+        """
+        results: list[dict[str, Array]] = [{} for _ in meta.tasks]
+        wanted = _by_store(meta, keys)
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        jobs = [
+            asyncio.ensure_future(self._fetch(store, wants[first : first + LOCATE_TASKS], results, deadline))
+            for store, wants in wanted.items()
+            for first in range(0, len(wants), LOCATE_TASKS)
+        ]
+        try:
+            await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+        return [{key: found[key] for key in keys} for found in results]
+
+    async def fetch_task(self, task_id: str, fence: int, *, store: str, deadline_s: float) -> dict[str, Array]:
+        """Every shard of one task in one store, in the order they were put (the weights of a version).
+
+        Raises like `fetch`.
+        """
+        results: list[dict[str, Array]] = [{}]
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        await self._fetch(store, [_Want(0, PutTask(task_id, fence), None)], results, deadline)
+        return results[0]
+
+    # ---- put
+
+    async def _begin(self, client: Client, begin: PutBegin, deadline: float) -> PutGrant:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await client.call(begin, PutGrant, deadline_s=deadline - loop.time())
+            except RpcError as error:
+                if error.code != ErrorCode.BUSY or loop.time() + error.retry_after_s >= deadline:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+    async def _write(self, path: str, layout: Layout, deadline: float) -> tuple[int, list[int]] | None:
+        """The descriptor (its lock shows the store that the producer lives) and the checksums; None: file gone."""
+        loop = asyncio.get_running_loop()
+        while True:
+            work = loop.run_in_executor(self._threads, _fill, path, layout, self._helper)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                work.add_done_callback(_close_result)
+                raise
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if loop.time() + FULL_RETRY_S >= deadline:
+                    raise RpcError(
+                        ErrorCode.BUSY,
+                        f"{path}: no room for {layout.file_bytes} bytes on the mount although the store granted them; "
+                        "something else fills it: enlarge it (mount -o remount,size=…) or lower "
+                        "services.batch-store.memory",
+                        retry_after_s=FULL_RETRY_S,
+                    ) from None
+                await asyncio.sleep(FULL_RETRY_S)
+
+    # ---- fetch
+
+    async def _fetch(
+        self, store: str, wants: Sequence[_Want], results: list[dict[str, Array]], deadline: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        client = self._client_of(*parse_service_name(store))
+        request = Locate(tasks=[want.task for want in wants])
+        while True:
+            try:
+                located = await client.call(request, Located, deadline_s=deadline - loop.time())
+            except RpcError as error:
+                raise _with_shard_names(error, store, wants) from None
+            found = await loop.run_in_executor(self._threads, self._read, located, wants)
+            if found is None:
+                continue  # collected between the answer and the mapping; the store now says so
+            missing = [
+                f"{want.task.task_id}#{key}"
+                for want, arrays in zip(wants, found, strict=True)
+                for key in want.keys or ()
+                if key not in arrays
+            ]
+            if missing:
+                raise _missing(store, missing)
+            for want, arrays in zip(wants, found, strict=True):
+                results[want.at].update(arrays)
+            return
+
+    def _read(self, located: Located, wants: Sequence[_Want]) -> list[dict[str, Array]] | None:
+        mapped: dict[int, BlockMapping] = {}
+        found: list[dict[str, Array]] = []
+        try:
+            for want, places in zip(wants, located.places, strict=True):
+                arrays: dict[str, Array] = {}
+                for place in places:
+                    if place not in mapped:
+                        mapped[place] = BlockMapping(located.files[place], self._cache)
+                    # a key put twice has the same bytes: the first file will do
+                    arrays = mapped[place].arrays(want.task.task_id, want.task.fence, want.keys) | arrays
+                found.append(arrays)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"{len(mapped)} of {len(located.files)} files mapped, then no descriptor was left: raise ulimit -n, "
+                "or put more tasks in one put",
+            ) from None
+        return found
+
+
+def _plan(tasks: Sequence[TaskShards]) -> Layout:
+    return Layout(
+        [(task.task_id, task.fence, {key: as_wire(array) for key, array in task.shards.items()}) for task in tasks]
+    )
+
+
+def _fill(path: str, layout: Layout, helper: ThreadPoolExecutor) -> tuple[int, list[int]] | None:
+    descriptor = lock_named(path, os.O_RDWR)
+    if descriptor is None:
+        return None
+    try:
+        return descriptor, write_block(descriptor, layout, helper)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _close_result(work: asyncio.Future[tuple[int, list[int]] | None]) -> None:
+    """The put was cancelled: let go of its file, so that the store takes the room back."""
+    if not work.cancelled() and work.exception() is None:
+        written = work.result()
+        if written is not None:
+            os.close(written[0])
+
+
+def _receipts(tasks: Sequence[TaskShards], checksums: list[int], store: str) -> list[Receipt]:
+    receipts: list[Receipt] = []
+    at = 0
+    for task in tasks:
+        mine = checksums[at : at + len(task.shards)]
+        at += len(task.shards)
+        packed = b"".join(digest.to_bytes(8, "little") for digest in mine)
+        nbytes = sum(array.nbytes for array in task.shards.values())
+        receipts.append(Receipt(task.task_id, task.fence, store, xxhash.xxh3_64_intdigest(packed), nbytes))
+    return receipts
+
+
+def _by_store(meta: BatchMeta, keys: Sequence[str]) -> dict[str, list[_Want]]:
+    part_of = {key: number for number, part in enumerate(meta.parts) for key in part.keys}
+    unknown = [key for key in keys if key not in part_of]
+    if unknown:
+        raise RpcError(
+            ErrorCode.MISSING,
+            f"the batch has no {', '.join(unknown)}: its keys are {', '.join(part_of)}",
+            names=unknown,
+        )
+    wanted: dict[str, list[_Want]] = {}
+    for at, handle in enumerate(meta.tasks):
+        if len(handle.stores) != len(meta.parts):
+            raise WireError(f"task {handle.task_id}: {len(handle.stores)} stores for {len(meta.parts)} parts")
+        by_number: dict[int, list[str]] = {}
+        for key in keys:
+            by_number.setdefault(handle.stores[part_of[key]], []).append(key)
+        for number, mine in by_number.items():
+            if not 0 <= number < len(meta.stores):
+                raise WireError(f"task {handle.task_id}: store {number} of {len(meta.stores)}")
+            want = _Want(at, PutTask(handle.task_id, handle.fence), tuple(mine))
+            wanted.setdefault(meta.stores[number], []).append(want)
+    return wanted
+
+
+def _with_shard_names(error: RpcError, store: str, wants: Sequence[_Want]) -> RpcError:
+    """The store names tasks it lacks; a reader asked for shards."""
+    if error.code != ErrorCode.MISSING:
+        return error
+    lacking = set(error.names)
+    names = [
+        f"{want.task.task_id}#{key}" for want in wants if want.task.task_id in lacking for key in want.keys or ("*",)
+    ]
+    return _missing(store, names)
+
+
+def _missing(store: str, names: list[str]) -> RpcError:
+    some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are not there: {some}", names=names)

@@ -1,0 +1,13 @@
+"""Raises the soft limit on open descriptors: a mapped file keeps one, and a batch may map thousands."""
+
+from __future__ import annotations
+
+import resource
+
+
+def raise_descriptor_limit() -> int:
+    """Set the soft limit to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

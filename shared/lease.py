@@ -1,0 +1,181 @@
+"""The worker's side of leases: acquire, renew by progress, complete, hand back. It must never do the work itself.
+
+A scheduler or store that is away is waited for: every call has a deadline and is repeated, while the lease is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from proto.messages import (
+    Complete,
+    CompleteAck,
+    ErrorCode,
+    LeaseGrant,
+    LeaseProgress,
+    LeaseRequest,
+    TaskResult,
+)
+from proto.tensors import Array
+from shared.actor.service import CALL_S, Service
+from shared.rpc.errors import RpcError
+
+POLL_S = 20.0
+BACKOFF_S = 0.25
+HAND_BACK_S = 2.0
+_AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
+"""Answers after which the same call may succeed: the peer restarts, or has no room yet."""
+T = TypeVar("T")
+
+
+class LeaseLost(Exception):
+    """The scheduler has given the lease to someone else: drop the work."""
+
+
+class Lease:
+    """One lease held. `cancel` is set when its work must stop, and may be watched from any thread.
+
+    Until `computed` is called its progress is that of the compute thread (which may be busy with the lease before);
+    after it, what `advance` counts, so that a lease stuck after its computation is lost although others compute.
+    """
+
+    def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
+        self.grant = grant
+        self.cancel = threading.Event()
+        self._computing = computing
+        self._computed: int | None = None
+        self._advanced = 0
+
+    @property
+    def progress(self) -> int:
+        return self._advanced + (self._computing() if self._computed is None else self._computed)
+
+    def computed(self) -> None:
+        """The compute thread is done with this lease."""
+        if self._computed is None:
+            self._computed = self._computing()
+
+    def advance(self) -> None:
+        """Some of the rest of the work has been done."""
+        self._advanced += 1
+
+    def check(self) -> None:
+        """Raises LeaseLost when the work must stop."""
+        if self.cancel.is_set():
+            raise LeaseLost(f"lease {self.grant.lease_id} is not held any more")
+
+
+class LeaseBook:
+    """The leases a service holds for one stage. Belongs to the service's loop."""
+
+    def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
+        """`computing`: the compute thread's progress counter, which nothing else advances."""
+        self._service = service
+        self._stage = stage
+        self._computing = computing
+        self._held: dict[int, Lease] = {}
+
+    @property
+    def held(self) -> list[Lease]:
+        return list(self._held.values())
+
+    def progress(self) -> list[LeaseProgress]:
+        """For the heartbeat."""
+        return [LeaseProgress(lease_id, lease.progress) for lease_id, lease in self._held.items()]
+
+    def lost(self, lease_ids: Sequence[int]) -> None:
+        """The scheduler has taken these leases away."""
+        for lease_id in lease_ids:
+            lease = self._held.pop(lease_id, None)
+            if lease is not None:
+                lease.cancel.set()
+                self._service.log.warning("lease lost", lease_id=lease_id, stage=self._stage)
+
+    async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
+        """Wait until there is work. `holds` gives (lineage, step) of the engine's weights.
+
+        Raises RpcError(bad_request) only: everything else is asked again.
+        """
+        while True:
+            lineage, step = holds()
+            request = LeaseRequest(
+                stage=self._stage,
+                service=self._service.NAME,
+                instance=self._service.instance,
+                incarnation=self._service.incarnation,
+                max_tasks=max_tasks,
+                holds_lineage=lineage,
+                holds_step=step,
+            )
+            try:
+                grant = await self._service.scheduler.call(request, LeaseGrant, deadline_s=POLL_S)
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_REQUEST:
+                    raise
+                if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
+                    self._service.log.info("no lease", code=error.code, error=str(error))
+                    await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
+                continue
+            lease = Lease(grant, self._computing)
+            self._held[grant.lease_id] = lease
+            return lease
+
+    async def persist(self, lease: Lease, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `attempt` while its peer is away and the lease is held.
+
+        Raises LeaseLost, or the RpcError that repeating cannot help.
+        """
+        while True:
+            lease.check()
+            try:
+                result = await attempt()
+            except RpcError as error:
+                if error.code not in _AWAY:
+                    raise
+                self._service.log.warning(f"{what}: trying again", code=error.code, error=str(error))
+                await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
+                lease.advance()  # waiting for a restarting store is not hanging
+                continue
+            lease.advance()
+            return result
+
+    async def complete(
+        self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array] | None = None
+    ) -> None:
+        """End the lease with `results`; tasks that are not in them go back. Raises LeaseLost."""
+        request = self._request(lease, results, scalars or {})
+        try:
+            ack = await self.persist(
+                lease, "complete", lambda: self._service.scheduler.call(request, CompleteAck, deadline_s=CALL_S)
+            )
+        except RpcError as error:
+            if error.code != ErrorCode.LOST:
+                raise
+            raise LeaseLost(str(error)) from None
+        finally:
+            self._held.pop(lease.grant.lease_id, None)
+        for refusal in ack.refused:
+            self._service.log.warning("result refused", task_id=refusal.task_id, code=refusal.code, why=refusal.message)
+
+    async def hand_back(self, lease: Lease, why: str) -> None:
+        """End the lease without results, with one bounded attempt: if it fails, the lease ends by itself."""
+        lease.cancel.set()
+        if self._held.pop(lease.grant.lease_id, None) is None:
+            return
+        self._service.log.info("lease handed back", lease_id=lease.grant.lease_id, why=why)
+        try:
+            await self._service.scheduler.call(self._request(lease, [], {}), CompleteAck, deadline_s=HAND_BACK_S)
+        except RpcError as error:
+            self._service.log.warning("lease not handed back", lease_id=lease.grant.lease_id, error=str(error))
+
+    def _request(self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array]) -> Complete:
+        return Complete(
+            lease_id=lease.grant.lease_id,
+            stage=self._stage,
+            incarnation=self._service.incarnation,
+            results=list(results),
+            scalars=dict(scalars),
+        )

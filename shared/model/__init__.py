@@ -1,0 +1,1 @@
+"""The language model: loaded from a folder, scored token by token. Needs torch; the light services never import it."""

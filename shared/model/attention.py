@@ -1,0 +1,132 @@
+"""Attention over a micro-batch of token trees, plugged into any Hugging Face model that takes an attention function.
+
+The linear layers run on the packed nodes without padding; only here rows are padded, block by block. Must never let
+a node see anything but its ancestors and itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shared.model.tree import MicroBatch
+
+NAME = "rlbus_tree"
+_PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
+_UNKNOWN_TERMS = ("softcap", "s_aux")
+"""Arguments of other models' attention that change its result and that this function does not apply."""
+
+
+@dataclass(frozen=True)
+class TreeBlock:
+    """A `tree.Block` on the device. `mask` bool [R, 1, L, L] (true: may see); None: causal chains."""
+
+    rows: int
+    longest: int
+    gather: Tensor
+    depths: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The blocks of one micro-batch and the slot of every node."""
+
+    blocks: list[TreeBlock]
+    scatter: Tensor
+
+
+def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
+    """Indices and masks of `batch` on `device`."""
+    depths = torch.from_numpy(batch.depths).to(device)
+    blocks: list[TreeBlock] = []
+    for block in batch.blocks:
+        gather = torch.from_numpy(block.gather).to(device)
+        mask: Tensor | None = None
+        if block.end is not None:
+            end_RL = torch.from_numpy(block.end).to(device)
+            slot_L = torch.arange(block.longest, device=device)
+            mask = ((slot_L[None, :, None] >= slot_L) & (slot_L[None, :, None] < end_RL[:, None, :]))[:, None]
+        blocks.append(TreeBlock(block.rows, block.longest, gather, depths[gather].view(block.rows, -1), mask))
+    return Trees(blocks, torch.from_numpy(batch.scatter).to(device))
+
+
+def supports_trees(model: nn.Module) -> bool:
+    """Whether every layer of `model` is attention that this module reproduces; else sequences must be padded."""
+    config = getattr(model, "config", None)
+    if config is None or not getattr(model, "_supports_attention_backend", False):
+        return False
+    kinds = getattr(config, "layer_types", None)
+    plain = _PLAIN_LAYERS if kinds is not None else ()
+    return (
+        all(kind in plain for kind in kinds or ())
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and getattr(config, "text_config", None) is None
+        and not getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "attention_chunk_size", None) is None
+        and not getattr(config, "alibi", False)
+        and getattr(config, "rope_parameters", None) is not None
+    )
+
+
+@contextmanager
+def tree_attention(model: nn.Module) -> Iterator[None]:
+    """Run `model` with `attend_trees` inside the block; the caller's own attention comes back after it."""
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def attend_trees(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    trees: Trees,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D]. Raises ValueError for unknown terms."""
+    if dropout or attention_mask is not None or any(others.get(name) is not None for name in _UNKNOWN_TERMS):
+        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {_UNKNOWN_TERMS}")
+    heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
+    q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
+    outputs: list[Tensor] = []
+    for block in trees.blocks:
+        q = _rows(q_NHD, block)
+        k = _rows(k_NGD, block)
+        v = _rows(v_NGD, block)
+        mask = block.mask
+        if sliding_window is not None and block.longest > sliding_window:
+            near = block.depths[:, None, :, None] - block.depths[:, None, None, :] < sliding_window
+            mask = near & (torch.ones_like(near).tril() if mask is None else mask)
+        out_RHLD = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key_heads
+        )
+        outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
+    slots = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return slots.index_select(0, trees.scatter).view(1, -1, heads, dim), None
+
+
+def _rows(nodes_NHD: Tensor, block: TreeBlock) -> Tensor:
+    """[N, H, D] -> [R, H, L, D]."""
+    heads, dim = nodes_NHD.shape[1:]
+    picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
+    return picked.view(block.rows, block.longest, heads, dim).transpose(1, 2)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend_trees)

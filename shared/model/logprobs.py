@@ -1,0 +1,188 @@
+"""Per-token log-probs of ragged sequences, the hot path of trainer and reference. Must never score an unmasked token.
+
+Common prefixes are computed once (`tree`), the head runs only where a masked token follows. Exact: the result is that
+of scoring every sequence alone, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shared.model import attention, tree
+from shared.model.tree import MicroBatch
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MAX_LOGITS = 1 << 26
+"""Elements of one float32 block of logits (256 MiB); past it the head runs in blocks, recomputed when going back."""
+_HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Settings of models whose logits are more than the output embedding times the hidden state."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One micro-batch. `tokens` int64 [M]: positions in the caller's flat arrays; `logprobs`, `entropy` float32 [M].
+
+    `entropy` (without a gradient) is of the distribution the token was drawn from; None when not asked for.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_logprobs(
+    model: nn.Module,
+    token_ids: Array | Tensor,
+    lengths: Array | Tensor,
+    loss_mask: Array | Tensor,
+    temperature: float,
+    max_tokens: int,
+    *,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(token_t | tokens before it in its sequence), of logits / `temperature`, where `loss_mask` is 1, else 0.
+
+    `token_ids` int [T]: S sequences one after the other; `lengths` int [S]; `loss_mask` [T]. Returns float32 [T], and
+    the entropies float32 [T] with `with_entropy`. Differentiable when gradients are enabled (then the graphs of all
+    micro-batches live at once; a trainer goes through `score` instead). `max_tokens`: of one forward pass.
+    Raises ValueError when the arrays do not fit or the first token of a sequence is masked in.
+    """
+    total = len(token_ids)
+    device = next(model.parameters()).device
+    parts = list(score(model, token_ids, lengths, loss_mask, temperature, max_tokens, with_entropy=with_entropy))
+    if not parts:
+        zeros = torch.zeros(total, device=device)
+        return zeros, zeros.clone() if with_entropy else None
+    where = torch.cat([part.tokens for part in parts])
+    logprobs = torch.cat([part.logprobs for part in parts])
+    result = torch.zeros(total, device=device, dtype=logprobs.dtype).index_copy(0, where, logprobs)
+    if not with_entropy:
+        return result, None
+    entropy = torch.cat([cast(Tensor, part.entropy) for part in parts])
+    return result, torch.zeros(total, device=device, dtype=entropy.dtype).index_copy(0, where, entropy)
+
+
+def score(
+    model: nn.Module,
+    token_ids: Array | Tensor,
+    lengths: Array | Tensor,
+    loss_mask: Array | Tensor,
+    temperature: float,
+    max_tokens: int,
+    *,
+    with_entropy: bool = False,
+) -> Iterator[Scores]:
+    """Like `token_logprobs`, one micro-batch at a time: take its loss backward before asking for the next."""
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature}: log-probs need one above 0")
+    trees = attention.supports_trees(model)
+    device = next(model.parameters()).device
+    batches = tree.plan(
+        _numpy(token_ids),
+        _numpy(lengths),
+        _numpy(loss_mask),
+        max_tokens=max_tokens,
+        hidden_size=int(getattr(model.config, "hidden_size", 1024)),
+        share=trees,
+    )
+    for batch in batches:
+        if not len(batch.tokens):
+            continue
+        logprobs_C, entropy_P = _score_children(model, batch, temperature, with_entropy=with_entropy, trees=trees)
+        child_M = torch.from_numpy(batch.token_child).to(device)
+        entropy_M: Tensor | None = None
+        if entropy_P is not None:
+            entropy_M = entropy_P[torch.from_numpy(batch.child_predictor).to(device)][child_M]
+        yield Scores(torch.from_numpy(batch.tokens).to(device), logprobs_C[child_M], entropy_M)
+
+
+def _score_children(
+    model: nn.Module, batch: MicroBatch, temperature: float, *, with_entropy: bool, trees: bool
+) -> tuple[Tensor, Tensor | None]:
+    device = next(model.parameters()).device
+    predictors = torch.from_numpy(batch.predictors).to(device)
+    child_predictor = torch.from_numpy(batch.child_predictor).to(device)
+    child_token = torch.from_numpy(batch.child_token).to(device)
+    vocab = int(cast(Any, model).config.vocab_size)
+    whole_head = len(predictors) * vocab <= MAX_LOGITS or any(
+        getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
+    )
+    run = _run_trees if trees else _run_padded
+    out_PX = run(model, batch, predictors, logits=whole_head)
+    if whole_head:
+        logprobs_C, entropy_P = _gather(out_PX, child_predictor, child_token, temperature, with_entropy)
+        return logprobs_C, entropy_P
+    head = cast(Any, model).get_output_embeddings()
+    step = max(1, MAX_LOGITS // vocab)
+    logprob_parts: list[Tensor] = []
+    entropy_parts: list[Tensor] = []
+    for start in range(0, len(predictors), step):
+        inside = (child_predictor >= start) & (child_predictor < start + step)  # sorted, so parts keep the order
+
+        def block(hidden: Tensor, which: Tensor = inside, first: int = start) -> tuple[Tensor, Tensor | None]:
+            return _gather(head(hidden), child_predictor[which] - first, child_token[which], temperature, with_entropy)
+
+        logprobs, entropy = checkpoint(block, out_PX[start : start + step], use_reentrant=False)
+        logprob_parts.append(logprobs)
+        if entropy is not None:
+            entropy_parts.append(entropy)
+    return torch.cat(logprob_parts), torch.cat(entropy_parts) if with_entropy else None
+
+
+def _gather(
+    logits_PV: Tensor, child_predictor: Tensor, child_token: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    scaled_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+    if temperature != 1.0:
+        scaled_PV = scaled_PV / temperature
+    logprobs_PV = scaled_PV.log_softmax(-1)
+    logprobs_C = logprobs_PV.view(-1)[child_predictor * logprobs_PV.shape[1] + child_token]
+    if not with_entropy:
+        return logprobs_C, None
+    with torch.no_grad():
+        detached = logprobs_PV.detach()
+        return logprobs_C, -(detached.exp() * detached).sum(-1)
+
+
+def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
+    """[P, V] logits, or [P, hidden] when the head comes later."""
+    device = predictors.device
+    arguments: dict[str, Any] = {
+        "input_ids": torch.from_numpy(batch.token_ids).to(device)[None],
+        "position_ids": torch.from_numpy(batch.depths).to(device)[None],
+        "use_cache": False,
+        "trees": attention.to_trees(batch, device),
+    }
+    with attention.tree_attention(model):
+        if logits:
+            return cast(Tensor, model(**arguments, logits_to_keep=predictors).logits[0])
+        return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
+
+
+def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
+    """The same for models whose layers look beyond attention: every row is one sequence, padded on the right."""
+    device = predictors.device
+    hidden: list[Tensor] = []
+    for block in batch.blocks:
+        slots = torch.from_numpy(block.gather).to(device)
+        ids_RL = torch.from_numpy(batch.token_ids).to(device)[slots].view(block.rows, block.longest)
+        output = (
+            model(input_ids=ids_RL, use_cache=False)
+            if logits
+            else cast(Any, model).base_model(input_ids=ids_RL, use_cache=False)
+        )
+        hidden.append((output.logits if logits else output.last_hidden_state).flatten(0, 1))
+    scatter = torch.from_numpy(batch.scatter).to(device)
+    return torch.cat(hidden)[scatter[predictors]]
+
+
+def _numpy(values: Array | Tensor) -> Array:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

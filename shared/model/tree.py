@@ -1,0 +1,244 @@
+"""Lays ragged sequences out as trees of shared prefixes: no common token is computed twice. Never touches torch.
+
+The samples of a group share their prompt and often much of their answer; a causal model gives equal prefixes equal
+hidden states. Sorted sequences make a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
+exactly when j <= i < end[j]. A row that holds one sequence is a plain causal chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MAX_ROW_NODES = 2048
+"""Of a row with branches: its attention mask has the square of this."""
+MIN_FILL = 0.8
+"""Rows of one attention block are at least this full: padding exists in attention only, and is bounded there."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of similar length that attend in one call; R rows, L = their longest.
+
+    `gather` int64 [R*L]: the micro-batch's node in each slot (padding repeats node 0). `end` int64 [R, L]: one past
+    the last descendant of the slot's node, counted in slots; None when every row is a chain.
+    """
+
+    rows: int
+    longest: int
+    gather: Array
+    end: Array | None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass runs over: N nodes, of which P predict C children, which are the targets of M tokens.
+
+    `token_ids`, `depths` int64 [N]; `scatter` int64 [N]: a node's place among all slots of `blocks`;
+    `predictors` int64 [P]: nodes whose logits are needed; `child_predictor`, `child_token` int64 [C]: index into
+    `predictors` and the token scored there; `tokens` int64 [M]: positions in the flat [T] arrays of the caller whose
+    log-prob this micro-batch gives; `token_child` int64 [M]: the child that each of them is.
+    """
+
+    token_ids: Array
+    depths: Array
+    blocks: list[Block]
+    scatter: Array
+    predictors: Array
+    child_predictor: Array
+    child_token: Array
+    tokens: Array
+    token_child: Array
+
+
+@dataclass(frozen=True)
+class _Forest:
+    """All rows of a batch. Nodes are numbered row by row, in pre-order within a row."""
+
+    node_token: Array  # [N]
+    node_depth: Array  # [N]
+    node_end: Array  # [N] one past the last descendant, as a node number
+    node_parent: Array  # [N] -1 for a root
+    row_start: Array  # [R + 1]
+    row_is_chain: Array  # [R]
+    token_node: Array  # [T] the node of every token
+
+
+def plan(
+    token_ids: Array, lengths: Array, loss_mask: Array, *, max_tokens: int, hidden_size: int, share: bool = True
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` nodes (a longer sequence stands alone) that score every masked token.
+
+    `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention
+    against the linear layers when rows are formed; `share` False keeps every sequence a row of its own.
+    Raises ValueError when the arrays do not fit each other or the first token of a sequence is to be scored.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    mask = np.asarray(loss_mask) != 0
+    starts = np.cumsum(lengths) - lengths
+    if len(tokens) != lengths.sum() or len(mask) != len(tokens) or (lengths <= 0).any():
+        raise ValueError(
+            f"{len(tokens)} token ids, {len(mask)} mask entries, lengths sum to {lengths.sum()}: they must agree, "
+            "and no sequence may be empty"
+        )
+    if mask[starts].any():
+        first = int(np.flatnonzero(mask[starts])[0])
+        raise ValueError(f"sequence {first}: loss_mask is 1 at its first token, which nothing predicts; mask it")
+    if not len(lengths):
+        return []
+    forest = _grow(tokens, lengths, starts, hidden_size=hidden_size, share=share)
+    return [_micro_batch(forest, rows, tokens, mask) for rows in _split_rows(forest, max_tokens)]
+
+
+def _grow(tokens: Array, lengths: Array, starts: Array, *, hidden_size: int, share: bool) -> _Forest:
+    count, width = len(lengths), int(lengths.max())
+    if share:
+        table = np.full((count, width), -1, dtype=np.int64)
+        inside = np.arange(width) < lengths[:, None]
+        table[inside] = tokens
+        big_endian = (table + 1).astype(">u4")
+        order = np.argsort(big_endian.view(f"S{4 * width}").ravel() if width else big_endian, kind="stable")
+        differs = table[order[1:]] != table[order[:-1]]
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        # an end (-1) never equals a token, so `common` is at most the shorter length, or both rows are equal
+        common = np.minimum(common, np.minimum(lengths[order[1:]], lengths[order[:-1]]))
+        shared = _cut_rows(np.concatenate([[0], common]), lengths[order], hidden_size)
+    else:
+        order = np.arange(count)
+        shared = np.full(count, -1, dtype=np.int64)
+    return _build(tokens, lengths, starts, order, shared)
+
+
+def _cut_rows(common: Array, lengths: Array, hidden_size: int) -> Array:
+    """Per sorted sequence: how many leading tokens it takes over from the row, or -1 where a row begins.
+
+    A token of the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 against 4 h
+    multiply-adds a layer), which decides whether joining a row saves anything.
+    """
+    shared = np.full(len(lengths), -1, dtype=np.int64)
+    nodes = 0
+    for index, (same, length) in enumerate(zip(common.tolist(), lengths.tolist(), strict=True)):
+        new = length - same
+        if same and nodes + new <= MAX_ROW_NODES and same * 6 * hidden_size >= 2 * nodes * new:
+            shared[index] = same
+            nodes += new
+        else:
+            nodes = length
+    return shared
+
+
+def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: Array) -> _Forest:
+    """Number the nodes sequence by sequence in sorted order, which is pre-order."""
+    kept = np.maximum(shared, 0)
+    fresh = lengths[order] - kept
+    first_node = np.cumsum(fresh) - fresh  # of each sorted sequence
+    total = int(fresh.sum())
+    owner = np.repeat(np.arange(len(order)), fresh)
+    node_depth = np.arange(total) - first_node[owner] + kept[owner]
+    node_token = tokens[starts[order][owner] + node_depth]
+
+    row_begins = np.flatnonzero(shared < 0)
+    row_start = np.append(first_node[row_begins], total)
+    row_is_chain = np.diff(np.append(row_begins, len(order))) == 1
+    node_end = np.repeat(row_start[1:], np.diff(row_start))
+    node_parent = np.arange(total) - 1
+    node_parent[row_start[:-1]] = -1
+    token_node = np.empty(len(tokens), dtype=np.int64)
+
+    path: list[int] = []  # node ids of the sequence before, root first
+    for index, (begin, length, same, node) in enumerate(
+        zip(starts[order].tolist(), lengths[order].tolist(), shared.tolist(), first_node.tolist(), strict=True)
+    ):
+        if same < 0:
+            path = []
+        elif same < len(path):
+            node_end[path[same:]] = node
+        del path[max(same, 0) :]
+        if path and len(path) < length:
+            node_parent[node] = path[-1]
+        path.extend(range(node, node + int(fresh[index])))
+        token_node[begin : begin + length] = path
+    return _Forest(node_token, node_depth, node_end, node_parent, row_start, row_is_chain, token_node)
+
+
+def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
+    """Rows of each micro-batch, longest first."""
+    sizes = np.diff(forest.row_start)
+    parts: list[Array] = []
+    current: list[int] = []
+    nodes = 0
+    for row in np.lexsort((forest.row_is_chain, -sizes)).tolist():
+        if current and nodes + int(sizes[row]) > max_tokens:
+            parts.append(np.array(current))
+            current, nodes = [], 0
+        current.append(row)
+        nodes += int(sizes[row])
+    parts.append(np.array(current))
+    return parts
+
+
+def _micro_batch(forest: _Forest, rows: Array, tokens: Array, mask: Array) -> MicroBatch:
+    sizes = np.diff(forest.row_start)[rows]
+    first = np.cumsum(sizes) - sizes  # local number of each row's first node
+    local = np.arange(int(sizes.sum()))
+    row_of = np.repeat(np.arange(len(rows)), sizes)
+    nodes = forest.row_start[rows][row_of] + local - first[row_of]
+    to_local = np.full(len(forest.node_token), -1, dtype=np.int64)
+    to_local[nodes] = local
+
+    chosen = np.flatnonzero(mask & (to_local[forest.token_node] >= 0))
+    targets = forest.token_node[chosen]
+    children, token_child = np.unique(targets, return_inverse=True)
+    predictors, child_predictor = np.unique(to_local[forest.node_parent[children]], return_inverse=True)
+
+    blocks: list[Block] = []
+    scatter = np.empty(len(nodes), dtype=np.int64)
+    slots = 0
+    for begin, stop in _block_bounds(sizes, forest.row_is_chain[rows]):
+        block = _block(forest, rows[begin:stop], sizes[begin:stop], first[begin:stop])
+        inside = (row_of >= begin) & (row_of < stop)
+        row = row_of[inside] - begin
+        scatter[inside] = slots + row * block.longest + local[inside] - first[begin:stop][row]
+        slots += block.rows * block.longest
+        blocks.append(block)
+    return MicroBatch(
+        token_ids=forest.node_token[nodes],
+        depths=forest.node_depth[nodes],
+        blocks=blocks,
+        scatter=scatter,
+        predictors=predictors,
+        child_predictor=child_predictor.reshape(-1),
+        child_token=forest.node_token[children],
+        tokens=chosen,
+        token_child=token_child.reshape(-1),
+    )
+
+
+def _block_bounds(sizes: Array, is_chain: Array) -> list[tuple[int, int]]:
+    """Cut rows, longest first, where the fill would fall under MIN_FILL."""
+    bounds: list[tuple[int, int]] = []
+    begin, used = 0, 0
+    for index, size in enumerate(sizes.tolist()):
+        longest = int(sizes[begin])
+        if index > begin and (used + size) < MIN_FILL * longest * (index + 1 - begin):
+            bounds.append((begin, index))
+            begin, used = index, 0
+        used += size
+    return [*bounds, (begin, len(sizes))]
+
+
+def _block(forest: _Forest, rows: Array, sizes: Array, first: Array) -> Block:
+    longest = int(sizes.max())
+    slot = np.arange(longest)
+    inside = slot < sizes[:, None]
+    gather = np.where(inside, first[:, None] + slot, 0)
+    end: Array | None = None
+    if not forest.row_is_chain[rows].all():
+        node = np.where(inside, forest.row_start[rows][:, None] + slot, 0)
+        end = np.where(inside, forest.node_end[node] - forest.row_start[rows][:, None], slot + 1)
+    return Block(rows=len(rows), longest=longest, gather=gather.reshape(-1), end=end)

@@ -1,0 +1,58 @@
+"""numpy arrays and torch tensors over the same memory, for every dtype of the wire. It must never change a byte.
+
+The only module below the services that imports torch; nothing that the light services need may import it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from proto import dtypes
+from proto.tensors import Array
+
+_NAMES = {getattr(torch, row.name): row.name for row in dtypes.TABLE}
+# Types that torch and numpy do not hand to one another; same-sized integers carry their bits.
+_CARRIERS = {
+    "bfloat16": (torch.int16, np.dtype("<i2")),
+    "float8_e4m3fn": (torch.uint8, np.dtype("u1")),
+    "float8_e5m2": (torch.uint8, np.dtype("u1")),
+    "float8_e4m3fnuz": (torch.uint8, np.dtype("u1")),
+    "float8_e5m2fnuz": (torch.uint8, np.dtype("u1")),
+    "float8_e8m0fnu": (torch.uint8, np.dtype("u1")),
+}
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """`tensor` as an array of the same shape, strides and bits; shares memory unless the tensor is on a device.
+
+    Raises WireError for a dtype outside `proto.dtypes`.
+    """
+    name = _NAMES.get(tensor.dtype)
+    row = dtypes.by_name(name if name is not None else str(tensor.dtype))
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    carrier = _CARRIERS.get(row.name)
+    array: Array = host.numpy() if carrier is None else host.view(carrier[0]).numpy()
+    return array if carrier is None else array.view(row.numpy)
+
+
+def to_torch(array: Array) -> torch.Tensor:
+    """`array` as a tensor of the same shape and bits; shares memory.
+
+    Copied only when torch cannot hold it as it is: read-only (torch has no read-only tensor), big-endian, with
+    negative strides, or not aligned to its elements. Raises WireError for a dtype outside `proto.dtypes`.
+    """
+    row = dtypes.by_numpy(array.dtype)
+    if array.dtype != row.numpy:
+        array = array.astype(row.numpy)
+    if (
+        not array.flags.writeable
+        or not array.flags.aligned
+        or any(stride % row.itemsize or stride < 0 for stride in array.strides)
+    ):
+        array = array.copy()
+    carrier = _CARRIERS.get(row.name)
+    if carrier is None:
+        return torch.from_numpy(array)
+    tensor: torch.Tensor = torch.from_numpy(array.view(carrier[1])).view(getattr(torch, row.name))
+    return tensor

@@ -1,0 +1,103 @@
+"""A real store process on a run directory of its own, and clients of it; never a stand-in for either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zmq
+from safetensors.numpy import save_file
+
+from proto.ids import new_incarnation
+from proto.messages import Ping, Pong
+from shared.dataplane.client import DataClient
+from shared.rpc.client import Client
+from shared.rundir import RunDir
+
+STORE = "batch-store/0"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def make_run(folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm")) -> RunDir:
+    """A run directory with the smallest topology whose store holds `memory` bytes."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    save_file({"w": np.zeros(1, np.float32)}, model / "model.safetensors")
+    run = RunDir.create(folder / "run", shm_root=shm_root)
+    run.topology.write_text(
+        "run: {name: store-test, steps: 1}\n"
+        f"policy: {{model: {model}, dtype: float32}}\n"
+        'data: {train: {source: "builtin:addition"}}\n'
+        'reward: {function: "builtin:exact_match"}\n'
+        "sampling: {max_new_tokens: 8}\n"
+        "algorithm: {tasks_per_step: 2, group_size: 2, advantage: {name: grpo}}\n"
+        "optimizer: {name: adamw, lr: 1.0e-4}\n"
+        f"services: {{batch-store: {{memory: {memory}}}}}\n"
+    )
+    return run
+
+
+@dataclass
+class StoreProcess:
+    """Start, kill and restart instance 0 of the store of `run`."""
+
+    run: RunDir
+    process: subprocess.Popen[bytes] | None = None
+    killed: int = field(default=0)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.batch_store", "--run", str(self.run.path)],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.killed += 1
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        status = self.process.wait(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return status
+
+
+@dataclass
+class Peer:
+    """What a service that uses the store has: a bus client and a data client."""
+
+    store: Client
+    data: DataClient
+
+
+@asynccontextmanager
+async def peer_of(run: RunDir) -> AsyncIterator[Peer]:
+    """A client that waits until the store answers."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    client = Client(context, run.endpoint("batch-store", 0), STORE, new_incarnation())
+    data = DataClient(lambda service, instance: client)
+    try:
+        await client.call(Ping(), Pong, deadline_s=20)
+        yield Peer(client, data)
+    finally:
+        data.close()
+        client.close()
+        await asyncio.to_thread(context.term)
