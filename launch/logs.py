@@ -74,3 +74,11 @@ class Follower:
         whole = data.rfind(b"\n") + 1
         self._position += whole
         yield from data[:whole].decode(errors="replace").splitlines()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, 0 when there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    run: Annotated[Path | None, typer.Option("--run", help="the run's directory; left out: the newest in ./runs")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="run directory; left out: the newest in ./runs")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line instead of a table")] = False,
     topic: Annotated[
         list[str] | None, typer.Option("--topic", metavar="PREFIX", help="only topics that begin so; may be repeated")
@@ -54,7 +54,7 @@ def main(
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: no noise at exit
 
 
-async def _watch(run: RunDir, prefixes: tuple[str, ...], show: Callable[[Rows], Awaitable[None]]) -> None:
+async def _watch(run: RunDir, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
     loop = asyncio.get_running_loop()
     async with Stream(run, ended=lambda: not run.sockets.exists()) as stream:
         rows = (row async for row in stream.rows() if row.topic.startswith(prefixes))

@@ -53,35 +53,34 @@ def resumable(topology: Topology) -> Path:
 
 
 def lock(path: Path) -> int:
-    """Take the lock on a run directory; returns its descriptor. Waits for what a killed launcher left to end.
+    """Take the run directory; returns the descriptor of the lock that the guard shares, so that it outlives us.
 
-    Raises RpcError(busy) when another launcher holds it.
+    Waits for what a killed launcher left to end. Raises RpcError(busy) when another launcher lives, or its services do.
     """
     path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    until = time.monotonic() + (LOCK_WAIT_S if not _launcher_lives(path) else 0.0)
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                os.close(descriptor)
-                raise RpcError(
-                    ErrorCode.BUSY, f"run directory {path.absolute()}: in use by another launcher; end that one first"
-                ) from None
-            time.sleep(_POLL_S)
-        else:
-            (path / "launcher.pid").write_text(f"{os.getpid()}\n")
-            return descriptor
+    own = os.open(path / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if not _take(own):
+        raise _in_use(path, "another launcher")
+    until = time.monotonic() + LOCK_WAIT_S
+    while not _take(shared):
+        if time.monotonic() >= until:
+            raise _in_use(path, "services of a launcher that was killed")
+        time.sleep(_POLL_S)
+    return shared
 
 
-def _launcher_lives(path: Path) -> bool:
+def _take(descriptor: int) -> bool:
+    """Lock an open file or directory until this process (and who inherits the descriptor) ends."""
     try:
-        pid = int((path / "launcher.pid").read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     return True
+
+
+def _in_use(path: Path, who: str) -> RpcError:
+    return RpcError(ErrorCode.BUSY, f"run directory {path.absolute()}: in use by {who}; end that first")
 
 
 def create(path: Path, topology: Topology) -> RunDir:

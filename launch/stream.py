@@ -21,6 +21,7 @@ PUB = "monitor-pub"
 QUEUED_UPDATES = 10_000
 QUIET_S = 1.0
 SNAPSHOT_DEADLINE_S = 2.0
+_NONE = -1
 
 
 class Stream:
@@ -51,32 +52,37 @@ class Stream:
 
     async def rows(self) -> AsyncIterator[TopicRow]:
         """Yield the last value of every topic, then each change; again after a loss or a restart of the monitor."""
-        incarnation, sequence = 0, 0
+        incarnation, sequence = _NONE, 0
         while True:
-            try:
-                async with asyncio.timeout(QUIET_S):
-                    came_from, update = await self._incoming.get()
-            except TimeoutError:
-                if self._ended():
-                    return
+            update = await self._next()
+            if update is None and self._ended():
+                return
+            if update is None and incarnation != _NONE:
                 continue
-            if came_from == incarnation and update.sequence <= sequence:
-                continue
-            if came_from == incarnation and update.sequence == sequence + 1:
-                sequence = update.sequence
-                yield update.row
-                continue
-            self.gaps += came_from == incarnation
+            if update is not None and update[0] == incarnation:
+                number = update[1].sequence
+                if number <= sequence:
+                    continue
+                if number == sequence + 1:
+                    sequence = number
+                    yield update[1].row
+                    continue
+                self.gaps += 1
             taken = await self._take_snapshot()
             if taken is None:
-                incarnation = 0  # the next update tries again
-                if self._ended():
-                    return
+                incarnation = _NONE
                 continue
             incarnation, snapshot = taken
             sequence = snapshot.sequence
             for row in snapshot.rows:
                 yield row
+
+    async def _next(self) -> tuple[int, Update] | None:
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return await self._incoming.get()
+        except TimeoutError:
+            return None
 
     async def _take_snapshot(self) -> tuple[int, Snapshot] | None:
         try:

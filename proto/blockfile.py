@@ -236,9 +236,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
 
     `file_bytes`: the size the file really has.
     """
-    size, (tasks, keys, rows_n, dims_n, task_name_bytes, key_name_bytes, table_digest) = _unpack(
-        data[:HEADER_BYTES], file_bytes
-    )
+    size, (tasks, keys, rows_n, dims_n, task_name_bytes, table_digest) = _unpack(data[:HEADER_BYTES], file_bytes)
     table = data[HEADER_BYTES : HEADER_BYTES + size]
     if len(table) != size:
         raise WireError(f"block file: table of {len(table)} bytes, the header says {size}")
@@ -270,7 +268,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
     return Table(task_ids, fences.tolist(), key_names, file_bytes, _up(HEADER_BYTES + size), rows, dims, starts)
 
 
-def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
     if len(header) < HEADER_BYTES:
         raise WireError(f"block file of {file_bytes} bytes: no room for its header of {HEADER_BYTES}")
     magic, layout, flags, tasks, keys, rows, dims, task_names, key_names, size, digest, reserved = _HEADER.unpack_from(
@@ -295,7 +293,7 @@ def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, 
     table = 12 * tasks + 8 * dims + _ROW.itemsize * rows + task_names + key_names
     if HEADER_BYTES + table > file_bytes:
         raise WireError(f"block file of {file_bytes} bytes: its table alone has {table}")
-    return table, (tasks, keys, rows, dims, task_names, key_names, digest)
+    return table, (tasks, keys, rows, dims, task_names, digest)
 
 
 def _names(data: Buffer, count: int, what: str) -> list[str]:

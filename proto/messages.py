@@ -389,6 +389,8 @@ class StepBatch(Message, frozen=True, kw_only=True):
     reward_mean_unfiltered: float = 0.0
     samples_failed: int = 0
     dropped: int = 0
+    checkpoint_now: bool = False
+    """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
 
 
 @message(43)

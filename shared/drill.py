@@ -30,7 +30,10 @@ def perturb(name: str, values: Array, seed: int) -> Array:
 
     The noise is 0.05 * mean|values| (0.01 where they are all zero: a fresh bias must move too) times standard
     normals, read from a table at an offset that follows from the name. Sums in float32, cast back to the dtype.
+    Integers (a counter among the buffers) stay as they are.
     """
+    if values.dtype.kind in "biu":
+        return values.copy()
     flat = values.reshape(-1).astype(np.float32)
     if flat.size == 0:
         return values.copy()

@@ -94,6 +94,12 @@ class LeaseBook:
                 lease.cancel.set()
                 self._service.log.warning("lease lost", lease_id=lease_id, stage=self._stage)
 
+    def forget(self, lease: Lease, why: str) -> None:
+        """Drop a lease that is not ours any more."""
+        lease.cancel.set()
+        self._held.pop(lease.grant.lease_id, None)
+        self._service.log.warning("block dropped", lease_id=lease.grant.lease_id, why=why)
+
     async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
         """Wait until there is work. `holds` gives (lineage, step) of the engine's weights.
 

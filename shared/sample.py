@@ -1,4 +1,4 @@
-"""`Sample`: what a reward function is given. It must stay plain data that a user's module can build in its own tests."""
+"""`Sample`: what a reward function is given. It must stay plain data that users can build in their own tests."""
 
 from __future__ import annotations
 

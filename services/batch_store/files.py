@@ -63,9 +63,9 @@ class StoreFiles:
         if room < limit_bytes:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: services.batch-store.memory is {limit_bytes} bytes, {self._directory.parent.parent} has "
-                f"room for {room}; lower it, enlarge the mount (mount -o remount,size=…, docker --shm-size) or name "
-                "another folder as services.batch-store.directory",
+                f"{self._name}: services.batch-store.memory is {limit_bytes} bytes, {self._directory.parent.parent} "
+                f"has room for {room}; lower it, enlarge the mount (mount -o remount,size=…, docker --shm-size) "
+                "or name another folder as services.batch-store.directory",
             )
 
     def path(self, name: str) -> str:

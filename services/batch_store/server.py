@@ -49,7 +49,7 @@ class StoreService(Service):
         settings = topology.load(run.topology).services.batch_store
         self.index = StoreState(self.name, settings.memory, self.incarnation)
         self._files: StoreFiles | None = None
-        self._scanned = asyncio.Event()
+        self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
         handle = self.mailbox.handle
         handle(PutBegin, self._begin)
         handle(PutSeal, self._seal)
@@ -72,7 +72,7 @@ class StoreService(Service):
         self._reap(files)
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
-        self._scanned.set()
+        self._scanned.set_result(files)
 
     async def serve(self) -> None:
         files = await self._ready()
@@ -116,9 +116,8 @@ class StoreService(Service):
         files.retire(self.index.recover_refuse(found.name, found.nbytes))
 
     async def _ready(self) -> StoreFiles:
-        await self._scanned.wait()  # bounded by the caller's deadline (Mailbox)
-        assert self._files is not None
-        return self._files
+        """The files, once a former life's were found again; the wait is bounded by the caller's deadline."""
+        return await asyncio.shield(self._scanned)
 
     def _reap(self, files: StoreFiles) -> None:
         for name in files.reap():

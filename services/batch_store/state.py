@@ -20,7 +20,7 @@ from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask, StoreStats
 from shared.rpc.errors import RpcError
 
-GRANT_S = 30.0
+GRANT_S = 5.0
 """A grant that nobody writes to is taken back after so long: its producer died."""
 RETRY_AFTER_S = 0.2
 MAX_TOMBSTONES = 65536

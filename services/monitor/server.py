@@ -17,12 +17,12 @@ from proto import codec
 from proto.envelope import FLAG_ONE_WAY
 from proto.errors import WireError
 from proto.limits import CONTROL
-from proto.messages import GetSnapshot, GetStatus, Snapshot, Status, Telemetry, TopicRow, Update
+from proto.messages import Ack, GetSnapshot, GetStatus, Snapshot, Status, Telemetry, TopicRow, Update
 from services.monitor import cluster
 from services.monitor.state import MonitorState
 from shared.actor.service import Service
 from shared.rpc.errors import RpcError
-from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
 
@@ -76,12 +76,12 @@ class MonitorService(Service):
         for row in cluster.rows_of(status, time.time()):
             self._publish(self._state.put_changed(row))
 
-    def _on_telemetry(self, message: Telemetry, call: Call) -> Deferred:
+    def _on_telemetry(self, message: Telemetry, call: Call) -> Ack:
         refused = self._state.refused
         self._publish(self._state.take(message))
         if self._state.refused == 1 and refused == 0:
             self.log.warning("too many topics: new ones are not kept", topic=message.topic)
-        return DEFERRED
+        return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:
         return self._state.snapshot()

@@ -10,22 +10,27 @@ from pathlib import Path
 from typing import TypeVar
 
 from proto import messages
-from proto.messages import BatchMeta, LossSpec, WeightsRef
+from proto.messages import BatchMeta, ErrorCode, LossSpec, WeightsRef
 from proto.registry import Message
 from proto.tensors import Array
 from shared.rpc.client import Client
-from shared.rpc.errors import DeadlineExceeded
+from shared.rpc.errors import DeadlineExceeded, RpcError
 
 R = TypeVar("R", bound=Message)
 
+_RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING])
 COMPUTE_S = 3600.0
 """Longest that one call to a worker may take, its place in the queue included."""
 TAKE_OVER_S = 120.0
 """A worker that restarts imports its libraries first."""
 
 
+class WorkersLost(RpcError):
+    """A worker died, or shards it needed were gone: the group must be brought back to a known step (`resume`)."""
+
+
 class WorkerDispatch:
-    """Asynchronous calls to the worker group. RpcError(lost) from any: a worker died or failed a call; see `resume`."""
+    """Asynchronous calls to the worker group. Any may raise WorkersLost, or RpcError(conflict) for an old driver."""
 
     def __init__(self, client: Client, driver: int) -> None:
         """`client`: of the worker's mailbox; `driver`: the incarnation that all calls carry."""
@@ -42,9 +47,7 @@ class WorkerDispatch:
 
     async def init_model(self) -> messages.WorkerReady:
         """The topology's model, step 0, fresh optimizer state."""
-        return await self._call(
-            messages.InitModel(driver=self._driver, order=next(self._orders)), messages.WorkerReady
-        )
+        return await self._call(messages.InitModel(driver=self._driver, order=next(self._orders)), messages.WorkerReady)
 
     async def load_checkpoint(self, step: int) -> messages.WorkerReady:
         """Weights and optimizer state after `step`. RpcError(missing or conflict): not there, or damaged."""
@@ -86,9 +89,7 @@ class WorkerDispatch:
 
     async def save_checkpoint(self, step: int, *, keep_last: int) -> messages.Saved:
         """A durable, verified checkpoint of `step`; older ones past `keep_last` go."""
-        request = messages.SaveCheckpoint(
-            driver=self._driver, order=next(self._orders), step=step, keep_last=keep_last
-        )
+        request = messages.SaveCheckpoint(driver=self._driver, order=next(self._orders), step=step, keep_last=keep_last)
         return await self._call(request, messages.Saved)
 
     async def save_hf_model(self, path: Path) -> messages.Saved:
@@ -102,3 +103,7 @@ class WorkerDispatch:
             return await self._client.call(request, reply, deadline_s=COMPUTE_S)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error}; the worker may hang: ctl restart policy-trainer-worker") from None
+        except RpcError as error:
+            if error.code in _RECOVERABLE:
+                raise WorkersLost(error.code, str(error), names=error.names) from None
+            raise

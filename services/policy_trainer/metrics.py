@@ -1,12 +1,15 @@
-"""The driver's part of a row of metrics.jsonl. Means are built from sums that add up over workers, calls and updates."""
+"""The driver's part of a row of metrics.jsonl. Means are built from sums that add up over workers and calls."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from proto.messages import OptimStepDone, StepBatch
 from proto.tensors import Array
+
+SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "mismatch", "version")
+"""What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
+|anchor - rollout| log-prob, the version that sampled the token."""
 
 
 @dataclass
@@ -24,13 +27,13 @@ class StepMetrics:
     optim_s: float = 0.0
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
 
     def add_sums(self, sums: dict[str, float], seconds: float) -> None:
         """Sums of one `forward_backward`: see `worker.loss` for their names."""
         for name, value in sums.items():
-            self.sums[name] += value  # type: ignore[assignment]  # a Counter of floats
+            self.sums[name] = self.sums.get(name, 0.0) + value
         self.forward_backward_s += seconds
 
     def add_update(self, done: OptimStepDone) -> None:
@@ -41,16 +44,17 @@ class StepMetrics:
         """The flat row, keys as documented for metrics.jsonl. `step_s`: wall time since the last commit."""
         row = batch_row(batch)
         updates = max(len(self.updates), 1)
-        tokens = max(self.sums["tokens"], 1)
+        sums = dict.fromkeys(SUMS, 0.0) | self.sums
+        tokens = max(sums["tokens"], 1.0)
         row |= {
-            "loss/policy": self.sums["policy"] / updates,
-            "loss/kl": self.sums["kl"] / updates,
-            "policy/entropy": self.sums["entropy"] / tokens,
-            "policy/clip_fraction": self.sums["clipped"] / tokens,
+            "loss/policy": sums["policy"] / updates,
+            "loss/kl": sums["kl"] / updates,
+            "policy/entropy": sums["entropy"] / tokens,
+            "policy/clip_fraction": sums["clipped"] / tokens,
             "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
-            "rollout/logprob_mismatch": self.sums["mismatch"] / tokens,
-            "rollout/staleness_mean": self.step - 1 - self.sums["version"] / tokens,
+            "rollout/logprob_mismatch": sums["mismatch"] / tokens,
+            "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens,
             "time/step": step_s,
             "time/wait_batch": self.wait_batch_s,
             "time/forward_backward": self.forward_s + self.forward_backward_s,

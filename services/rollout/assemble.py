@@ -13,6 +13,7 @@ from proto.tensors import Array
 from services.rollout.engine import Generation
 from services.rollout.rewards.scoring import Score
 from services.rollout.tasks import ReadyTask, drop
+from shared.dataplane.client import Receipt
 from shared.stages import ROLLOUT
 
 
@@ -51,19 +52,20 @@ def assemble(
     shards: list[dict[str, Array]] = []
     dropped: list[TaskResult] = []
     for task, group, group_scores in zip(tasks, generations, scores, strict=True):
-        alive = [(each, score) for each, score in zip(group, group_scores, strict=True) if score.value is not None]
+        alive = [
+            (each, score.value) for each, score in zip(group, group_scores, strict=True) if score.value is not None
+        ]
         failed = len(group) - len(alive)
         if len(alive) < min_survivors:
             why = next((score.failure for score in group_scores if score.value is None), "no samples")
-            reason = f"{task.handle.task_id}: {failed} of {len(group)} samples failed, {min_survivors} must be left: {why}"
-            dropped.append(drop(task.handle, reason, failed))
+            reason = f"{failed} of {len(group)} samples failed, {min_survivors} must be left: {why}"
+            dropped.append(drop(task.handle, f"{task.handle.task_id}: {reason}", failed))
             continue
         made = task_shards(task.prompt_ids, [each for each, _ in alive], version)
         shards.append(made)
         results.append(_done(task.handle, made, len(alive), failed))
-        for each, score in alive:
-            assert score.value is not None
-            columns.reward.append(score.value)
+        for each, value in alive:
+            columns.reward.append(value)
             columns.length.append(len(each.token_ids))
             columns.truncated.append(each.finish_reason == "length")
     return Assembled(results, shards, dropped, _scalars(columns, version))
@@ -88,7 +90,7 @@ def task_shards(prompt_ids: Sequence[int], generations: Sequence[Generation], ve
         logprobs[first:end] = each.logprobs
         versions[first:end] = version
         at = end
-    made = {
+    made: dict[str, Array] = {
         "token_ids": token_ids,
         "lengths": lengths,
         "sample_index": np.arange(len(generations), dtype=np.int32),
@@ -99,9 +101,11 @@ def task_shards(prompt_ids: Sequence[int], generations: Sequence[Generation], ve
     return {key: made[key] for key in ROLLOUT.makes}
 
 
-def with_receipt(result: TaskResult, store: str, content_hash: int, nbytes: int) -> TaskResult:
+def with_receipt(result: TaskResult, receipt: Receipt) -> TaskResult:
     """`result` with where its shards lie."""
-    return msgspec.structs.replace(result, store=store, content_hash=content_hash, nbytes=nbytes)
+    return msgspec.structs.replace(
+        result, store=receipt.store, content_hash=receipt.content_hash, nbytes=receipt.nbytes
+    )
 
 
 def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: int) -> TaskResult:

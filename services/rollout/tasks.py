@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from proto.ids import split_task_id
 from proto.messages import ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
-from services.rollout.engine import SamplingParams
+from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder
-from shared.data import DataError, JsonlSource, Row, Source, open_source
+from shared.data import DataError, Row, Source, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN
 
@@ -26,6 +26,9 @@ class ReadyTask:
     row: Row
     prompt_ids: list[int]
 
+    def prompt(self) -> Prompt:
+        return Prompt(self.handle.task_id, self.prompt_ids)
+
 
 @dataclass(frozen=True)
 class PreparedTasks:
@@ -40,10 +43,14 @@ class PreparedTasks:
 class TaskSets:
     """The run's data sets and their sampling. Belongs to one thread at a time (the tokenizer's)."""
 
-    def __init__(self, topology: Topology, prompts: PromptBuilder) -> None:
-        """Opens every source. Raises RpcError(bad_request) for one that cannot be read."""
+    def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
+        """Opens every source. `context_tokens`: the model's longest sequence.
+
+        Raises RpcError(bad_request) for a source that cannot be read.
+        """
         self._topology = topology
         self._prompts = prompts
+        self._context_tokens = context_tokens
         self._sources: dict[str, Source] = {}
         named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
         for split, source in named.items():
@@ -53,14 +60,14 @@ class TaskSets:
             except DataError as error:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
 
-    def prepare(self, grant: LeaseGrant, context_tokens: int) -> PreparedTasks:
+    def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Rows and prompts of a lease. A bad row or a prompt that is too long is a DROP with a one-line reason.
 
         Raises RpcError(bad_request) when the topology has no such split.
         """
         sampling = self._sampling(grant)
-        longest = context_tokens - sampling.max_new_tokens
-        limit = f"the model's context of {context_tokens} less {sampling.max_new_tokens} new tokens"
+        longest = self._context_tokens - sampling.max_new_tokens
+        limit = f"the model's context of {self._context_tokens} less {sampling.max_new_tokens} new tokens"
         configured = self._topology.data.train.max_prompt_tokens
         if grant.split == TRAIN and configured is not None and configured < longest:
             longest, limit = configured, "data.train.max_prompt_tokens"
@@ -68,31 +75,30 @@ class TaskSets:
         dropped: list[TaskResult] = []
         for handle in grant.batch.tasks:
             try:
-                row, place = self._row(grant.split, handle.task_id)
-                ids = self._token_ids(row, place)
+                row, ids = self._read(grant.split, handle.task_id)
                 if len(ids) > longest:
-                    raise ValueError(f"{place}: prompt of {len(ids)} tokens is over {longest}, {limit}; shorten it")
+                    place = self._place(grant.split, handle.task_id)
+                    raise ValueError(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
             except (DataError, ValueError, IndexError) as error:
                 dropped.append(drop(handle, f"{handle.task_id}: {error}"))
                 continue
             ready.append(ReadyTask(handle, row, ids))
-        trains = grant.split == TRAIN
-        return PreparedTasks(ready, dropped, sampling, min(2, sampling.samples) if trains else 1)
+        min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
+        return PreparedTasks(ready, dropped, sampling, min_survivors)
 
-    def texts(self, token_ids: Sequence[Sequence[int]], stop: tuple[str, ...]) -> list[str]:
+    def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
         """The completions' texts, for rewards."""
-        return [self._prompts.completion(list(ids), stop) for ids in token_ids]
+        return [self._prompts.completion(ids, sampling.stop) for ids in token_ids]
 
-    def _row(self, split: str, task_id: str) -> tuple[Row, str]:
-        source = self._sources[split]
-        _, _, index = split_task_id(task_id)
-        return source.row(index), _place(source, index)
-
-    def _token_ids(self, row: dict[str, Any], place: str) -> list[int]:
+    def _read(self, split: str, task_id: str) -> tuple[Row, list[int]]:
+        row = self._sources[split].row(split_task_id(task_id)[2])
         try:
-            return self._prompts.token_ids(row)
+            return row, self._prompts.token_ids(row)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{self._place(split, task_id)}: {error}") from None
+
+    def _place(self, split: str, task_id: str) -> str:
+        return f"{self._sources[split].name} row {split_task_id(task_id)[2]}"
 
     def _sampling(self, grant: LeaseGrant) -> SamplingParams:
         topology = self._topology
@@ -100,9 +106,7 @@ class TaskSets:
         if grant.split != TRAIN:
             chosen = topology.data.eval.get(grant.split)
             if chosen is None:
-                raise RpcError(
-                    ErrorCode.BAD_REQUEST, f"lease of split {grant.split!r}: the topology has no data.eval.{grant.split}"
-                )
+                raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: no data.eval.{grant.split} here")
             temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
         return SamplingParams(
             samples=grant.group_size,
@@ -123,7 +127,3 @@ def drop(handle: TaskHandle, reason: str, samples_failed: int = 0) -> TaskResult
         reason=reason.replace("\n", " ")[:400],
         samples_failed=samples_failed,
     )
-
-
-def _place(source: Source, index: int) -> str:
-    return source.place(index)

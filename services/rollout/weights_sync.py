@@ -76,8 +76,8 @@ class WeightsSync:
             if not self._drilled:
                 await self._drill(ref)
             await self._engine.set_weights(weights)
-        except WeightsMismatch as error:
-            raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {ref.task_id}: {error}") from None
+        except WeightsMismatch as mismatch:
+            raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {ref.task_id}: {mismatch}") from None
         error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
         self.holds = Version(ref.lineage, ref.step)
         report = SyncReport(

@@ -6,7 +6,10 @@ A clear says `(task, fence)`: the store tombstones it and deletes every shard of
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Any
+
+from proto.messages import PutTask
 
 MAX_CLEARS = 1000
 """Clears in one message."""
@@ -36,10 +39,10 @@ class ClearQueues:
             queue.append((task_id, fence, last))
         return len(self._queues)
 
-    def head(self, store: str) -> list[Entry]:
+    def head(self, store: str) -> list[PutTask]:
         """What to send next: at most MAX_CLEARS."""
         queue = self._queues[store]
-        return [queue[i] for i in range(min(len(queue), MAX_CLEARS))]
+        return [PutTask(task_id, fence) for task_id, fence, _ in islice(queue, MAX_CLEARS)]
 
     def pop(self, store: str, count: int) -> list[Entry]:
         queue = self._queues[store]

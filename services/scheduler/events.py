@@ -66,7 +66,7 @@ class Asked:
     """A request arrived. `deadline`: when the caller gives up, in the clock of `now`."""
 
     ref: Ref
-    request: Message
+    request: Any
     deadline: float
     call: tuple[int, int] = (0, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ class Leases:
         self.next_id = 1
         self._live: dict[int, Lease] = {}
         self._of: dict[Holder, dict[int, None]] = {}
+        self._versions: Counter[tuple[int, int]] = Counter()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -68,10 +70,18 @@ class Leases:
 
     def remove(self, lease: Lease) -> None:
         del self._live[lease.lease_id]
+        if lease.version is not None:
+            self._versions[lease.version] -= 1
+            if not self._versions[lease.version]:
+                del self._versions[lease.version]
         of = self._of[lease.holder]
         del of[lease.lease_id]
         if not of:
             del self._of[lease.holder]
+
+    def versions(self) -> set[tuple[int, int]]:
+        """Policy versions that a live lease names."""
+        return set(self._versions)
 
     def held_by(self, holder: Holder) -> list[Lease]:
         return [self._live[lease_id] for lease_id in self._of.get(holder, ())]
@@ -88,6 +98,8 @@ class Leases:
     def _insert(self, lease: Lease) -> None:
         self._live[lease.lease_id] = lease
         self._of.setdefault(lease.holder, {})[lease.lease_id] = None
+        if lease.version is not None:
+            self._versions[lease.version] += 1
 
     def dump(self) -> dict[str, Any]:
         return {

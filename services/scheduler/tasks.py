@@ -163,5 +163,3 @@ class TaskTable:
             if state != TaskState.FREE:
                 table.slot_of[table.task_id(slot)] = slot
         return table
-
-

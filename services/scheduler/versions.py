@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from proto import codec
 from proto.messages import PublishWeights, WeightsRef
@@ -46,9 +46,7 @@ class Versions:
         gone = [
             version
             for version in self._refs
-            if version != self.newest
-            and version not in named
-            and (oldest_exact is None or version[1] < oldest_exact)
+            if version != self.newest and version not in named and (oldest_exact is None or version[1] < oldest_exact)
         ]
         return [self._refs.pop(version) for version in gone]
 
@@ -63,7 +61,5 @@ class Versions:
     def load(cls, data: dict[str, Any]) -> Versions:
         versions = cls()
         for packed in data["refs"]:
-            message = codec.decode_body(PublishWeights.TYPE, packed)
-            assert isinstance(message, PublishWeights)
-            versions.put(message.ref)
+            versions.put(cast(PublishWeights, codec.decode_body(PublishWeights.TYPE, packed)).ref)
         return versions

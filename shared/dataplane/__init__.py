@@ -1,1 +1,1 @@
-"""The same-host data plane: shards from the process that made them to the one that needs them, through shared memory."""
+"""The same-host data plane: shards go from the process that made them to those that need them, by shared memory."""

@@ -63,7 +63,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """One task to read from one store; `at`: its place in the result."""
+    """One task to read from one store; `at`: its place in the result; `keys` None: whatever is there."""
 
     at: int
     task: PutTask
@@ -120,6 +120,7 @@ class DataClient:
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
 
+        No keys: every shard that the tasks' stores hold, in the order they were put (the weights of a version).
         Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
@@ -135,17 +136,7 @@ class DataClient:
         finally:
             for job in jobs:
                 job.cancel()
-        return [{key: found[key] for key in keys} for found in results]
-
-    async def fetch_task(self, task_id: str, fence: int, *, store: str, deadline_s: float) -> dict[str, Array]:
-        """Every shard of one task in one store, in the order they were put (the weights of a version).
-
-        Raises like `fetch`.
-        """
-        results: list[dict[str, Array]] = [{}]
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        await self._fetch(store, [_Want(0, PutTask(task_id, fence), None)], results, deadline)
-        return results[0]
+        return [{key: found[key] for key in keys} for found in results] if keys else results
 
     # ---- put
 
@@ -283,15 +274,15 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> dict[str, list[_Want]]:
         )
     wanted: dict[str, list[_Want]] = {}
     for at, handle in enumerate(meta.tasks):
-        if len(handle.stores) != len(meta.parts):
+        if keys and len(handle.stores) != len(meta.parts):
             raise WireError(f"task {handle.task_id}: {len(handle.stores)} stores for {len(meta.parts)} parts")
-        by_number: dict[int, list[str]] = {}
+        by_number: dict[int, list[str]] = {} if keys else {number: [] for number in handle.stores}
         for key in keys:
             by_number.setdefault(handle.stores[part_of[key]], []).append(key)
         for number, mine in by_number.items():
             if not 0 <= number < len(meta.stores):
                 raise WireError(f"task {handle.task_id}: store {number} of {len(meta.stores)}")
-            want = _Want(at, PutTask(handle.task_id, handle.fence), tuple(mine))
+            want = _Want(at, PutTask(handle.task_id, handle.fence), tuple(mine) or None)
             wanted.setdefault(meta.stores[number], []).append(want)
     return wanted
 

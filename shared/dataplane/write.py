@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 
 from proto.blockfile import Layout
-from proto.tensors import Array
 
 CHUNK_BYTES = 512 << 10
 MAX_PIECES = 512  # below IOV_MAX of 1024, padding included
@@ -46,13 +45,13 @@ def _middle(layout: Layout) -> int:
 
 def _write_rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[int]:
     checksums: list[int] = []
-    pieces: list[Array | bytes | memoryview] = []
+    pieces: list[bytes | memoryview] = []
     at = filled = 0  # the pieces go to [at, filled) of the file
     for array, offset in zip(layout.arrays[begin:end], layout.offsets[begin:end], strict=True):
         if array.nbytes == 0:
             checksums.append(_EMPTY_DIGEST)
             continue
-        flat = array.reshape(-1).view(np.uint8)
+        flat = array.reshape(-1).view(np.uint8).data
         if pieces and (filled - at + flat.nbytes > CHUNK_BYTES or len(pieces) >= MAX_PIECES):
             _write(descriptor, pieces, at)
             pieces = []
@@ -65,7 +64,7 @@ def _write_rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[i
             pieces.append(flat)
             filled = offset + flat.nbytes
         else:
-            checksums.append(_write_large(descriptor, memoryview(flat), offset))
+            checksums.append(_write_large(descriptor, flat, offset))
     if pieces:
         _write(descriptor, pieces, at)
     return checksums
@@ -80,9 +79,9 @@ def _write_large(descriptor: int, data: memoryview, offset: int) -> int:
     return digest.intdigest()
 
 
-def _write(descriptor: int, pieces: list[Array | bytes | memoryview], offset: int) -> None:
+def _write(descriptor: int, pieces: list[bytes | memoryview], offset: int) -> None:
     written = os.pwritev(descriptor, pieces, offset)
-    total = sum(piece.nbytes if isinstance(piece, np.ndarray | memoryview) else len(piece) for piece in pieces)
+    total = sum(map(len, pieces))
     if written < total:  # a signal, or the mount is nearly full: the rest shows which
         rest = b"".join(bytes(piece) for piece in pieces)[written:]
         while rest:

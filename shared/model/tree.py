@@ -91,30 +91,30 @@ def plan(
         raise ValueError(f"sequence {first}: loss_mask is 1 at its first token, which nothing predicts; mask it")
     if not len(lengths):
         return []
-    forest = _grow(tokens, lengths, starts, hidden_size=hidden_size, share=share)
+    forest = _grow(tokens, lengths, starts, min(MAX_ROW_NODES, max_tokens), hidden_size, share=share)
     return [_micro_batch(forest, rows, tokens, mask) for rows in _split_rows(forest, max_tokens)]
 
 
-def _grow(tokens: Array, lengths: Array, starts: Array, *, hidden_size: int, share: bool) -> _Forest:
+def _grow(tokens: Array, lengths: Array, starts: Array, max_nodes: int, hidden_size: int, *, share: bool) -> _Forest:
     count, width = len(lengths), int(lengths.max())
     if share:
         table = np.full((count, width), -1, dtype=np.int64)
         inside = np.arange(width) < lengths[:, None]
         table[inside] = tokens
         big_endian = (table + 1).astype(">u4")
-        order = np.argsort(big_endian.view(f"S{4 * width}").ravel() if width else big_endian, kind="stable")
+        order = np.argsort(big_endian.view(f"S{4 * width}").ravel(), kind="stable")
         differs = table[order[1:]] != table[order[:-1]]
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         # an end (-1) never equals a token, so `common` is at most the shorter length, or both rows are equal
         common = np.minimum(common, np.minimum(lengths[order[1:]], lengths[order[:-1]]))
-        shared = _cut_rows(np.concatenate([[0], common]), lengths[order], hidden_size)
+        shared = _cut_rows(np.concatenate([[0], common]), lengths[order], max_nodes, hidden_size)
     else:
         order = np.arange(count)
         shared = np.full(count, -1, dtype=np.int64)
     return _build(tokens, lengths, starts, order, shared)
 
 
-def _cut_rows(common: Array, lengths: Array, hidden_size: int) -> Array:
+def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int) -> Array:
     """Per sorted sequence: how many leading tokens it takes over from the row, or -1 where a row begins.
 
     A token of the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 against 4 h
@@ -124,7 +124,7 @@ def _cut_rows(common: Array, lengths: Array, hidden_size: int) -> Array:
     nodes = 0
     for index, (same, length) in enumerate(zip(common.tolist(), lengths.tolist(), strict=True)):
         new = length - same
-        if same and nodes + new <= MAX_ROW_NODES and same * 6 * hidden_size >= 2 * nodes * new:
+        if same and nodes + new <= max_nodes and same * 6 * hidden_size >= 2 * nodes * new:
             shared[index] = same
             nodes += new
         else:

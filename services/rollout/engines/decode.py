@@ -41,7 +41,7 @@ class Draws:
             torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
             for name in names
         ]
-        self._drawn: torch.Tensor | None = None
+        self._drawn = torch.empty(0)
 
     def at(self, step: int) -> torch.Tensor:
         """float32 [prompts, samples] of `step`; steps are asked for in order."""
@@ -49,7 +49,6 @@ class Draws:
             self._drawn = torch.stack(
                 [torch.rand((_DRAWN_STEPS, self._samples), generator=each) for each in self._generators], dim=1
             )
-        assert self._drawn is not None
         return self._drawn[step % _DRAWN_STEPS]
 
 
@@ -124,7 +123,7 @@ class Block:
             length_R[live] += running_L
             ended_L = torch.isin(id_L, eos) & running_L
             if self._ending.stopped is not None:
-                ended_L |= self._stop_text(ids_RT, live, running_L, step)
+                ended_L |= _ended_by_text(self._ending.stopped, ids_RT[live, : step + 1], running_L)
             stopped_R[live] |= ended_L
             running_L = running_L & ~ended_L
             remaining = int(running_L.sum())
@@ -184,13 +183,6 @@ class Block:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _stop_text(self, ids_RT: torch.Tensor, live: torch.Tensor, running: torch.Tensor, step: int) -> torch.Tensor:
-        assert self._ending.stopped is not None
-        found = torch.zeros_like(running)
-        for position in running.nonzero().squeeze(1).tolist():
-            found[position] = self._ending.stopped(ids_RT[live[position], : step + 1].tolist())
-        return found
-
     def _results(
         self, ids_RT: torch.Tensor, logprobs_RT: torch.Tensor, length_R: torch.Tensor, stopped_R: torch.Tensor
     ) -> list[list[Generation]]:
@@ -209,6 +201,13 @@ class Block:
             ]
             for first in range(0, self._real * n, n)
         ]
+
+
+def _ended_by_text(stopped: Callable[[list[int]], bool], ids_LT: torch.Tensor, running_L: torch.Tensor) -> torch.Tensor:
+    ended_L = torch.zeros_like(running_L)
+    for row in running_L.nonzero().squeeze(1).tolist():
+        ended_L[row] = stopped(ids_LT[row].tolist())
+    return ended_L
 
 
 def check_cancelled(cancel: threading.Event) -> None:

@@ -8,56 +8,55 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values [rows, heads, capacity, head_dim]; the model sees the filled part as a view.
 
     The prompt's pass keeps its own tensors; room for the whole completion is taken when its rows are repeated.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._capacity = capacity
-        self._key_room: torch.Tensor | None = None
-        self._value_room: torch.Tensor | None = None
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._key_room is None or self._value_room is None:
-            return super().update(key_states, value_states, *args, **kwargs)
+        if self._room is None:
+            super().update(key_states, value_states, *args, **kwargs)
+            return self.keys, self.values
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
-        self._key_room[:, :, start:end] = key_states
-        self._value_room[:, :, start:end] = value_states
-        self._show(end)
-        return self.keys, self.values
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        return self._show(self._room, end)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times and take the room for the whole completion."""
-        self._key_room = self._room(self.keys, repeats)
-        self._value_room = self._room(self.values, repeats)
-        self._show(self.keys.shape[2])
+        self._room = (self._widened(self.keys, repeats), self._widened(self.values, repeats))
+        self._show(self._room, self.keys.shape[2])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows in `indices`."""
-        if self._key_room is None or self._value_room is None:
+        if self._room is None:
             super().batch_select_indices(indices)
             return
-        self._key_room = self._key_room.index_select(0, indices)
-        self._value_room = self._value_room.index_select(0, indices)
-        self._show(self.keys.shape[2])
+        keys, values = self._room
+        self._room = (keys.index_select(0, indices), values.index_select(0, indices))
+        self._show(self._room, self.keys.shape[2])
 
-    def _room(self, states: torch.Tensor, repeats: int) -> torch.Tensor:
+    def _widened(self, states: torch.Tensor, repeats: int) -> torch.Tensor:
         rows, heads, length, width = states.shape
         room = states.new_empty((rows * repeats, heads, self._capacity, width))
-        room[:, :, :length].view(rows, repeats, heads, length, width).copy_(states[:, None])
+        room.view(rows, repeats, heads, self._capacity, width)[:, :, :, :length] = states[:, None]
         return room
 
-    def _show(self, length: int) -> None:
-        assert self._key_room is not None
-        assert self._value_room is not None
-        self.keys = self._key_room[:, :, :length]
-        self.values = self._value_room[:, :, :length]
+    def _show(self, room: tuple[torch.Tensor, torch.Tensor], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = (each[:, :, :length] for each in room)
+        return self.keys, self.values
 
 
 def make_cache(config: Any, capacity: int) -> Cache:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from proto.tensors import Array
@@ -156,16 +157,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
-        ids = torch.from_numpy(token_ids.astype("int64"))
-        device = next(self._model.parameters()).device
-        logprobs, _ = token_logprobs(
-            self._model,
-            ids.to(device),
-            torch.tensor([len(ids)], device=device),
-            torch.ones(len(ids), dtype=torch.uint8, device=device),
-            1.0,
-            len(ids),
-        )
+        mask = np.ones(len(token_ids), np.uint8)
+        mask[0] = 0  # nothing predicts the first token
+        lengths = np.array([len(token_ids)], np.int32)
+        logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
         self._progress += 1
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores
@@ -174,7 +169,8 @@ class TransformersEngine:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        # A token is at least one byte of text, so a stop text that has just ended lies within so many tokens (a few more: special ones).
+        # A token is at least one byte of text: a stop text that has just ended lies within so many tokens. A few
+        # more, because special tokens have no text.
         tail = max(len(text.encode()) for text in texts) + 4
 
         def stopped(token_ids: list[int]) -> bool:

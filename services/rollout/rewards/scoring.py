@@ -124,9 +124,7 @@ def _take(call: _Call, answer: Any) -> None:
         call.fail(f"answered {answer!r:.60} for {len(call.places)} samples, must be a list of as many rewards")
         return
     scores = [total(each) for each in answers]
-    call.finish(
-        [s if s.value is not None else Score(None, f"{call.function.name}: {s.failure}") for s in scores]
-    )
+    call.finish([s if s.value is not None else Score(None, f"{call.function.name}: {s.failure}") for s in scores])
 
 
 def _raised(call: _Call, error: BaseException) -> None:
@@ -188,7 +186,7 @@ def _serve_plain(waiting: deque[_Call], timeout_s: float) -> None:
         call.started = time.monotonic()
         try:
             _take(call, call.function.call(call.argument, **call.function.params))
-        except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function too must cost only its sample
+        except BaseException as error:  # a user's sys.exit(), too, costs only its sample
             _raised(call, error)
         if time.monotonic() - call.started > timeout_s + GRACE_S:
             return  # was given up and replaced meanwhile
@@ -207,7 +205,7 @@ def _serve_async(waiting: deque[_Call], timeout_s: float) -> None:
                     _take(call, await call.function.call(call.argument, **call.function.params))
             except TimeoutError:
                 call.fail(f"no answer within {timeout_s:g} s (reward.timeout_s)")
-            except Exception as error:  # noqa: BLE001 - a user's function
+            except Exception as error:
                 _raised(call, error)
 
     async def all_of_them() -> None:

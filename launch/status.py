@@ -1,0 +1,142 @@
+"""`ctl status`: the scheduler's and the supervisor's view of a run in one. Either may be down; a guess is never shown.
+
+What nobody could tell is null (None).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any, TypeVar
+
+from launch.logs import tail
+from launch.peer import with_client
+from launch.supervisor.plan import SUPERVISOR
+from proto.messages import ErrorCode, GetStatus, GetSupervisorState, ProcessRow, ServiceRow, Status, SupervisorState
+from proto.registry import Message, Request
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name
+from shared.topology import TopologyError, load
+
+R = TypeVar("R", bound=Message)
+_GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
+
+
+async def collect(run: RunDir) -> dict[str, Any]:
+    """`{run, step, steps, version, services: [...], tasks, store}`. Raises RpcError when nobody answers."""
+    seen, supervised = await asyncio.gather(
+        _try(run, "scheduler", GetStatus(), Status),
+        _try(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
+    )
+    if seen is None and supervised is None:
+        raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: neither scheduler nor supervisor answers; is it running?")
+    last = _last_row(run)
+    return {
+        "run": run.name,
+        "step": seen.step if seen else last.get("step"),
+        "steps": seen.steps if seen else _steps(run),
+        "version": seen.version if seen else last.get("policy/version"),
+        "services": _merge(seen.services if seen else [], supervised.processes if supervised else []),
+        "tasks": dict(seen.tasks) if seen else {},
+        "store": {
+            "bytes": seen.store_bytes if seen else None,
+            "limit_bytes": seen.store_limit_bytes if seen else None,
+            "shards": seen.store_shards if seen else None,
+        },
+    }
+
+
+async def _try(run: RunDir, service: str, request: Request, reply: type[R]) -> R | None:
+    try:
+        return await with_client(run, service, request, reply)
+    except RpcError:
+        return None
+
+
+def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:
+    """One entry a service: the supervisor knows processes and restarts, the scheduler hosts and heartbeats."""
+    known = {(row.service, row.instance): row for row in registered}
+    entries: list[dict[str, Any]] = []
+    for process in supervised:
+        row = known.pop((process.service, process.instance), None)
+        same = row if row is not None and row.incarnation == process.incarnation else None
+        entries.append(
+            {
+                "service": process.service,
+                "instance": process.instance,
+                "state": process.state,
+                "pid": process.pid or None,
+                "host": same.host if same else socket.gethostname(),
+                "incarnation": process.incarnation,
+                "restarts": process.restarts,
+                "heartbeat_age_s": same.heartbeat_age_s if same and process.state not in _GONE else None,
+                "rss_bytes": process.rss_bytes or (same.rss_bytes if same else 0),
+            }
+        )
+    for row in known.values():  # started by hand, on another host, or the supervisor is down
+        entries.append(
+            {
+                "service": row.service,
+                "instance": row.instance,
+                "state": row.state,
+                "pid": row.pid,
+                "host": row.host,
+                "incarnation": row.incarnation,
+                "restarts": None,
+                "heartbeat_age_s": row.heartbeat_age_s,
+                "rss_bytes": row.rss_bytes,
+            }
+        )
+    return entries
+
+
+def _last_row(run: RunDir) -> dict[str, Any]:
+    for line in reversed(tail(run.metrics, 2)):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def _steps(run: RunDir) -> int | None:
+    try:
+        return load(run.topology, check_supported=False).run.steps
+    except TopologyError:
+        return None
+
+
+def table(answer: dict[str, Any]) -> None:
+    """Print it for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{answer['run']}: step {answer['step']} of {answer['steps']}, policy version {answer['version']}")
+    rows = Table(box=None, pad_edge=False)
+    for column in ("service", "state", "pid", "restarts", "heartbeat", "memory", "host", "incarnation"):
+        rows.add_column(column, justify="right" if column in ("pid", "restarts", "heartbeat", "memory") else "left")
+    for each in answer["services"]:
+        age = each["heartbeat_age_s"]
+        rows.add_row(
+            service_name(each["service"], each["instance"]),
+            each["state"],
+            str(each["pid"] or "-"),
+            "-" if each["restarts"] is None else str(each["restarts"]),
+            "-" if age is None else f"{age:.1f} s",
+            f"{each['rss_bytes'] / (1 << 20):.0f} MiB",
+            each["host"],
+            f"{each['incarnation']:016x}",
+        )
+    console.print(rows)
+    if answer["tasks"]:
+        console.print("tasks  " + "  ".join(f"{state} {count}" for state, count in answer["tasks"].items() if count))
+    store = answer["store"]
+    if store["bytes"] is not None:
+        console.print(
+            f"store  {store['bytes'] / (1 << 20):.1f} of {store['limit_bytes'] / (1 << 20):.0f} MiB, "
+            f"{store['shards']} shards"
+        )

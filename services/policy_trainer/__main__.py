@@ -1,0 +1,8 @@
+"""Starts the driver: `python -m services.policy_trainer --run D`."""
+
+import sys
+
+from services.policy_trainer.service import PolicyTrainer
+from shared.actor.process import run_process
+
+sys.exit(run_process(PolicyTrainer, "policy_trainer"))

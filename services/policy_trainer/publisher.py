@@ -1,0 +1,128 @@
+"""What follows a step while the next one is under way: publishing its weights, saving a checkpoint, ending the run.
+
+Must never lose a failure: whoever waits here is interrupted by one, so that no one waits for weights that never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from proto.messages import ErrorCode, WeightsRef
+from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.scheduler_calls import SchedulerCalls
+from shared.rpc.errors import RpcError
+from shared.topology.services import Checkpoint
+
+T = TypeVar("T")
+
+FIRST_FENCE = 1
+MAX_FENCES = 16
+"""Lives of a driver that may have put one version and died before announcing it."""
+
+
+class Publisher:
+    """Background work of one driver life under one lineage; at most one publication and one checkpoint at a time."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerCalls,
+        workers: WorkerDispatch,
+        *,
+        checkpoint: Checkpoint,
+        lineage: int,
+        store: str,
+        newest_checkpoint: int,
+        last_step: int,
+        export: Path,
+    ) -> None:
+        self._scheduler = scheduler
+        self._workers = workers
+        self._checkpoint = checkpoint
+        self._lineage = lineage
+        self._store = store
+        self._newest_checkpoint = newest_checkpoint
+        self._last_step = last_step
+        self._export = export
+        self._publishing: asyncio.Task[float] | None = None
+        self._saving: asyncio.Task[float] | None = None
+
+    def begin(self, version: int, *, checkpoint_now: bool = False) -> None:
+        """Publish `version`, and save it when a checkpoint is due (or the scheduler needs one to make room).
+
+        The workers must hold it when this is called.
+        """
+        self._publishing = asyncio.create_task(self._publish(version))
+        due = version % self._checkpoint.every == 0 or version == self._last_step
+        if version and (due or checkpoint_now) and version > self._newest_checkpoint:
+            self._newest_checkpoint = version
+            self._saving = asyncio.create_task(self._save(version, after=self._saving))
+
+    async def collect(self, metrics: StepMetrics) -> None:
+        """Wait for the publication under way (a checkpoint may go on); note the seconds of what has ended."""
+        if self._publishing is not None:
+            metrics.publish_s = await self._publishing
+            self._publishing = None
+        if self._saving is not None and self._saving.done():
+            metrics.checkpoint_s = await self._saving
+            self._saving = None
+
+    async def watch(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, unless something in the background fails first: then its exception."""
+        task = asyncio.create_task(work)
+        try:
+            waiting = {task, *self._background()}
+            while not task.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for each in done - {task}:
+                    each.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def finish(self) -> None:
+        """Wait for the evaluations of the last version, export the model, declare the run complete."""
+        await self.watch(self._scheduler.wait_evals(self._last_step))
+        await asyncio.gather(*self._background())
+        await self._workers.save_hf_model(self._export)
+        await self._scheduler.finish()
+
+    async def cancel(self) -> None:
+        """Give up what is under way."""
+        tasks = self._background()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _background(self) -> list[asyncio.Task[float]]:
+        return [task for task in (self._publishing, self._saving) if task is not None]
+
+    async def _publish(self, version: int) -> float:
+        began = time.perf_counter()
+        await self._scheduler.publish(await self._put_weights(version))
+        return time.perf_counter() - began
+
+    async def _put_weights(self, version: int) -> WeightsRef:
+        for fence in range(FIRST_FENCE, FIRST_FENCE + MAX_FENCES):
+            try:
+                return await self._workers.publish_weights(self._lineage, version, store=self._store, fence=fence)
+            except RpcError as error:
+                # an earlier life put this version and never announced it, so the store swept it up
+                if error.code != ErrorCode.COLLECTED:
+                    raise
+        raise RpcError(
+            ErrorCode.CONFLICT,
+            f"weights {self._lineage}/{version}: {MAX_FENCES} fences are all collected in {self._store}",
+        )
+
+    async def _save(self, version: int, *, after: asyncio.Task[float] | None) -> float:
+        began = time.perf_counter()
+        saved = await self._workers.save_checkpoint(version, keep_last=self._checkpoint.keep_last)
+        if after is not None:
+            await after
+        await self._scheduler.checkpoint_saved(version, list(saved.kept))
+        return time.perf_counter() - began

@@ -1,0 +1,77 @@
+"""What the driver asks of the scheduler, patient while the scheduler restarts. It decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import structlog
+
+from proto import messages
+from proto.messages import Ack, ErrorCode, WeightsRef
+from proto.registry import Message, Request
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+
+R = TypeVar("R", bound=Message)
+
+POLL_S = 20.0
+"""One long poll; the scheduler answers NOT_READY shortly before."""
+PATIENCE_S = 120.0
+"""How long the scheduler may be away before the driver gives up (it is restarted within seconds)."""
+_AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
+
+
+class SchedulerCalls:
+    """Every call carries the driver's incarnation; RpcError(conflict) means that another driver has taken over."""
+
+    def __init__(self, client: Client, driver: int) -> None:
+        self._client = client
+        self._driver = driver
+        self._log = structlog.get_logger("driver")
+
+    async def run_info(self, *, reload: bool = False) -> messages.RunInfo:
+        """Where the run stands; with `reload` it begins a new lineage of weights."""
+        return await self._ask(messages.GetRunInfo(driver=self._driver, reload=reload), messages.RunInfo)
+
+    async def next_batch(self, step: int) -> messages.StepBatch:
+        """The journaled batch of `step`, waiting until there is one."""
+        return await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
+
+    async def commit(self, step: int, metrics: dict[str, float]) -> None:
+        await self._ask(messages.CommitStep(driver=self._driver, step=step, metrics=metrics), Ack)
+
+    async def publish(self, ref: WeightsRef) -> None:
+        await self._ask(messages.PublishWeights(driver=self._driver, ref=ref), Ack)
+
+    async def checkpoint_saved(self, step: int, kept: list[int]) -> None:
+        await self._ask(messages.CheckpointSaved(driver=self._driver, step=step, kept=kept), Ack)
+
+    async def wait_evals(self, step: int) -> messages.EvalsDone:
+        """The evaluations of version `step`, waiting until they are done."""
+        return await self._poll(messages.WaitEvals(driver=self._driver, step=step), messages.EvalsDone)
+
+    async def finish(self) -> None:
+        await self._ask(messages.FinishRun(driver=self._driver), Ack)
+
+    async def _poll(self, request: Request, reply: type[R]) -> R:
+        """Ask again as long as the scheduler says that there is nothing yet."""
+        while True:
+            try:
+                return await self._ask(request, reply)
+            except RpcError as error:
+                if error.code != ErrorCode.NOT_READY:
+                    raise
+                self._log.info("waiting", request=type(request).__name__, answer=str(error))
+
+    async def _ask(self, request: Request, reply: type[R]) -> R:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE_S
+        while True:
+            try:
+                return await self._client.call(request, reply, deadline_s=POLL_S)
+            except RpcError as error:
+                if error.code not in _AWAY or loop.time() >= give_up:
+                    raise
+                self._log.warning("scheduler away, asking again", request=type(request).__name__, error=str(error))
+                await asyncio.sleep(error.retry_after_s or 0.2)  # paces the retries, nothing waits on it

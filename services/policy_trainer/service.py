@@ -1,0 +1,71 @@
+"""The driver as an actor: resumes, trains, and resumes again when a worker was lost. Touches no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
+from services.policy_trainer.driver import Driver
+from services.policy_trainer.publisher import Publisher
+from services.policy_trainer.resume import resume
+from services.policy_trainer.scheduler_calls import SchedulerCalls
+from shared import topology as topologies
+from shared.actor.service import Service
+from shared.rundir import service_name
+from shared.topology import Topology
+
+WORKER = "policy-trainer-worker"
+STORE = service_name("batch-store", 0)
+MAX_RECOVERIES = 5
+"""Times in a row that workers may be lost before one more step is committed."""
+
+
+class PolicyTrainer(Service):
+    """`python -m services.policy_trainer`: ends with status 0 when the run is complete."""
+
+    NAME = "policy-trainer"
+
+    async def serve(self) -> None:
+        topology = topologies.load(self.run.topology)
+        scheduler = SchedulerCalls(self.scheduler, self.incarnation)
+        workers = WorkerDispatch(self.client(WORKER), self.incarnation)
+        lost_at, losses = -1, 0
+        if (await scheduler.run_info()).stopping:
+            return  # an earlier life finished the run
+        while True:
+            try:
+                await self._train(topology, scheduler, workers)
+                return
+            except WorkersLost as error:
+                committed = (await scheduler.run_info()).committed_step
+                losses = losses + 1 if committed == lost_at else 1
+                lost_at = committed
+                if losses > MAX_RECOVERIES:
+                    raise
+                self.log.warning("workers lost, resuming", committed=committed, error=str(error))
+
+    async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
+        standing = await resume(scheduler, workers, list(self._checkpoints()))
+        publisher = Publisher(
+            scheduler,
+            workers,
+            checkpoint=topology.checkpoint,
+            lineage=standing.lineage,
+            store=STORE,
+            newest_checkpoint=standing.checkpoint,
+            last_step=topology.run.steps,
+            export=self.run.export,
+        )
+        try:
+            await Driver(topology, scheduler, workers, publisher, standing, self._show).train()
+        finally:
+            await publisher.cancel()
+
+    def _checkpoints(self) -> Iterator[int]:
+        for folder in self.run.checkpoints.glob("step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit():
+                yield int(number)
+
+    def _show(self, row: dict[str, float]) -> None:
+        self.telemetry.emit("train", dict(row))

@@ -1,0 +1,136 @@
+"""Checkpoints on disk: safetensors and JSON under `step-<n>/`. One is either whole or not there, whenever a kill comes.
+
+    model.safetensors      weights under their Hugging Face names
+    optimizer.safetensors  <slot>/<parameter>
+    state.json             layout version, step, and size and xxh3-64 of both files
+
+Written into a temporary folder, synced, read back against the checksums, renamed. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+
+LAYOUT = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_PREFIX = "step-"
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a worker needs to go on after `step`."""
+
+    step: int
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints under `folder`, ascending."""
+    names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def save(folder: Path, state: State, *, keep_last: int, keep_every: int | None = None) -> Path:
+    """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
+    multiples of `keep_every`. Returns the path once everything is durable and verified. Raises OSError (disk full).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    target = folder / f"{_PREFIX}{state.step}"
+    partial = folder / f".{target.name}.partial"
+    partial.mkdir()
+    save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
+    save_file(state.optimizer, partial / OPTIMIZER)
+    manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "files": {}}
+    for name in (MODEL, OPTIMIZER):
+        os.chmod(partial / name, 0o644)
+        _sync(partial / name)
+        size, digest = _digest(partial / name)
+        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{digest:016x}"}
+    (partial / STATE).write_text(json.dumps(manifest, indent=2) + "\n")
+    _sync(partial / STATE)
+    _sync(partial)
+    _verify(partial)
+    if target.exists():
+        target.rename(folder / f".{target.name}.replaced")
+    partial.rename(target)
+    _sync(folder)
+    for step in steps(folder)[:-keep_last]:
+        if not keep_every or step % keep_every:
+            (folder / f"{_PREFIX}{step}").rename(folder / f".{_PREFIX}{step}.removed")
+    _sweep(folder)
+    return target
+
+
+def load(folder: Path, step: int) -> State:
+    """The checkpoint of `step`. Raises RpcError: missing, or conflict when a file is not what was written."""
+    path = folder / f"{_PREFIX}{step}"
+    if not path.is_dir():
+        there = ", ".join(map(str, steps(folder))) or "none"
+        raise RpcError(ErrorCode.MISSING, f"checkpoint {path}: not there; there are: {there}")
+    manifest = _verify(path)
+    if manifest.get("step") != step:
+        raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
+    try:
+        return State(step, load_file(path / MODEL), load_file(path / OPTIMIZER))
+    except (SafetensorError, OSError) as error:
+        raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest, when every file has its size and checksum. Raises RpcError(conflict)."""
+    try:
+        manifest = json.loads((path / STATE).read_text())
+        if manifest["layout"] != LAYOUT:
+            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']}, this is {LAYOUT}")
+        expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
+        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RpcError(
+            ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
+        ) from None
+    for name in (MODEL, OPTIMIZER):
+        if found[name] != expected.get(name):
+            raise RpcError(
+                ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"
+            )
+    return dict(manifest)
+
+
+def _digest(path: Path) -> tuple[int, int]:
+    hasher = xxhash.xxh3_64()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return size, hasher.intdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what an interrupted save or removal left behind; their names begin with a dot."""
+    for leftover in folder.glob(f".{_PREFIX}*"):
+        shutil.rmtree(leftover)

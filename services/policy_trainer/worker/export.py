@@ -1,0 +1,37 @@
+"""Exports the policy as a Hugging Face folder that loads like the one it came from. Never pickles weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
+
+
+def export(model: nn.Module, policy_dir: Path, target: Path) -> None:
+    """Write model, configuration and the tokenizer files of `policy_dir` to `target` in one move, replacing it.
+
+    Raises OSError (no room, no permission).
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, replaced = (target.parent / f".{target.name}.{end}" for end in ("partial", "replaced"))
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    hf_model: Any = model
+    hf_model.save_pretrained(partial)
+    for source in sorted(policy_dir.iterdir()):
+        written = partial / source.name
+        if source.is_file() and not written.exists() and not source.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(source, written)
+    for path in partial.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600: unreadable to another user's engine
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)

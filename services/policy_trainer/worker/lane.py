@@ -1,0 +1,75 @@
+"""Calls of one driver in the order it gave them, each once. Decides who may call; runs nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+from proto.messages import ErrorCode, WorkerRequest
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
+
+
+class Lane:
+    """The queue between mailbox and compute thread; belongs to the event loop.
+
+    A driver takes the lane over with its incarnation. From then on others are refused, and so is every call after one
+    that failed: a step must not be taken with a gradient that is not complete.
+    """
+
+    def __init__(self) -> None:
+        self.driver = 0
+        self.done = 0
+        """Order of the last call taken from the lane."""
+        self.epoch = 0
+        """Counts take-overs."""
+        self._retired: set[int] = set()
+        self._waiting: dict[int, tuple[WorkerRequest, Call]] = {}
+        self._failed = ""
+        self._arrived = asyncio.Event()
+
+    def take_over(self, driver: int) -> None:
+        """`driver` commands from now on; what waits is refused. Raises RpcError(conflict) for one that was replaced."""
+        if driver in self._retired:
+            raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
+        if self.driver not in (0, driver):
+            self._retired.add(self.driver)
+        self.driver = driver
+        self.epoch += 1
+        self._failed = ""
+        for _, call in self._waiting.values():
+            call.fail(RpcError(ErrorCode.LOST, f"driver {driver:x} took the worker over"))
+        self._waiting.clear()
+
+    def add(self, request: WorkerRequest, call: Call) -> None:
+        """Queue a call. Raises RpcError: conflict for another driver or an order that was used, lost for a call that
+        cannot be trusted to build on the ones before it (new life of the worker, earlier failure)."""
+        name = type(request).__name__
+        if not self.driver:
+            raise RpcError(ErrorCode.LOST, f"{name}: this life of the worker knows no driver yet; take it over first")
+        if request.driver != self.driver:
+            raise RpcError(
+                ErrorCode.CONFLICT, f"{name} of driver {request.driver:x} refused: {self.driver:x} has taken over"
+            )
+        if self._failed:
+            raise RpcError(ErrorCode.LOST, f"{name} refused: an earlier call failed ({self._failed})")
+        if request.order <= self.done or request.order in self._waiting:
+            raise RpcError(ErrorCode.CONFLICT, f"{name}: order {request.order} was used, {self.done} are done")
+        self._waiting[request.order] = (request, call)
+        self._arrived.set()
+
+    async def next(self) -> tuple[WorkerRequest, Call]:
+        """The next call in order, waiting for those before it."""
+        while self.done + 1 not in self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        self.done += 1
+        return self._waiting.pop(self.done)
+
+    def fail(self, cause: str, *, epoch: int) -> None:
+        """A call begun in `epoch` failed: refuse what was sent after it, until the driver takes over again."""
+        if epoch != self.epoch:
+            return
+        self._failed = cause
+        for request, call in self._waiting.values():
+            call.fail(RpcError(ErrorCode.LOST, f"{type(request).__name__} refused: an earlier call failed ({cause})"))
+        self._waiting.clear()

@@ -1,0 +1,53 @@
+"""Joins the shards of a batch's tasks into flat arrays, and spreads per-sample numbers over tokens. Copies once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from proto.messages import ErrorCode
+from proto.tensors import Array
+from shared.rpc.errors import RpcError
+from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
+
+REF_KEY, PROX_KEY = REFERENCE.makes[0], PROXIMAL.makes[0]
+SCORE_KEYS = PROXIMAL.needs
+LOSS_KEYS = ROLLOUT.makes
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All sequences of a batch: `flat[key]` is [T] (or [S] for `lengths`), tasks one after the other."""
+
+    flat: dict[str, Array]
+    tokens_of_task: Array
+    sequences_of_task: Array
+
+
+def join(tasks: Sequence[dict[str, Array]]) -> Tokens:
+    """`tasks`: the shards of each task, all with the same keys, at least `lengths`."""
+    return Tokens(
+        flat={key: np.concatenate([task[key] for task in tasks]) for key in tasks[0]},
+        tokens_of_task=np.array([int(task["lengths"].sum()) for task in tasks]),
+        sequences_of_task=np.array([len(task["lengths"]) for task in tasks]),
+    )
+
+
+def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Array:
+    """[T]: each token's sample's entry of `values` [samples], through `sample_index`.
+
+    Raises RpcError(bad_request) when the shards hold more samples than the batch says.
+    """
+    first = np.cumsum(samples_of_task) - np.asarray(samples_of_task)
+    index = tokens.flat["sample_index"].astype(np.int64)
+    allowed = np.repeat(np.asarray(samples_of_task), tokens.sequences_of_task)
+    if len(values) != sum(samples_of_task) or (index >= allowed).any() or (index < 0).any():
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"{len(values)} values for {sum(samples_of_task)} samples, sample_index up to {index.max()}: the batch and "
+            "its shards disagree",
+        )
+    of_sequence = np.repeat(first, tokens.sequences_of_task) + index
+    return np.repeat(values[of_sequence], tokens.flat["lengths"])

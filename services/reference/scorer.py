@@ -1,0 +1,75 @@
+"""The frozen model on its compute thread. Must never be trained, nor loaded by a light process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from proto.tensors import Array
+from shared.model.load import load_model
+from shared.model.logprobs import token_logprobs
+from shared.tensors_torch import to_numpy
+
+T = TypeVar("T")
+
+
+class Scorer:
+    """Log-probs under the frozen model. Its coroutines belong to the service's loop."""
+
+    def __init__(self, *, model: Path, dtype: str, threads: int, temperature: float, max_tokens: int) -> None:
+        """`temperature`: the training sampling's; `max_tokens`: of one forward pass."""
+        self._path = model
+        self._dtype = dtype
+        self._threads = threads
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._model: list[nn.Module] = []  # filled by start
+        self._progress = 0
+
+    @property
+    def progress(self) -> int:
+        """Advanced by the compute thread only: once a block."""
+        return self._progress
+
+    async def start(self) -> None:
+        """Load the model directory's weights."""
+        await self._on_compute(self._load)
+
+    async def score(self, tasks: Sequence[dict[str, Array]]) -> list[Array]:
+        """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch."""
+        return await self._on_compute(lambda: self._score(tasks))
+
+    def stop(self) -> None:
+        """End the thread once its present block is done."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _load(self) -> None:
+        torch.set_num_threads(self._threads)
+        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False))
+        self._progress += 1
+
+    @torch.inference_mode()
+    def _score(self, tasks: Sequence[dict[str, Array]]) -> list[Array]:
+        joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}
+        logprobs, _ = token_logprobs(
+            self._model[0],
+            joined["token_ids"],
+            joined["lengths"],
+            joined["loss_mask"],
+            self._temperature,
+            self._max_tokens,
+        )
+        self._progress += 1
+        ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
+        return [part.astype(np.float32) for part in np.split(to_numpy(logprobs), ends)]

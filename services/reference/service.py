@@ -1,0 +1,172 @@
+"""The reference actor: leases rolled-out tasks, scores their tokens with the frozen model, puts `ref_logprobs`.
+Must never score at another temperature than the tokens were sampled at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.tensors import Array
+from shared.actor.service import Service
+from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.pipeline import LeasePipeline
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name
+from shared.stages import REFERENCE
+
+if TYPE_CHECKING:
+    from services.reference.scorer import Scorer
+
+MAX_BLOCK_TASKS = 64
+DATA_CALL_S = 30.0
+_MAKES = REFERENCE.makes[0]
+Shards = list[dict[str, Array]]
+
+
+class ReferenceService(Service):
+    """One copy of the frozen model."""
+
+    NAME: ClassVar[str] = "reference"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._data = DataClient(self.client)
+        self._scorer: Scorer | None = None
+        self._worker: ReferenceWorker | None = None
+
+    async def start(self) -> None:
+        # Imports take seconds: off the loop, so that the mailbox answers meanwhile.
+        scorer, store = await asyncio.to_thread(_make, self.run)
+        self._scorer = scorer
+        await scorer.start()
+        self._worker = ReferenceWorker(self, scorer, self._data, store)
+
+    async def serve(self) -> None:
+        if self._worker is not None:
+            await self._worker.pipeline.run()
+
+    async def drain(self) -> None:
+        if self._worker is not None:
+            await self._worker.pipeline.drain()
+
+    async def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.stop()
+        self._data.close()
+        await super().close()
+
+    def heartbeat(self) -> Heartbeat:
+        beat = super().heartbeat()
+        return beat if self._worker is None else msgspec.structs.replace(beat, leases=self._worker.leases.progress())
+
+    def on_leases_lost(self, lease_ids: list[int]) -> None:
+        if self._worker is not None:
+            self._worker.leases.lost(lease_ids)
+
+
+class ReferenceWorker:
+    """Takes leases from mapped shards to completed ones. Belongs to the service's loop."""
+
+    def __init__(self, service: Service, scorer: Scorer, data: DataClient, store: str) -> None:
+        """`store`: where shards go (`batch-store/0`)."""
+        self._service = service
+        self._scorer = scorer
+        self._data = data
+        self._store = store
+        self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
+        self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
+            self.leases,
+            acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),
+            prepare=self._fetch,
+            compute=self._score,
+            finish=self._finish,
+        )
+
+    async def _fetch(self, lease: Lease) -> Shards:
+        meta = lease.grant.batch
+        try:
+            return await self.leases.persist(
+                lease, "fetch", lambda: self._data.fetch(meta, REFERENCE.needs, deadline_s=DATA_CALL_S)
+            )
+        except RpcError as error:
+            # Shards that are gone do not come back under this fence: say so, for the tasks to be rolled out again.
+            gone = _tasks_of(error, meta.tasks) if error.code == ErrorCode.MISSING else []
+            if not gone:
+                raise
+            reason = str(error)[:400]
+            await self.leases.complete(
+                lease, [TaskResult(task.task_id, task.fence, Outcome.RETRY, reason=reason) for task in gone]
+            )
+            raise LeaseLost(f"ended: {reason}") from None
+
+    async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
+        lease.check()
+        started = time.perf_counter()
+        logprobs = await self._scorer.score(shards)
+        return logprobs, time.perf_counter() - started
+
+    async def _finish(self, lease: Lease, _: Shards, computed: tuple[list[Array], float]) -> None:
+        logprobs, seconds = computed
+        tasks = lease.grant.batch.tasks
+        puts = [
+            TaskShards(task.task_id, task.fence, {_MAKES: values}) for task, values in zip(tasks, logprobs, strict=True)
+        ]
+        receipts = await self.leases.persist(
+            lease, "put", lambda: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
+        )
+        await self.leases.complete(lease, [_done(*each) for each in zip(tasks, receipts, logprobs, strict=True)])
+        tokens = sum(len(values) for values in logprobs)
+        rate = tokens / max(seconds, 1e-9)
+        self._service.telemetry.emit(
+            "reference", {"tasks": len(tasks), "tokens": tokens, "seconds": seconds, "tokens_per_s": rate}
+        )
+
+
+def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
+    return TaskResult(
+        task_id=task.task_id,
+        fence=task.fence,
+        outcome=Outcome.DONE,
+        store=receipt.store,
+        content_hash=receipt.content_hash,
+        samples=task.samples,
+        tokens=len(values),
+        nbytes=receipt.nbytes,
+    )
+
+
+def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
+    """The tasks whose shards the error names (`task_id#key`)."""
+    named = {name.partition("#")[0] for name in error.names}
+    return [task for task in tasks if task.task_id in named]
+
+
+def _make(run: RunDir) -> tuple[Scorer, str]:
+    from services.reference.scorer import Scorer
+    from shared import topology
+
+    try:
+        loaded = topology.load(run.topology)
+    except topology.TopologyError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+    settings = loaded.services.reference
+    if settings is None:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
+        )
+    scorer = Scorer(
+        model=Path(loaded.policy.model),
+        dtype=loaded.policy.dtype,
+        threads=settings.threads or 1,
+        temperature=loaded.sampling.temperature,
+        max_tokens=settings.max_tokens_per_micro_batch,
+    )
+    return scorer, service_name("batch-store", loaded.store_hosts().index(settings.host))

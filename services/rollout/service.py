@@ -1,0 +1,118 @@
+"""The rollout actor: starts an engine and everything around it, then works through leases (`worker`). Must never let
+user code or the model run on its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import msgspec
+
+from proto.messages import ErrorCode, Heartbeat
+from services.rollout.engine import Engine
+from services.rollout.engines import make_engine
+from services.rollout.prompts import PromptBuilder
+from services.rollout.rewards.load import load_rewards
+from services.rollout.tasks import TaskSets
+from services.rollout.weights_sync import WeightsSync
+from services.rollout.worker import RolloutWorker
+from shared.actor.service import Service
+from shared.dataplane.client import DataClient
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name
+
+if TYPE_CHECKING:
+    from shared.topology import Topology
+
+T = TypeVar("T")
+
+
+class RolloutService(Service):
+    """One inference engine and what surrounds it."""
+
+    NAME: ClassVar[str] = "rollout"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
+        self._data = DataClient(self.client)
+        self._engine: Engine | None = None
+        self._worker: RolloutWorker | None = None
+
+    async def start(self) -> None:
+        """Rewards first: a function that cannot be imported ends the start within a second, not after the model."""
+        topology = await self._on_text(lambda: _load_topology(self.run))
+        settings = topology.services.rollout
+        rewards = await self._on_text(lambda: load_rewards(topology.reward.terms))
+        model = Path(topology.policy.model)
+        # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
+        engine = self._engine = await self._on_text(
+            lambda: make_engine(
+                settings.engine,
+                model=model,
+                dtype=topology.policy.dtype,
+                threads=settings.threads or 1,
+                deterministic=topology.run.deterministic,
+            )
+        )
+        await engine.start()
+        add_prompt = topology.policy.chat_template.add_generation_prompt
+        tasks = await self._on_text(
+            lambda: TaskSets(topology, PromptBuilder(model, add_generation_prompt=add_prompt), engine.context_tokens)
+        )
+        self._worker = RolloutWorker(
+            self,
+            engine=engine,
+            sync=WeightsSync(engine, self.name, self.telemetry.emit),
+            tasks=tasks,
+            rewards=rewards,
+            reward_timeout_s=topology.reward.timeout_s,
+            data=self._data,
+            store=service_name("batch-store", topology.store_hosts().index(settings.host)),
+            block_tasks=settings.block_tasks,
+            on_text=self._on_text,
+        )
+
+    async def serve(self) -> None:
+        if self._worker is not None:
+            await self._worker.run()
+
+    async def drain(self) -> None:
+        if self._worker is not None:
+            await self._worker.drain()
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.stop()
+        self._text.shutdown(wait=False, cancel_futures=True)
+        self._data.close()
+        await super().close()
+
+    def heartbeat(self) -> Heartbeat:
+        beat = super().heartbeat()
+        if self._worker is None:
+            return beat
+        holds = self._worker.holds
+        return msgspec.structs.replace(
+            beat, holds_lineage=holds.lineage, holds_step=holds.step, leases=self._worker.leases.progress()
+        )
+
+    def on_leases_lost(self, lease_ids: list[int]) -> None:
+        if self._worker is not None:
+            self._worker.leases.lost(lease_ids)
+
+    async def _on_text(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+
+def _load_topology(run: RunDir) -> Topology:
+    from shared import topology
+
+    try:
+        return topology.load(run.topology)
+    except topology.TopologyError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None

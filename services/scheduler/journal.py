@@ -1,0 +1,197 @@
+"""The scheduler's memory on disk: every durable event in order, a snapshot now and then, readable tables for people.
+
+SQLite in WAL mode, committed once a burst: an effect leaves only after its event is here. It never interprets an event.
+A killed process loses nothing; `synchronous=NORMAL` means that a power cut may lose the last commits, never order.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from proto import codec
+from proto.errors import WireError
+from proto.messages import ErrorCode
+from proto.registry import Message
+from services.scheduler.events import (
+    Cleared,
+    Configure,
+    Durable,
+    Internal,
+    Leased,
+    LeaseExpired,
+    SaveEval,
+    SaveStep,
+    WriteRow,
+)
+from services.scheduler.snapshot import LAYOUT
+from shared.rpc.errors import RpcError
+
+FORMAT = f"rlbus-scheduler-{LAYOUT}"
+SNAPSHOT_BYTES = 8 << 20
+"""Events of this size, or of twice the last snapshot's, are replaced by a new snapshot: replay stays bounded and
+snapshots cost a constant share of all writing."""
+
+_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared)
+_DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
+_KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (
+    step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS evals (
+    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL NOT NULL, samples INTEGER NOT NULL,
+    dropped INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, version));
+CREATE TABLE IF NOT EXISTS rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL);
+"""
+
+
+class Journal:
+    """One open journal. `append` and `save` belong to the next `commit`."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        """Open or begin the journal of the run with this plan fingerprint.
+
+        Raises RpcError(bad_request), one line, when the file is no journal, damaged, of another release or of another
+        plan.
+        """
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement in _TABLES.split(";"):
+                self._db.execute(statement)
+            meta = dict(self._db.execute("SELECT key, value FROM meta"))
+            if not meta:
+                rows = [("format", FORMAT), ("plan", fingerprint)]
+                self._db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+                meta = dict(rows)
+            self._db.execute("COMMIT")
+            self.seq = self._db.execute("SELECT max(seq) FROM events").fetchone()[0] or self._snapshot_seq()
+            self._event_bytes = self._db.execute("SELECT total(length(body)) FROM events").fetchone()[0]
+            self._snapshot_bytes = self._db.execute("SELECT total(length(body)) FROM snapshot").fetchone()[0]
+        except sqlite3.Error as error:
+            raise self._broken(str(error)) from None
+        if meta.get("format") != FORMAT:
+            raise self._broken(f"format {meta.get('format')!r}, this release reads {FORMAT!r}; use the same release")
+        if meta.get("plan") != fingerprint:
+            raise self._broken(
+                "written under other seed, data, staleness, stages or batch sizes; these cannot change in a run, "
+                "start a new one"
+            )
+        self._events: list[tuple[int, float, int, bytes]] = []
+        self._saves: list[tuple[str, tuple[Any, ...]]] = []
+
+    def _snapshot_seq(self) -> int:
+        row = self._db.execute("SELECT seq FROM snapshot").fetchone()
+        return row[0] if row else 0
+
+    def _broken(self, cause: str) -> RpcError:
+        return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:500])
+
+    def snapshot(self) -> bytes | None:
+        """The newest snapshot, if there is one."""
+        row = self._db.execute("SELECT body FROM snapshot").fetchone()
+        return row[0] if row else None
+
+    def events(self) -> Iterator[Durable]:
+        """Every event after the snapshot, in order. Raises RpcError for one that cannot be read."""
+        seq = self._snapshot_seq()
+        try:
+            for found, kind, body in self._db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+                if found != seq + 1:
+                    raise self._broken(f"event {seq + 1} is missing; restore the file from a backup")
+                seq = found
+                decoder = _DECODERS.get(kind)
+                yield decoder.decode(body) if decoder is not None else codec.decode_body(kind, body)
+        except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
+            raise self._broken(f"event {seq}: {error}; restore the file from a backup") from None
+
+    def append(self, event: Durable, at: float) -> None:
+        """Add a durable event. `at`: seconds since 1970, for people."""
+        kind = _KINDS.get(type(event))  # type: ignore[arg-type]
+        if kind is not None:
+            body = msgspec.msgpack.encode(event)
+        else:
+            message = cast(Message, event)
+            kind, body = message.TYPE, codec.encode_body(message)
+        self.seq += 1
+        self._event_bytes += len(body)
+        self._events.append((self.seq, at, kind, body))
+
+    def save(self, effect: SaveStep | SaveEval | WriteRow, at: float) -> None:
+        """Add a row of a readable table."""
+        match effect:
+            case SaveStep(state="BATCHED"):
+                values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
+                self._saves.append(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", values))
+            case SaveStep():
+                values = (effect.state, at, json.dumps(effect.metrics), effect.step)
+                self._saves.append(("UPDATE steps SET state=?, committed_at=?, metrics=? WHERE step=?", values))
+            case SaveEval():
+                values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
+                self._saves.append(("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?)", values))
+            case WriteRow():
+                self._saves.append(("INSERT OR IGNORE INTO rows VALUES (?, ?)", (effect.step, json.dumps(effect.row))))
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self._events or self._saves)
+
+    @property
+    def due(self) -> bool:
+        """Whether enough has been written for a new snapshot."""
+        return bool(self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes))
+
+    def commit(self) -> None:
+        """Make everything since the last commit durable. Raises RpcError naming the file when the disk refuses."""
+        if not self.dirty:
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", self._events)
+            for statement, values in self._saves:
+                self._db.execute(statement, values)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._broken(f"cannot be written: {error}") from None
+        self._events.clear()
+        self._saves.clear()
+
+    def replace_events(self, packed: bytes) -> None:
+        """Store a snapshot of the state after the last committed event, and prune the events behind it."""
+        self.commit()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (self.seq, packed))
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (self.seq,))
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._broken(f"cannot be written: {error}") from None
+        self._event_bytes = 0
+        self._snapshot_bytes = len(packed)
+
+    def rows_after(self, step: int) -> Iterator[str]:
+        """The metrics rows of later steps, as JSON, in order."""
+        for (row,) in self._db.execute("SELECT row FROM rows WHERE step > ? ORDER BY step", (step,)):
+            yield row
+
+    def last_row(self) -> dict[str, float]:
+        row = self._db.execute("SELECT row FROM rows ORDER BY step DESC LIMIT 1").fetchone()
+        return json.loads(row[0]) if row else {}
+
+    def close(self) -> None:
+        self._db.close()

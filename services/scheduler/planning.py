@@ -1,0 +1,102 @@
+"""From the topology and its data sources to a `Plan`. Reads files, once, at start; never needs a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from proto.messages import ErrorCode
+from services.scheduler.events import Configure
+from services.scheduler.plan import EvalPlan, Plan
+from shared.data import DataError, RowError, Source, open_source
+from shared.rpc.errors import RpcError
+from shared.stages import train_graph
+from shared.topology import Topology, task_bytes, weight_bytes
+from shared.topology.capacity import WEIGHT_VERSIONS
+
+_TEMPLATE_TOKENS = 256
+"""What a chat template adds to a prompt, at most, in the estimate below."""
+
+
+def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
+    """The plan, and the training rows that are left out because they are unusable.
+
+    Raises RpcError(bad_request), one line, for a source that cannot be used; `where` is the topology's path.
+    """
+    try:
+        train = open_source(topology.data.train.source, where=f"{where}: data.train")
+        bad = train.validate()
+        evals = tuple(
+            EvalPlan(
+                name=name,
+                rows=_usable(open_source(each.source, where=f"{where}: data.eval.{name}"), each.rows),
+                samples=each.samples,
+                every=each.every,
+            )
+            for name, each in topology.data.eval.items()
+        )
+        room = _room(topology, train, bad)
+    except DataError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+    excluded = {each.index for each in bad}
+    rows = [index for index in range(len(train)) if index not in excluded] if bad else range(len(train))
+    if not len(rows):
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
+    plan = Plan(
+        run=topology.run.name,
+        seed=topology.run.seed,
+        tasks_per_step=topology.algorithm.tasks_per_step,
+        group_size=topology.algorithm.group_size,
+        staleness=topology.staleness,
+        shuffle=topology.data.train.shuffle,
+        deterministic=topology.run.deterministic,
+        rows=rows,
+        block_tasks=topology.services.rollout.block_tasks,
+        evals=evals,
+        stages=train_graph(with_reference=topology.needs_reference),
+        task_bytes=room,
+        weight_versions=WEIGHT_VERSIONS,
+    )
+    return plan, bad
+
+
+def configuration(topology: Topology) -> Configure:
+    """What a resumed run may have changed."""
+    return Configure(
+        steps=topology.run.steps,
+        attempts=topology.lease.attempts,
+        keep_last=topology.checkpoint.keep_last,
+        collect_at_commit=topology.gc.after == "commit",
+    )
+
+
+def _usable(source: Source, first: int | None) -> list[int]:
+    bad = {each.index for each in source.validate()}
+    most = len(source) if first is None else min(first, len(source))
+    return [index for index in range(most) if index not in bad]
+
+
+def _room(topology: Topology, train: Source, bad: list[RowError]) -> int:
+    """Bytes to reserve for a live train task.
+
+    Where `max_prompt_tokens` is left out a prompt is taken to have at most a token a byte. The reservation never
+    exceeds an even share of the memory: an estimate must not stop a run that the check at start has let pass.
+    """
+    prompt = topology.data.train.max_prompt_tokens
+    if prompt is None:
+        prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
+    limit = topology.services.batch_store.memory * len(topology.store_hosts())
+    weights = WEIGHT_VERSIONS * weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    live = (topology.staleness + 1) * topology.algorithm.tasks_per_step
+    return max(min(task_bytes(topology, prompt), (limit - weights) // live), 0)
+
+
+def _longest_prompt_bytes(source: Source, bad: set[int]) -> int:
+    longest = 0
+    for index in range(len(source)):
+        if index not in bad:
+            prompt = source.row(index)["prompt"]
+            text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
+            longest = max(longest, len(text.encode()))
+    return longest

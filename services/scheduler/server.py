@@ -1,0 +1,230 @@
+"""The actor around the state machine: requests in, one journal commit a burst, then the effects out.
+
+It decides nothing. Nothing leaves before the event that caused it is durable (DESIGN, "The actors").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import msgspec
+
+from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory
+from services.scheduler import snapshot
+from services.scheduler.events import (
+    Answer,
+    Asked,
+    ClearDone,
+    Effect,
+    Event,
+    Fail,
+    Listed,
+    Persist,
+    RequestInventory,
+    SaveEval,
+    SaveStep,
+    SendClear,
+    Tell,
+    Tick,
+    WriteRow,
+)
+from services.scheduler.journal import Journal
+from services.scheduler.metrics_file import MetricsFile
+from services.scheduler.planning import configuration, make_plan
+from services.scheduler.state import Scheduler
+from shared.actor.service import Service
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call
+from shared.rpc.mailbox import Answer as Deferral
+from shared.rundir import RunDir, parse_service_name
+from shared.topology import TopologyError, load
+
+TICK_S = 0.1
+STORE_CALL_S = 5.0
+
+
+class SchedulerService(Service):
+    """`python -m services.scheduler`: see the module's first sentence."""
+
+    NAME: ClassVar[str] = "scheduler"
+    HEARTBEATS: ClassVar[bool] = False
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._effects: list[Effect] = []
+        self._state: Scheduler
+        self._journal: Journal
+        self._metrics: MetricsFile
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None]
+        self._listing: set[str] = set()
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    def bind(self) -> str:
+        """Rebuild the state, then open the mailbox: nobody is answered from half a journal."""
+        self._failed = asyncio.get_running_loop().create_future()
+        self._open()
+        for kind in self._state.requests:
+            self.mailbox.handle(kind, self._ask)
+        return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance), self._flush)
+
+    def _open(self) -> None:
+        try:
+            topology = load(self.run.topology)
+        except TopologyError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, "; ".join(str(error).splitlines())) from None
+        plan, bad = make_plan(topology, self.run.topology)
+        for row in bad:
+            self.log.warning("row left out", row=row.index, line=row.line, cause=row.message)
+        self._state = Scheduler(plan, lease_s=topology.lease.lease_s, incarnation=self.incarnation)
+        self._journal = Journal(self.run.journal, plan.fingerprint())
+        self._rebuild()
+        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after)
+        self._state.last_row = self._journal.last_row()
+        self._state.bad_rows = len(bad)
+        self._take(self._state.begin(configuration(topology), self._now()))
+
+    def _rebuild(self) -> None:
+        packed = self._journal.snapshot()
+        try:
+            if packed is not None:
+                self._state.core = snapshot.load(self._state.core.plan, packed)
+        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+            cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
+            raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
+        count = 0
+        for event in self._journal.events():
+            self._state.replay(event)
+            count += 1
+        if packed is not None or count:
+            self.log.info("journal replayed", events=count, step=self._state.core.committed_step)
+
+    async def serve(self) -> None:
+        """Let time pass, until a stop or a journal that cannot be written."""
+        self._flush()
+        while not self.stopping.is_set():
+            await asyncio.wait({self._failed}, timeout=TICK_S)
+            if self._failed.done():
+                self._failed.result()
+            self._take(self._state.handle(Tick(), self._now()))
+            self._flush()
+
+    async def drain(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        self._flush()
+
+    async def close(self) -> None:
+        await super().close()
+        if hasattr(self, "_metrics"):
+            self._metrics.close()
+        if hasattr(self, "_journal"):
+            self._journal.close()
+
+    # ---------------------------------------------------------------------------------------------- events
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _ask(self, request: Any, call: Call) -> Deferral:
+        event = Asked(call, request, call.deadline, (call.incarnation, call.request_id))
+        self._take(self._state.handle(event, self._now()))
+        return DEFERRED
+
+    def _happened(self, event: Event) -> None:
+        self._take(self._state.handle(event, self._now()))
+        self._flush()
+
+    def _take(self, effects: Iterable[Effect]) -> None:
+        """Journal what must be durable; keep the rest for `_flush`."""
+        for effect in effects:
+            match effect:
+                case Persist():
+                    self._journal.append(effect.event, time.time())
+                case SaveStep() | SaveEval():
+                    self._journal.save(effect, time.time())
+                case WriteRow():
+                    self._journal.save(effect, time.time())
+                    self._effects.append(effect)
+                case _:
+                    self._effects.append(effect)
+
+    def _flush(self) -> None:
+        """End of a burst: commit once, then let the effects go."""
+        if self._failed.done():
+            return
+        try:
+            self._journal.commit()
+            effects, self._effects = self._effects, []
+            for effect in effects:
+                self._carry_out(effect)
+            if self._journal.due:
+                self._journal.replace_events(snapshot.dump(self._state.core))
+        except (RpcError, OSError) as error:
+            self._failed.set_exception(error)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Answer():
+                effect.ref.reply(effect.body)
+            case Fail():
+                error = RpcError(effect.code, effect.message, retry_after_s=effect.retry_after_s)
+                effect.ref.fail(error)
+            case SendClear():
+                self._start(self._clear(effect))
+            case RequestInventory():
+                if effect.store not in self._listing:
+                    self._listing.add(effect.store)
+                    self._start(self._list(effect.store))
+            case WriteRow():
+                self._metrics.write(json.dumps(effect.row))
+            case Tell():
+                self.telemetry.emit(effect.topic, effect.values)
+
+    # ---------------------------------------------------------------------------------------------- stores
+
+    def _start(self, work: Any) -> None:
+        job: asyncio.Task[None] = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+    async def _clear(self, effect: SendClear) -> None:
+        """Clear at one store; a tracked clear is tried until the store acknowledges."""
+        client = self.client(*parse_service_name(effect.store))
+        while True:
+            try:
+                await client.call(Clear(tasks=effect.tasks), Ack, deadline_s=STORE_CALL_S)
+            except RpcError as error:
+                self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
+                if not effect.tracked:
+                    return
+                if error.code != ErrorCode.DEADLINE:
+                    await asyncio.sleep(max(error.retry_after_s, TICK_S))  # a refusal comes at once: do not spin
+                continue
+            if effect.tracked:
+                self._happened(ClearDone(effect.store, len(effect.tasks)))
+            return
+
+    async def _list(self, store: str) -> None:
+        """Go through a store's inventory once; the next round repeats what fails."""
+        client = self.client(*parse_service_name(store))
+        cursor = 0
+        try:
+            while True:
+                page = await client.call(GetInventory(cursor=cursor), Inventory, deadline_s=STORE_CALL_S)
+                if page.tasks:
+                    self._happened(Listed(store, list(page.tasks)))
+                cursor = page.cursor
+                if cursor == 0:
+                    return
+        except RpcError as error:
+            self.log.warning("inventory not read", store=store, error=str(error))
+        finally:
+            self._listing.discard(store)

@@ -1,0 +1,465 @@
+"""Decides everything the scheduler does: `handle(event, now) -> effects`. No I/O, no clock, no socket, no thread.
+
+Around the durable `Core` it keeps what dies with the process: calls that are held back, when leases end, who was heard
+of when. Durable events come out as `Persist` effects and go in again through `replay`; a grant, an expiry and a clear
+are journaled as the decision that was taken, so that replay needs neither heartbeats nor the clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proto import codec
+from proto.errors import WireError
+from proto.messages import (
+    Ack,
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    CompleteAck,
+    ErrorCode,
+    EvalsDone,
+    FinishRun,
+    GetRunInfo,
+    GetStatus,
+    Heartbeat,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseRequest,
+    NextBatch,
+    PublishWeights,
+    Register,
+    Registered,
+    ServiceRow,
+    Status,
+    WaitEvals,
+)
+from services.scheduler.core import STORE, Core
+from services.scheduler.events import (
+    Answer,
+    Asked,
+    ClearDone,
+    Cleared,
+    Configure,
+    Durable,
+    Effect,
+    Event,
+    Fail,
+    Leased,
+    LeaseExpired,
+    Listed,
+    Persist,
+    RequestInventory,
+    SendClear,
+    Tell,
+    Tick,
+    WriteRow,
+)
+from services.scheduler.leases import Holder
+from services.scheduler.plan import Plan
+from services.scheduler.tasks import TaskState
+from shared.rpc.errors import RpcError
+from shared.rundir import service_name
+
+HEARTBEAT_S = 1.0
+RECONCILE_S = 30.0
+MARGIN_S = 0.5
+"""A held-back call is answered this long before its deadline, or at three quarters of a short one."""
+TELL_S = 1.0
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A call that is held back."""
+
+    asked: Asked
+    answer_by: float
+    open: bool = True
+
+
+@dataclass
+class Seen:
+    """What the last heartbeat of an instance said."""
+
+    at: float
+    state: str = "STARTING"
+    rss_bytes: int = 0
+    store_bytes: int = 0
+    store_shards: int = 0
+
+
+@dataclass
+class Pace:
+    """How far a lease is, and when it ends unless it gets further."""
+
+    deadline: float
+    progress: int = -1
+
+
+class Scheduler:
+    """The whole state machine. `core` is what the journal rebuilds; all else is volatile."""
+
+    def __init__(self, plan: Plan, *, lease_s: float, incarnation: int) -> None:
+        self.core = Core(plan)
+        self.lease_s = lease_s
+        self.incarnation = incarnation
+        self.last_row: dict[str, float] = {}
+        self.bad_rows = 0
+        """Training rows that cannot be used; counted as dropped."""
+        self._now = 0.0
+        self._out: list[Effect] = []
+        self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
+        self._batches: list[Waiting] = []
+        self._evals: list[Waiting] = []
+        self._held: list[tuple[float, int, Waiting]] = []
+        self._order = itertools.count()
+        self._pace: dict[int, Pace] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._seen: dict[Holder, Seen] = {}
+        self._clearing: set[str] = set()
+        self._reconcile_at = 0.0
+        self._tell_at = 0.0
+        self._told: dict[str, dict[str, float | str]] = {}
+        self._requests: dict[type[Any], Callable[[Asked], None]] = {
+            Register: self._register,
+            Heartbeat: self._heartbeat,
+            LeaseRequest: self._lease_request,
+            Complete: self._complete,
+            GetRunInfo: self._run_info,
+            NextBatch: self._next_batch,
+            CommitStep: self._commit,
+            PublishWeights: self._change,
+            CheckpointSaved: self._change,
+            FinishRun: self._change,
+            WaitEvals: self._wait_evals,
+            GetStatus: self._status,
+        }
+
+    @property
+    def requests(self) -> list[type[Any]]:
+        """The message types this machine answers."""
+        return list(self._requests)
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    def replay(self, event: Durable) -> None:
+        """Apply a journaled event: its effects happened in an earlier life."""
+        self.core.apply(event)
+        for effect in self.core.out:
+            if isinstance(effect, WriteRow):
+                self.last_row = effect.row
+        self.core.out.clear()
+
+    def begin(self, config: Configure, now: float) -> list[Effect]:
+        """After replay: live leases get a fresh `lease_s`, known stores are reconciled and sent what they owe."""
+        self._now = now
+        for lease in self.core.leases:
+            self._watch(lease.lease_id)
+        for holder in self.core.registry:
+            self._seen[holder] = Seen(now)
+        if config != self.core.config:
+            self._durable(config)
+        self._reconcile_at = now + RECONCILE_S
+        self._settle()
+        return self._take()
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time `now` (seconds, any steady clock); returns what is to be done."""
+        self._now = now
+        match event:
+            case Asked():
+                self._ask(event)
+            case Tick():
+                self._tick()
+            case ClearDone():
+                self._clearing.discard(event.store)
+                self._durable(Cleared(event.store, event.count))
+            case Listed():
+                strays = [entry for entry in event.tasks if self.core.is_stray(entry)]
+                if strays:
+                    self._out.append(SendClear(event.store, strays, tracked=False))
+                    self._tell("scheduler/gc", {"strays": float(len(strays)), "store": event.store})
+        self._settle()
+        return self._take()
+
+    def _ask(self, event: Asked) -> None:
+        try:
+            self._requests[type(event.request)](event)
+        except RpcError as error:
+            self._out.append(Fail(event.ref, error.code, str(error), error.retry_after_s))
+        except WireError as error:
+            self._out.append(Fail(event.ref, ErrorCode.BAD_REQUEST, str(error)))
+
+    def _durable(self, event: Durable) -> Any:
+        """Apply and journal; an event that changes nothing (None, False) is not journaled."""
+        result = self.core.apply(event)
+        if result is not None and result is not False:
+            self._out.append(Persist(event))
+        return result
+
+    def _take(self) -> list[Effect]:
+        if self.core.out:
+            for effect in self.core.out:
+                if isinstance(effect, WriteRow):
+                    self.last_row = effect.row
+                    self._out.append(Tell("step", dict(effect.row)))
+            self._out.extend(self.core.out)
+            self.core.out.clear()
+        out, self._out = self._out, []
+        return out
+
+    def _settle(self) -> None:
+        """After any event: give held-back calls what they wait for, send stores what they have to clear."""
+        for queue in self._leasing:
+            while queue:
+                waiting = queue[0]
+                if waiting.open and not self._try_lease(waiting.asked):
+                    break
+                waiting.open = False
+                queue.popleft()
+        if self._batches:
+            self._batches = [waiting for waiting in self._batches if not self._retry(waiting, self._try_batch)]
+        if self._evals:
+            self._evals = [waiting for waiting in self._evals if not self._retry(waiting, self._try_evals)]
+        for store in self.core.clears.stores:
+            if store not in self._clearing:
+                tasks = self.core.clears.head(store)
+                if tasks:
+                    self._clearing.add(store)
+                    self._out.append(SendClear(store, tasks, tracked=True))
+
+    def _retry(self, waiting: Waiting, attempt: Callable[[Asked], bool]) -> bool:
+        """True: the call is answered (now, or it was before)."""
+        if waiting.open:
+            try:
+                waiting.open = not attempt(waiting.asked)
+            except RpcError as error:
+                waiting.open = False
+                self._out.append(Fail(waiting.asked.ref, error.code, str(error)))
+        return not waiting.open
+
+    def _hold(self, asked: Asked) -> Waiting:
+        left = max(asked.deadline - self._now, 0.0)
+        waiting = Waiting(asked, asked.deadline - min(MARGIN_S, left / 4))
+        heapq.heappush(self._held, (waiting.answer_by, next(self._order), waiting))
+        return waiting
+
+    def _tick(self) -> None:
+        while self._held and self._held[0][0] <= self._now:
+            waiting = heapq.heappop(self._held)[2]
+            if waiting.open:
+                waiting.open = False
+                kind = type(waiting.asked.request).__name__
+                self._out.append(Fail(waiting.asked.ref, ErrorCode.NOT_READY, f"scheduler: nothing yet for {kind}"))
+        while self._expiries and self._expiries[0][0] <= self._now:
+            _, lease_id = heapq.heappop(self._expiries)
+            pace = self._pace.get(lease_id)
+            lease = self.core.leases.get(lease_id)
+            if pace is None or lease is None:
+                self._pace.pop(lease_id, None)
+            elif pace.deadline > self._now:
+                heapq.heappush(self._expiries, (pace.deadline, lease_id))
+            else:
+                del self._pace[lease_id]
+                self._tell("scheduler/leases", {"lost": service_name(*lease.holder), "lease": float(lease_id)})
+                self._durable(LeaseExpired(lease_id))
+        if self._reconcile_at <= self._now:
+            self._reconcile_at = self._now + RECONCILE_S
+            self._out.extend(RequestInventory(store) for store in self.core.clears.stores)
+        if self._tell_at <= self._now:
+            self._tell_at = self._now + TELL_S
+            self._tell_state()
+
+    # ---------------------------------------------------------------------------------------------- registry
+
+    def _register(self, asked: Asked) -> None:
+        request: Register = asked.request
+        holder = (request.service, request.instance)
+        known = self.core.registry.get(holder)
+        if known != request:
+            for queue in self._leasing:
+                for waiting in queue:
+                    if self._is_former_life(waiting.asked.request, request):
+                        waiting.open = False
+                        self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} began anew"))
+            self._durable(request)
+        self._seen[holder] = Seen(self._now)
+        if request.service == STORE:
+            self._out.append(RequestInventory(service_name(*holder)))
+        self._out.append(Answer(asked.ref, Registered(scheduler_incarnation=self.incarnation, heartbeat_s=HEARTBEAT_S)))
+
+    @staticmethod
+    def _is_former_life(request: LeaseRequest, new: Register) -> bool:
+        return (request.service, request.instance) == (new.service, new.instance) and (
+            request.incarnation != new.incarnation
+        )
+
+    def _heartbeat(self, asked: Asked) -> None:
+        beat: Heartbeat = asked.request
+        holder = (beat.service, beat.instance)
+        known = self.core.registry.get(holder)
+        if known is None or known.incarnation != beat.incarnation:
+            ack = HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False)
+            self._out.append(Answer(asked.ref, ack))
+            return
+        self._seen[holder] = Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards)
+        lost: list[int] = []
+        for lease_id, progress in ((each.lease_id, each.progress) for each in beat.leases):
+            lease = self.core.leases.get(lease_id)
+            if lease is None or lease.holder != holder or lease.incarnation != beat.incarnation:
+                lost.append(lease_id)
+                continue
+            pace = self._pace[lease_id]
+            if progress > pace.progress:
+                pace.progress = progress
+                pace.deadline = self._now + self.lease_s
+        ack = HeartbeatAck(scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost)
+        self._out.append(Answer(asked.ref, ack))
+
+    # ---------------------------------------------------------------------------------------------- leases
+
+    def _lease_request(self, asked: Asked) -> None:
+        request: LeaseRequest = asked.request
+        holder = (request.service, request.instance)
+        known = self.core.registry.get(holder)
+        if known is not None and known.incarnation != request.incarnation:
+            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: another life of it is registered")
+        before = self.core.leases.answering(holder, asked.call)
+        if before is not None:
+            self._out.append(Answer(asked.ref, self.core.describe(before, self.lease_s)))
+            return
+        stage = self.core.stage(request)
+        if self._leasing[stage] or not self._try_lease(asked):
+            self._leasing[stage].append(self._hold(asked))
+
+    def _try_lease(self, asked: Asked) -> bool:
+        request: LeaseRequest = asked.request
+        grant: LeaseGrant | None = self.core.apply_lease(request, asked.call)
+        if grant is None:
+            return False
+        self._out.append(Persist(Leased(codec.encode_body(request), asked.call)))
+        self._watch(grant.lease_id)
+        self._out.append(Answer(asked.ref, msgspec.structs.replace(grant, lease_s=self.lease_s)))
+        return True
+
+    def _watch(self, lease_id: int) -> None:
+        pace = Pace(self._now + self.lease_s)
+        self._pace[lease_id] = pace
+        heapq.heappush(self._expiries, (pace.deadline, lease_id))
+
+    def _complete(self, asked: Asked) -> None:
+        request: Complete = asked.request
+        refused = self._durable(request)
+        if self.core.leases.get(request.lease_id) is None:
+            self._pace.pop(request.lease_id, None)
+        self._out.append(Answer(asked.ref, CompleteAck(refused=refused)))
+
+    # ---------------------------------------------------------------------------------------------- the driver
+
+    def _run_info(self, asked: Asked) -> None:
+        self._out.append(Answer(asked.ref, self._durable(asked.request)))
+
+    def _next_batch(self, asked: Asked) -> None:
+        if not self._try_batch(asked):
+            self._batches.append(self._hold(asked))
+
+    def _try_batch(self, asked: Asked) -> bool:
+        request: NextBatch = asked.request
+        batch = self.core.batch(request) or self._durable(request)
+        if batch is None:
+            return False
+        self._out.append(Answer(asked.ref, batch))
+        return True
+
+    def _commit(self, asked: Asked) -> None:
+        request: CommitStep = asked.request
+        held = [seen for (service, _), seen in self._seen.items() if service == STORE]
+        totals = {
+            "store/bytes": float(sum(seen.store_bytes for seen in held)),
+            "store/shards": float(sum(seen.store_shards for seen in held)),
+        }
+        self._durable(msgspec.structs.replace(request, metrics={**request.metrics, **totals}))
+        self._out.append(Answer(asked.ref, Ack()))
+
+    def _change(self, asked: Asked) -> None:
+        self._durable(asked.request)
+        self._out.append(Answer(asked.ref, Ack()))
+
+    def _wait_evals(self, asked: Asked) -> None:
+        if not self._try_evals(asked):
+            self._evals.append(self._hold(asked))
+
+    def _try_evals(self, asked: Asked) -> bool:
+        request: WaitEvals = asked.request
+        self.core.check_driver(request.driver)
+        results = self.core.evaluated(request.step)
+        if results is None:
+            return False
+        self._out.append(Answer(asked.ref, EvalsDone(step=request.step, accuracy=results)))
+        return True
+
+    # ---------------------------------------------------------------------------------------------- what people see
+
+    def _status(self, asked: Asked) -> None:
+        core = self.core
+        held = [seen for (service, _), seen in self._seen.items() if service == STORE]
+        rows = []
+        for (service, instance), row in core.registry.items():
+            seen = self._seen.get((service, instance), Seen(self._now))
+            rows.append(
+                ServiceRow(
+                    service=service,
+                    instance=instance,
+                    state=seen.state,
+                    pid=row.pid,
+                    host=row.host,
+                    incarnation=row.incarnation,
+                    heartbeat_age_s=max(self._now - seen.at, 0.0),
+                    rss_bytes=seen.rss_bytes,
+                    endpoint=row.endpoint,
+                )
+            )
+        status = Status(
+            run=core.plan.run,
+            step=core.committed_step,
+            steps=core.config.steps,
+            lineage=core.lineage,
+            version=core.versions.newest[1] if core.versions.newest else 0,
+            services=rows,
+            tasks=self._counts(),
+            store_bytes=sum(seen.store_bytes for seen in held),
+            store_limit_bytes=core.limit_bytes,
+            store_shards=sum(seen.store_shards for seen in held),
+            last_row=self.last_row,
+        )
+        self._out.append(Answer(asked.ref, status))
+
+    def _counts(self) -> dict[str, int]:
+        counts = dict(zip(TaskState.NAMES[1:], self.core.tasks.counts[1:], strict=True))
+        return {**counts, "COLLECTED": self.core.clears.collected}
+
+    def _tell_state(self) -> None:
+        self._tell(
+            "scheduler/tasks",
+            {**{k: float(v) for k, v in self._counts().items()}, "dropped": float(self.core.dropped + self.bad_rows)},
+        )
+        self._tell(
+            "scheduler/leases",
+            {"live": float(len(self.core.leases)), "waiting": float(sum(map(len, self._leasing)))},
+        )
+        self._tell(
+            "scheduler/gc",
+            {"collected": float(self.core.clears.collected), "pending": float(self.core.clears.pending())},
+        )
+
+    def _tell(self, topic: str, values: dict[str, float | str]) -> None:
+        if self._told.get(topic) != values:
+            self._told[topic] = values
+            self._out.append(Tell(topic, values))

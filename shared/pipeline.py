@@ -1,0 +1,103 @@
+"""Keeps a compute thread busy with leases: while one block is computed the next is leased and prepared, and those
+before it are finished. Must never hold more than one lease ahead, nor let a finished block's error pass in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from proto.messages import ErrorCode
+from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.rpc.errors import RpcError
+
+FINISHING_BLOCKS = 2
+DRAIN_FINISH_S = 4.0
+P = TypeVar("P")
+C = TypeVar("C")
+
+
+class LeasePipeline(Generic[P, C]):
+    """Belongs to the service's loop. A lease whose preparation or finish a peer refuses goes back.
+
+    `acquire` waits for a lease; `prepare` makes it ready to compute; `compute` returns None when it has ended the
+    lease itself; `finish` completes it. LeaseLost from any of them forgets the block. RpcError from `compute` and
+    bad_request from `prepare` end the service.
+    """
+
+    def __init__(
+        self,
+        book: LeaseBook,
+        *,
+        acquire: Callable[[], Awaitable[Lease]],
+        prepare: Callable[[Lease], Awaitable[P]],
+        compute: Callable[[Lease, P], Awaitable[C | None]],
+        finish: Callable[[Lease, P, C], Awaitable[None]],
+    ) -> None:
+        self._book = book
+        self._acquire = acquire
+        self._prepare = prepare
+        self._compute = compute
+        self._finish = finish
+        self._finishing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Work until cancelled; blocks that are being finished then go on until `drain`."""
+        ahead = asyncio.create_task(self._next())
+        try:
+            while True:
+                while not ahead.done():
+                    await asyncio.wait({ahead, *self._finishing}, return_when=asyncio.FIRST_COMPLETED)
+                    self._reap()
+                lease, prepared = ahead.result()
+                ahead = asyncio.create_task(self._next())
+                try:
+                    computed = await self._compute(lease, prepared)
+                except LeaseLost as error:
+                    self._book.forget(lease, str(error))
+                    continue
+                if computed is None:
+                    continue
+                lease.computed()
+                while len(self._finishing) >= FINISHING_BLOCKS:
+                    await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
+                    self._reap()
+                self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
+        finally:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """What is computed is finished if that is quick; every other lease goes back at once."""
+        if self._finishing:
+            _, late = await asyncio.wait(self._finishing, timeout=DRAIN_FINISH_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*(self._book.hand_back(lease, "draining") for lease in self._book.held))
+
+    async def _next(self) -> tuple[Lease, P]:
+        while True:
+            lease = await self._acquire()
+            try:
+                return lease, await self._prepare(lease)
+            except LeaseLost as error:
+                self._book.forget(lease, str(error))
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_REQUEST:
+                    raise
+                await self._book.hand_back(lease, f"not prepared: {error}")
+
+    async def _end(self, lease: Lease, prepared: P, computed: C) -> None:
+        try:
+            await self._finish(lease, prepared, computed)
+        except LeaseLost as error:
+            self._book.forget(lease, str(error))
+        except RpcError as error:
+            await self._book.hand_back(lease, f"not finished: {error}")
+
+    def _reap(self) -> None:
+        for task in [task for task in self._finishing if task.done()]:
+            self._finishing.discard(task)
+            task.result()

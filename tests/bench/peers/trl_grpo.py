@@ -1,0 +1,171 @@
+"""TRL's GRPOTrainer on the quickstart's task: the peer that `tests.bench.bench_quickstart` compares the cluster
+with. Runs in `.venv-trl` (see trl.txt), so it must never import the product.
+
+    .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
+
+Prints one JSON line: `samples_per_s` over the steps after warm-up and what it was computed from, the reward and
+completion length of every step.
+
+The same work as the quickstart: 64 tasks x 8 samples and one AdamW update a step (512 samples, constant learning rate,
+no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p; exact-match
+reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all tokens of the
+step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio (`use_bias_correction_kl=False`); float32.
+
+Different: on policy (staleness 0, the quickstart's is 1), one process whose generation, reference pass and update take
+turns on all threads; epsilon of 1e-4 (1e-6) beside the standard deviation; no evaluation, checkpoint or metrics file,
+all of which the quickstart has.
+
+Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging, and the micro-batch and
+attention found fastest (`--micro-batch`, `--attention`). Generation is always one batch of 512; log-probs of the
+sampled tokens are not computed twice, as one generation serves one update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+
+TASKS_PER_STEP, GROUP_SIZE = 64, 8
+SAMPLES_PER_STEP = TASKS_PER_STEP * GROUP_SIZE
+MAX_NEW_TOKENS, TEMPERATURE = 8, 1.0
+CLIP, KL_COEF = 0.2, 0.001
+LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
+
+
+class Clock(TrainerCallback):
+    """When each step ended, in seconds of `time.perf_counter`; entry 0 is the beginning of training."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.ends_s.append(time.perf_counter())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.ends_s.append(time.perf_counter())
+
+
+class ExactMatch:
+    """1.0 where the completion is exactly the answer; called once a step, it also keeps the step's means."""
+
+    __name__ = "exact_match"
+
+    def __init__(self) -> None:
+        self.reward_mean: list[float] = []
+        self.length_mean: list[float] = []
+
+    def __call__(
+        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        rewards = [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        self.reward_mean.append(sum(rewards) / len(rewards))
+        self.length_mean.append(sum(map(len, completion_ids)) / len(completion_ids))
+        return rewards
+
+
+def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=folder,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": args.attention},
+        max_steps=args.steps,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=SAMPLES_PER_STEP // args.micro_batch,
+        steps_per_generation=SAMPLES_PER_STEP // args.micro_batch,
+        num_iterations=1,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        temperature=TEMPERATURE,
+        top_p=1.0,
+        top_k=0,
+        loss_type="dapo",
+        epsilon=CLIP,
+        beta=KL_COEF,
+        use_bias_correction_kl=False,
+        scale_rewards="group",
+        optim="adamw_torch_fused",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=CLIP_NORM,
+        gradient_checkpointing=False,
+        dataloader_num_workers=0,
+        eval_strategy="no",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="TRL's GRPOTrainer, one JSON line.")
+    parser.add_argument("--rows", type=Path, required=True, help="JSON lines with prompt and answer")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=5, help="steps left out of samples_per_s")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--micro-batch", type=int, default=512, help="samples a forward and backward; divides 512")
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+    args = parser.parse_args()
+    if SAMPLES_PER_STEP % args.micro_batch:
+        parser.error(f"--micro-batch {args.micro_batch} does not divide the {SAMPLES_PER_STEP} samples of a step")
+    if not 0 <= args.warm_up < args.steps:
+        parser.error(f"--warm-up {args.warm_up} leaves none of {args.steps} steps to measure")
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+
+    rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    dataset = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    clock, reward = Clock(), ExactMatch()
+    with tempfile.TemporaryDirectory(prefix="trl-") as folder:
+        trainer = GRPOTrainer(
+            model=str(args.model),
+            reward_funcs=[reward],
+            args=config(args, folder),
+            train_dataset=dataset,
+            processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+            callbacks=[clock],
+        )
+        trainer.train()
+
+    ends_s = clock.ends_s
+    if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != args.steps:
+        raise SystemExit(
+            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {SAMPLES_PER_STEP} were "
+            f"scored, not {args.steps}; this TRL splits a step otherwise, so the figures would be wrong"
+        )
+    measured_s = ends_s[-1] - ends_s[args.warm_up]
+    print(
+        json.dumps(
+            {
+                "samples_per_s": SAMPLES_PER_STEP * (args.steps - args.warm_up) / measured_s,
+                "measured_steps": args.steps - args.warm_up,
+                "measured_s": measured_s,
+                "step_s": [round(end - begin, 4) for begin, end in zip(ends_s, ends_s[1:], strict=False)],
+                "reward_mean": [round(value, 4) for value in reward.reward_mean],
+                "length_mean": [round(value, 3) for value in reward.length_mean],
+                "threads": torch.get_num_threads(),
+                "micro_batch": args.micro_batch,
+                "attention": args.attention,
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

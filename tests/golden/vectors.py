@@ -1,0 +1,283 @@
+"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`. It must never be run to hide a
+change of the wire: vectors change only together with the protocol's version.
+
+Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
+the frames and all values in plain JSON, so that another implementation can check itself without this code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proto import codec, dtypes
+from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
+from proto.limits import CONTROL, Limits
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Canary,
+    Complete,
+    CompleteAck,
+    Error,
+    ErrorCode,
+    Heartbeat,
+    LeaseGrant,
+    LeaseProgress,
+    Outcome,
+    Ping,
+    Refusal,
+    StoreStats,
+    TaskHandle,
+    TaskResult,
+    Telemetry,
+    WeightsRef,
+)
+from proto.registry import Message
+from proto.tensors import Array
+
+FOLDER = Path(__file__).resolve().parents[2] / "proto" / "golden"
+INDEX = FOLDER / "index.json"
+SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=1 << 12)
+"""Frames of 16 bytes, so that a tensor of 40 bytes takes three."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """What is encoded, and under which header and limits."""
+
+    name: str
+    purpose: str
+    body: Message
+    arrays: tuple[Array, ...] = ()
+    flags: int = 0
+    request_id: int = 1
+    incarnation: int = 0x0123456789ABCDEF
+    remaining_s: float = 0.0
+    limits: Limits = CONTROL
+
+    def frames(self) -> list[bytes]:
+        return [
+            bytes(frame)
+            for frame in codec.encode(
+                self.body,
+                request_id=self.request_id,
+                incarnation=self.incarnation,
+                flags=self.flags,
+                remaining_s=self.remaining_s,
+                arrays=self.arrays,
+                limits=self.limits,
+            )
+        ]
+
+
+def _canary(length: int) -> Canary:
+    logprobs = -np.arange(1, length, dtype=np.float32) / 4
+    return Canary(token_ids=np.arange(length, dtype=np.int32), logprobs=logprobs, tolerance=1e-4)
+
+
+def _lease() -> LeaseGrant:
+    handles = [TaskHandle("train/0/7", 3, 8, 512, 9000, [0, 1]), TaskHandle("eval-math/12/0", 1)]
+    return LeaseGrant(
+        lease_id=2**53 + 1,
+        stage="rollout",
+        split="train",
+        lease_s=30.5,
+        batch=BatchMeta(
+            tasks=handles, parts=[BatchPart("rollout", ["token_ids", "lengths"])], stores=["batch-store/0"]
+        ),
+        min_step=4,
+        exact=True,
+        group_size=8,
+        weights=WeightsRef(
+            lineage=1,
+            step=4,
+            task_id="weights/1/4",
+            fence=1,
+            store="batch-store/0",
+            nbytes=1 << 20,
+            canary=_canary(5),
+            drill=_canary(3),
+            drill_seed=2**63 - 1,
+        ),
+    )
+
+
+def _every_dtype() -> tuple[Array, ...]:
+    patterns = np.arange(8 * 3, dtype=np.uint8)
+    return tuple(
+        patterns[: 3 * row.itemsize].view(row.numpy) if row.name != "bool" else np.array([True, False, True])
+        for row in dtypes.TABLE
+    )
+
+
+def vectors() -> list[Vector]:
+    """All vectors, in the order of the index."""
+    matrix = np.arange(12, dtype="<i4").reshape(3, 4)
+    results = [
+        TaskResult("train/0/7", 3, Outcome.DONE, "batch-store/0", 2**64 - 1, 2, 40, 960),
+        TaskResult("train/0/8", 1, Outcome.DROP, reason="prompt of 900 tokens: limit is 512", samples_failed=8),
+    ]
+    scalars = {
+        "reward": np.array([1.0, 0.0], np.float32),
+        "length": np.array([3, 5], np.int32),
+        "truncated": np.array([0, 1], np.uint8),
+        "empty": np.zeros((0, 2), np.float64),
+    }
+    return [
+        Vector("ping", "a request without fields", Ping(), remaining_s=2.5, request_id=2**64 - 1),
+        Vector("ack", "a reply without fields", Ack(), flags=FLAG_REPLY),
+        Vector(
+            "error",
+            "a refusal: text in UTF-8, a float, a list of names",
+            Error(code=ErrorCode.BUSY, message="store-0: voll, μ≤2", retry_after_s=0.25, names=["train/0/1#token_ids"]),
+            flags=FLAG_REPLY,
+        ),
+        Vector(
+            "heartbeat",
+            "negative integers, booleans' neighbours, records as arrays",
+            Heartbeat(
+                service="rollout",
+                instance=1,
+                incarnation=5,
+                state="READY",
+                rss_bytes=2**40,
+                holds_step=-1,
+                leases=[LeaseProgress(1, 2), LeaseProgress(2**31, 0)],
+            ),
+        ),
+        Vector("lease", "nested structs, records with defaults, inline arrays", _lease(), flags=FLAG_REPLY),
+        Vector(
+            "complete",
+            "a map of inline arrays, one of them empty and two-dimensional",
+            Complete(lease_id=9, stage="rollout", incarnation=77, results=results, scalars=scalars),
+            remaining_s=30.0,
+        ),
+        Vector(
+            "complete_ack",
+            "a list of records in a reply",
+            CompleteAck(refused=[Refusal("train/0/7", 2, ErrorCode.LOST, "fence 2 is not 3")]),
+            flags=FLAG_REPLY,
+        ),
+        Vector(
+            "telemetry",
+            "one way; a map whose values are numbers or text",
+            Telemetry(
+                service="monitor",
+                instance=0,
+                incarnation=1,
+                sequence=3,
+                dropped=1,
+                at=1.5,
+                topic="service",
+                values={"state": "READY", "x": -0.0, "big": 1e300},
+            ),
+            flags=FLAG_ONE_WAY,
+            request_id=0,
+        ),
+        Vector(
+            "store_stats",
+            "integers of every msgpack width",
+            StoreStats(
+                bytes=127,
+                limit_bytes=128,
+                shards=255,
+                tasks=256,
+                files=65535,
+                zombie_bytes=65536,
+                tombstones=2**32 - 1,
+                puts=2**32,
+                clears=2**63,
+                busy=2**64 - 1,
+            ),
+            flags=FLAG_REPLY,
+        ),
+        Vector("tensors_every_dtype", "three elements of each dtype code, in order", Ack(), _every_dtype()),
+        Vector(
+            "tensors_shapes",
+            "0-d, empty, transposed, strided, big-endian and eight-dimensional sources",
+            Ack(),
+            (
+                np.array(7, np.int64),
+                np.zeros((0, 3), np.float32),
+                matrix.T,
+                matrix[::2, 1:3],
+                matrix.astype(">i4"),
+                np.arange(2, dtype=np.uint8).reshape(1, 1, 1, 1, 1, 1, 1, 2),
+            ),
+        ),
+        Vector(
+            "tensors_many_frames",
+            "frames of at most 16 bytes: an empty tensor between tensors of three frames and one",
+            Ack(),
+            (np.arange(10, dtype=np.float32), np.zeros(0, np.int8), np.arange(4, dtype=np.uint16)),
+            limits=SMALL_FRAMES,
+        ),
+    ]
+
+
+def plain(value: Any) -> Any:
+    """Body values in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "hex": np.ascontiguousarray(value).tobytes().hex()}
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return value
+
+
+def tensor(array: Array) -> dict[str, Any]:
+    """A decoded tensor in JSON; `hex` are its bytes in C order, little-endian."""
+    row = dtypes.by_numpy(array.dtype)
+    data = np.ascontiguousarray(array).astype(row.numpy, copy=False).tobytes()
+    return {"dtype": row.name, "shape": list(array.shape), "hex": data.hex()}
+
+
+def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
+    """What index.json says about one vector."""
+    return {
+        "name": vector.name,
+        "purpose": vector.purpose,
+        "file": f"{vector.name}.bin",
+        "frames": [len(frame) for frame in frames],
+        "frame_bytes_limit": vector.limits.frame_bytes,
+        "type": vector.body.TYPE,
+        "message": type(vector.body).__name__,
+        "flags": vector.flags | (codec.envelope.FLAG_TABLE if vector.arrays else 0),
+        "request_id": vector.request_id,
+        "incarnation": vector.incarnation,
+        "remaining_ms": int(vector.remaining_s * 1000),
+        "body": plain(vector.body),
+        "tensors": [tensor(array) for array in vector.arrays],
+    }
+
+
+def read(name: str, sizes: list[int]) -> list[bytes]:
+    """The frames of a stored vector."""
+    data = (FOLDER / f"{name}.bin").read_bytes()
+    ends = np.cumsum(sizes).tolist()
+    assert ends[-1] == len(data)
+    return [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def write() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    entries = []
+    for vector in vectors():
+        frames = vector.frames()
+        (FOLDER / f"{vector.name}.bin").write_bytes(b"".join(frames))
+        entries.append(entry(vector, frames))
+    INDEX.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,352 @@
+"""The launcher with real processes: start order, kills, restarts, the end in every way. No torch here.
+
+The services that need torch are replaced by tiny ones; scheduler and batch store where only the launcher is at test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.tiny.harness import (
+    QUICKSTART,
+    ROOT,
+    SERVICES,
+    assert_nothing_left,
+    ctl,
+    environment,
+    launched,
+    wait_for,
+)
+
+STATUS_KEYS = {"run", "step", "steps", "version", "services", "tasks", "store"}
+SERVICE_KEYS = {
+    "service",
+    "instance",
+    "state",
+    "pid",
+    "host",
+    "incarnation",
+    "restarts",
+    "heartbeat_age_s",
+    "rss_bytes",
+}
+
+
+def cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cluster", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=30,
+        check=False,
+    )
+
+
+def test_run_is_done_when_the_driver_is_and_leaves_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        run = here.run
+        (run.path / "finish").touch()
+        status, output, errors = here.end()
+    assert status == 0, errors
+    assert str(run.export) in output
+    assert_nothing_left(run)
+
+
+def test_first_services_are_ready_before_the_others_start(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        names = [line.split()[0] for line in (here.path / "starts").read_text().splitlines()]
+    assert set(names[:2]) == {"scheduler", "batch-store"}
+    assert set(names[2:]) == {"policy-trainer", "policy-trainer-worker", "rollout", "reference"}
+
+
+def test_light_services_are_ready_within_a_second_and_a_half(tmp_path: Path) -> None:
+    """Half a second is for a second process on the two cores; they take 0.4 s alone."""
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+    log = [json.loads(line) for line in (here.path / "logs" / "supervisor-0.jsonl").read_text().splitlines()]
+    started = {entry["name"]: entry["timestamp"] for entry in log if entry["event"] == "started"}
+    seconds = [float(started[name][17:-1]) for name in ("scheduler/0", "rollout/0")]
+    assert (seconds[1] - seconds[0]) % 60 < 1.5
+
+
+def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        before = here.wait_ready()
+        for name, row in before.items():
+            os.kill(row["pid"], signal.SIGKILL)
+            wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
+        after = here.wait_ready()
+    assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
+    assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
+
+
+def test_killed_launcher_leaves_no_process_no_shared_memory_no_socket(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        run = here.run
+        here.process.kill()
+        assert_nothing_left(run)
+
+
+def test_killed_launcher_leaves_not_even_a_stopped_service(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        rows = here.wait_ready()
+        run = here.run
+        os.kill(rows["rollout/0"]["pid"], signal.SIGSTOP)
+        here.process.kill()
+        assert_nothing_left(run)
+
+
+def test_launcher_killed_while_services_start_leaves_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        wait_for("a started service", lambda: (here.path / "logs" / "rollout-0.out").exists())
+        run = here.run
+        here.process.kill()
+        assert_nothing_left(run)
+
+
+def test_interrupt_drains_and_says_how_to_go_on(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        run = here.run
+        here.process.send_signal(signal.SIGINT)
+        status, output, errors = here.end()
+    assert status == 1
+    assert "--resume" in output
+    assert "stopped" in errors
+    assert_nothing_left(run)
+    log = (run.logs / "supervisor-0.jsonl").read_text()
+    assert all(json.loads(line)["status"] == 0 for line in log.splitlines() if '"exited"' in line)
+
+
+def test_second_interrupt_kills_what_does_not_end(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        rows = here.wait_ready()
+        run = here.run
+        begun = time.monotonic()
+        here.process.send_signal(signal.SIGINT)
+        wait_for("the driver to end", lambda: not Path(f"/proc/{rows['policy-trainer/0']['pid']}").exists())
+        here.process.send_signal(signal.SIGINT)
+        status, _, _ = here.end()
+    assert status == 1
+    assert time.monotonic() - begun < 10
+    assert_nothing_left(run)
+
+
+def test_run_of_a_service_that_cannot_start_fails_with_its_cause_and_log(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "fail-rollout").touch()
+    with launched(tmp_path / "run") as here:
+        status, _, errors = here.end()
+    assert status == 1
+    assert "rollout/0: RuntimeError: rollout was told to fail" in errors
+    assert "service failed" in errors
+    assert "Traceback" in errors or "RuntimeError" in errors.split("service failed")[1]
+
+
+def test_resume_goes_on_in_the_same_directory(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        here.process.kill()  # the guard ends the services; the second launcher waits for that
+        with launched(tmp_path / "run", "--resume") as again:
+            wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
+            again.wait_ready()
+            (again.path / "finish").touch()
+            status, _, errors = again.end()
+    assert status == 0, errors
+
+
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        here.process.send_signal(signal.SIGINT)
+        here.end()
+    done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--resume", "--set", "run.seed=7")
+    assert done.returncode == 2
+    assert "run.seed" in done.stderr
+
+
+def test_directory_of_a_living_run_is_refused(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--resume")
+    assert done.returncode == 2
+    assert "in use by another launcher" in done.stderr
+
+
+def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--dry-run")
+    assert done.returncode == 0
+    assert "services.policy_trainer.worker" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_topology_error_is_a_line_and_exit_status_2(tmp_path: Path) -> None:
+    done = cluster(str(QUICKSTART), "--set", "run.stepz=3", "--set", "algorithm.group_size=none")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) >= 2
+    assert "run.stepz" in done.stderr
+
+
+def test_store_larger_than_shared_memory_is_refused_with_the_number(tmp_path: Path) -> None:
+    done = cluster(str(QUICKSTART), "--dry-run", "--set", "services.batch-store.memory=9000GiB")
+    assert done.returncode == 2
+    assert "9216000 MiB wanted" in done.stderr
+    assert "--shm-size" in done.stderr
+
+
+def test_bad_rows_are_a_warning_and_only_bad_rows_an_error(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"no": 1}\nnot json\n')
+    arguments = (str(QUICKSTART), "--dry-run", "--set", f"data.train.source=jsonl:{rows}")
+    done = cluster(*arguments)
+    assert done.returncode == 0
+    assert "2 of 3 rows" in done.stderr
+    assert f"{rows}:2" in done.stderr
+    rows.write_text("not json\n")
+    done = cluster(*arguments)
+    assert done.returncode == 2
+    assert "1 of 1 rows" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ ctl
+
+
+def test_status_json_has_the_promised_fields_and_types(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        status = wait_for(
+            "heartbeats of all",
+            lambda: (
+                (answer := here.status())
+                and sum(row["heartbeat_age_s"] is not None for row in answer["services"]) == SERVICES - 1
+                and answer
+            ),
+        )
+    assert set(status) == STATUS_KEYS
+    assert len(status["services"]) == SERVICES
+    for row in status["services"]:
+        assert set(row) == SERVICE_KEYS
+        assert row["pid"] > 0
+        assert row["rss_bytes"] > 1 << 20
+        assert row["restarts"] == 0
+    assert set(status["store"]) == {"bytes", "limit_bytes", "shards"}
+    assert status["tasks"] == {"PENDING": 3}
+
+
+def test_status_works_without_the_scheduler(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        rows = here.wait_ready()
+        os.kill(rows["scheduler/0"]["pid"], signal.SIGSTOP)
+        done = ctl(here.path, "status", "--json")
+        assert done.returncode == 0
+        answer = json.loads(done.stdout)
+        assert len(answer["services"]) == SERVICES
+        assert answer["steps"] == 200
+        os.kill(rows["scheduler/0"]["pid"], signal.SIGCONT)
+
+
+def test_restart_starts_one_service_again(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        before = here.wait_ready()
+        done = ctl(here.path, "restart", "rollout/0")
+        assert done.returncode == 0, done.stderr
+        wait_for("a new rollout", lambda: here.wait_ready()["rollout/0"]["pid"] != before["rollout/0"]["pid"])
+        after = here.wait_ready()
+    assert {name for name in before if after[name]["pid"] != before[name]["pid"]} == {"rollout/0"}
+    assert after["rollout/0"]["restarts"] == 1
+
+
+def test_stop_ends_the_run(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        run = here.run
+        assert ctl(here.path, "stop").returncode == 0
+        status, output, _ = here.end()
+    assert status == 1
+    assert "--resume" in output
+    assert_nothing_left(run)
+    gone = ctl(here.path, "stop")
+    assert gone.returncode == 1
+    assert len(gone.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["restart", "rolout"], "did you mean 'rollout'"),
+        (["restart", "rollout/5"], "there is rollout/0"),
+        (["logs", "schedular"], "did you mean 'scheduler'"),
+    ],
+)
+def test_unknown_service_is_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+    with launched(tmp_path / "run") as here:
+        wait_for("the topology", lambda: (here.path / "topology.yaml").exists() and (here.path / "run.json").exists())
+        done = ctl(here.path, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_run_there_is_one_line_and_exit_status_2(tmp_path: Path) -> None:
+    done = ctl(tmp_path, "status")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_logs_are_readable_and_bounded(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        done = ctl(here.path, "logs", "rollout", "-n", "1")
+        raw = ctl(here.path, "logs", "supervisor", "--json")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 1
+    assert "rollout/0" in done.stdout
+    assert all(json.loads(line)["service"] == "supervisor" for line in raw.stdout.splitlines())
+
+
+# ------------------------------------------------------------------- the real scheduler and batch store
+
+
+@pytest.mark.parametrize("service", ["scheduler", "batch-store", "monitor"])
+def test_real_light_service_that_is_killed_comes_back(tmp_path: Path, service: str) -> None:
+    with launched(tmp_path / "run", tiny=TINY) as here:
+        before = here.wait_ready()
+        run = here.run
+        os.kill(before[f"{service}/0"]["pid"], signal.SIGKILL)
+        wait_for(
+            "a new life",
+            lambda: here.wait_ready()[f"{service}/0"]["incarnation"] != before[f"{service}/0"]["incarnation"],
+        )
+        here.process.send_signal(signal.SIGINT)
+        status, _, errors = here.end()
+    assert status == 1, errors
+    assert_nothing_left(run)
+
+
+def test_killed_launcher_of_real_services_leaves_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", tiny=TINY) as here:
+        here.wait_ready()
+        run = here.run
+        here.process.kill()
+        assert_nothing_left(run)
+
+
+def test_driver_that_exits_before_the_last_step_is_started_again(tmp_path: Path) -> None:
+    """The real scheduler knows that no step was committed."""
+    with launched(tmp_path / "run", tiny=TINY) as here:
+        before = here.wait_ready()
+        os.kill(before["policy-trainer/0"]["pid"], signal.SIGTERM)
+        wait_for("a new driver", lambda: here.wait_ready()["policy-trainer/0"]["restarts"] == 1)

@@ -1,0 +1,148 @@
+"""A store killed with SIGKILL at any instant loses nothing that it acknowledged and serves nothing half-written."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    GetInventory,
+    GetStoreStats,
+    Inventory,
+    PutTask,
+    StoreStats,
+    TaskHandle,
+)
+from shared.dataplane.client import TaskShards
+from shared.rpc.errors import RpcError
+from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+
+MEMORY = 96 << 20
+KILLS = 8
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
+    process.start()
+    yield process
+    if process.process is not None and process.process.poll() is None:
+        process.kill()
+    process.run.remove_volatile()
+
+
+def shards_of(number: int) -> TaskShards:
+    rng = np.random.default_rng(number)
+    sizes = rng.integers(0, 40_000, 3)
+    return TaskShards(f"train/0/{number}", 1, {f"k{i}": rng.standard_normal(size) for i, size in enumerate(sizes)})
+
+
+def meta_of(tasks: list[TaskShards]) -> BatchMeta:
+    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
+    return BatchMeta(tasks=handles, parts=[BatchPart("s", ["k0", "k1", "k2"])], stores=[STORE])
+
+
+async def check(peer: Peer, tasks: list[TaskShards]) -> None:
+    found = await peer.data.fetch(meta_of(tasks), ["k0", "k1", "k2"], deadline_s=30)
+    for task, arrays in zip(tasks, found, strict=True):
+        for key, array in task.shards.items():
+            assert np.array_equal(arrays[key], array), f"{task.task_id}#{key}"
+
+
+def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: StoreProcess) -> None:
+    rng = random.Random(5)
+    acknowledged: dict[int, TaskShards] = {}
+    cleared: set[int] = set()
+    done = asyncio.Event()
+
+    async def produce(peer: Peer, first: int) -> None:
+        number = first
+        while not done.is_set():
+            tasks = [shards_of(number + i) for i in range(4)]
+            await peer.data.put(tasks, store=STORE, deadline_s=60)
+            for i, task in enumerate(tasks):
+                acknowledged[number + i] = task
+            number += 12
+            if number > first + 60:
+                gone = [old for old in list(acknowledged) if old < number - 60 and old not in cleared][:4]
+                cleared.update(gone)  # from the moment of asking nobody may rely on them
+                for old in gone:
+                    del acknowledged[old]
+                request = Clear(tasks=[PutTask(f"train/0/{old}", 1) for old in gone])
+                await peer.store.call(request, Ack, deadline_s=60)
+
+    async def consume(peer: Peer) -> None:
+        while not done.is_set():
+            numbers = rng.sample(sorted(acknowledged), min(5, len(acknowledged)))
+            try:
+                await check(peer, [acknowledged[number] for number in numbers])
+            except RpcError as error:
+                assert error.code == ErrorCode.COLLECTED and cleared & set(numbers), error
+            await asyncio.sleep(0.005)
+
+    async def kill() -> None:
+        for _ in range(KILLS):
+            await asyncio.sleep(rng.uniform(0.05, 0.9))
+            store.kill()
+            store.start()
+        async with asyncio.timeout(60):
+            while len(cleared) < 12:
+                await asyncio.sleep(0.05)
+        done.set()
+
+    async def main() -> None:
+        async with peer_of(store.run) as one, peer_of(store.run) as two, peer_of(store.run) as three:
+            async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+                group.create_task(produce(one, 0))
+                group.create_task(produce(two, 4))
+                group.create_task(produce(two, 8))
+                group.create_task(consume(three))
+                group.create_task(kill())
+            for _ in range(2):
+                await check(one, list(acknowledged.values()))
+                page = await one.store.call(GetInventory(), Inventory, deadline_s=30)
+                held = {task.task_id for task in page.tasks}
+                assert held == {task.task_id for task in acknowledged.values()}
+                stats = await one.store.call(GetStoreStats(), StoreStats, deadline_s=30)
+                assert stats.shards == 3 * len(acknowledged)
+                assert stats.bytes <= MEMORY
+                store.kill()
+                store.start()
+
+    asyncio.run(main())
+    assert store.killed == KILLS + 2
+
+
+def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess) -> None:
+    good, bad = [shards_of(1)], [shards_of(2)]
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(good, store=STORE, deadline_s=10)
+            folder = store.run.shm / "batch-store-0"
+            known = set(folder.glob("*.blk"))
+            await peer.data.put(bad, store=STORE, deadline_s=10)
+            [path] = set(folder.glob("*.blk")) - known
+            store.kill()
+            body = bytearray(path.read_bytes())
+            body[-3] ^= 1
+            path.write_bytes(bytes(body))
+            store.start()
+            await check(peer, good)
+            with pytest.raises(RpcError, match="train/0/2#k0") as caught:
+                await check(peer, bad)
+            assert caught.value.code == ErrorCode.MISSING
+            await peer.data.put(bad, store=STORE, deadline_s=10)  # a new attempt repairs it
+            await check(peer, bad)
+
+    asyncio.run(main())

@@ -1,0 +1,142 @@
+"""Starts the tiny launcher in a test and looks at what it leaves behind. Every wait has a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
+TINY = "policy-trainer,policy-trainer-worker,rollout,reference"
+ALL_TINY = f"scheduler,batch-store,{TINY}"
+SERVICES = 7
+LIMIT_S = 30.0
+POLL_S = 0.02
+
+
+def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """The first true answer of `condition`."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        answer = condition()
+        if answer:
+            return answer
+        time.sleep(POLL_S)
+    raise AssertionError(f"{what}: not within {limit_s:g} s")
+
+
+def environment(tiny: str = ALL_TINY) -> dict[str, str]:
+    return {**os.environ, "TINY": tiny, "PYTHONPATH": str(ROOT)}
+
+
+@dataclass
+class Launched:
+    """A launcher with its run directory."""
+
+    process: subprocess.Popen[str]
+    path: Path
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir.open(self.path)
+
+    def status(self) -> dict[str, Any]:
+        """What `ctl status --json` says; {} while the run does not answer."""
+        done = ctl(self.path, "status", "--json")
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    def wait_ready(self, ready: int = SERVICES) -> dict[str, dict[str, Any]]:
+        """The services by name/instance, once `ready` of them are READY."""
+        wait_for("run directory", (self.path / "run.json").exists)
+
+        def all_ready() -> dict[str, dict[str, Any]]:
+            rows = {f"{row['service']}/{row['instance']}": row for row in self.status().get("services", [])}
+            return rows if sum(row["state"] == "READY" for row in rows.values()) == ready else {}
+
+        answer: dict[str, dict[str, Any]] = wait_for(f"{ready} services READY", all_ready)
+        return answer
+
+    def end(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr; waits for the end."""
+        output, errors = self.process.communicate(timeout=limit_s)
+        return self.process.returncode, output, errors
+
+
+@contextlib.contextmanager
+def launched(path: Path, *arguments: str, tiny: str = ALL_TINY) -> Iterator[Launched]:
+    """A launcher of the quickstart in `path`; whatever it leaves is killed at the end of the test."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.integration.tiny.launcher",
+            str(QUICKSTART),
+            "--run-dir",
+            str(path),
+            "--set",
+            "services.batch-store.memory=64MiB",
+            *arguments,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env=environment(tiny),
+    )
+    try:
+        yield Launched(process, path)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+        for pid in processes_of(path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(path: Path) -> list[int]:
+    """Processes with this run directory on their command line (services, launcher)."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and str(path) in process.cmdline():
+                found.append(process.pid)
+    return found
+
+
+def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.ctl", "--run", str(path), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def assert_nothing_left(run: RunDir) -> None:
+    """No process, no socket, no shared memory of the run (within a moment)."""
+    wait_for("no process left", lambda: not processes_of(run.path))
+    wait_for("no sockets left", lambda: not run.sockets.exists())
+    wait_for("no shared memory left", lambda: not run.shm.exists())

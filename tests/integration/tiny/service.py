@@ -1,0 +1,93 @@
+"""A real service of any name that does nothing but live, steered by files in the run directory; never imports torch.
+
+`fail-<service>`: it fails in its start. `finish`: the driver is done. `scheduler` answers registrations and status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from proto.messages import (
+    GetStatus,
+    Heartbeat,
+    HeartbeatAck,
+    Register,
+    Registered,
+    ServiceRow,
+    Status,
+)
+from shared.actor.service import Service
+from shared.rpc.mailbox import Call
+from shared.rundir import RunDir
+
+POLL_S = 0.02
+
+
+class TinyService(Service):
+    async def start(self) -> None:
+        if (self.run.path / f"fail-{self.NAME}").exists():
+            raise RuntimeError(f"{self.NAME} was told to fail")
+        with (self.run.path / "starts").open("a") as file:
+            file.write(f"{self.NAME} {os.getpid()}\n")
+
+
+class TinyDriver(TinyService):
+    NAME = "policy-trainer"
+
+    async def serve(self) -> None:
+        while not (self.run.path / "finish").exists():  # noqa: ASYNC110 - the test speaks through a file
+            await asyncio.sleep(POLL_S)
+        self.run.export.mkdir(exist_ok=True)
+
+
+class TinyScheduler(TinyService):
+    """Knows who is registered, and a run of one step that is done when the file `finish` is there."""
+
+    NAME = "scheduler"
+    HEARTBEATS = False
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._rows: dict[tuple[str, int], ServiceRow] = {}
+        self.mailbox.handle(Register, self._on_register)
+        self.mailbox.handle(Heartbeat, self._on_heartbeat)
+        self.mailbox.handle(GetStatus, self._on_status)
+
+    def _on_register(self, request: Register, call: Call) -> Registered:
+        self._rows[(request.service, request.instance)] = ServiceRow(
+            request.service, request.instance, "STARTING", request.pid, request.host, request.incarnation, 0.0, 0
+        )
+        return Registered(scheduler_incarnation=self.incarnation, heartbeat_s=1.0)
+
+    def _on_heartbeat(self, beat: Heartbeat, call: Call) -> HeartbeatAck:
+        key = (beat.service, beat.instance)
+        known = key in self._rows and self._rows[key].incarnation == beat.incarnation
+        if known:
+            row = self._rows[key]
+            self._rows[key] = ServiceRow(
+                row.service, row.instance, beat.state, row.pid, row.host, row.incarnation, 0.0, beat.rss_bytes
+            )
+        return HeartbeatAck(scheduler_incarnation=self.incarnation, registered=known)
+
+    def _on_status(self, _: GetStatus, call: Call) -> Status:
+        return Status(
+            run=self.run.name,
+            step=int((self.run.path / "finish").exists()),
+            steps=1,
+            lineage=0,
+            version=0,
+            services=list(self._rows.values()),
+            tasks={"PENDING": 3},
+            store_bytes=0,
+            store_limit_bytes=1 << 20,
+            store_shards=0,
+            last_row={},
+        )
+
+
+def service_class(name: str) -> type[TinyService]:
+    for known in (TinyDriver, TinyScheduler):
+        if name == known.NAME:
+            return known
+    return type("TinyOther", (TinyService,), {"NAME": name})

@@ -1,0 +1,159 @@
+"""The store's index under any sequence of events: bytes never pass the limit, nothing is lost, nothing comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from proto import blockfile
+from proto.blockfile import Layout, Table
+from proto.messages import ErrorCode, PutTask
+from services.batch_store.state import Retire, StoreState, held_bytes
+from shared.rpc.errors import RpcError
+
+LIMIT = 6 * 4096
+TASKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3, unique_by=lambda pair: pair[0])
+
+
+def written(tasks: list[tuple[int, int]], key: str, value: int) -> tuple[Table, int]:
+    layout = Layout([(f"t/0/{n}", fence, {key: np.full(200, value + n)}) for n, fence in tasks])
+    head = layout.head([value * 100 + n for n, _ in tasks])
+    return blockfile.parse(head, layout.file_bytes), layout.file_bytes
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Drives StoreState beside a plain model of what files exist and which shards they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life = 1
+        self.state = StoreState("store", LIMIT, self.life)
+        self.puts = 0
+        self.open: dict[str, tuple[Table, int]] = {}
+        self.sealed: dict[str, tuple[Table, int]] = {}
+        self.zombies: dict[str, int] = {}
+        self.tombs: dict[str, int] = {}
+        self.shards: dict[tuple[str, int, str], int] = {}
+
+    def retire(self, effects: list[Retire]) -> None:
+        for effect in effects:
+            put_id, _, kind = effect.source.partition(".")
+            _, nbytes = (self.open if kind == "tmp" else self.sealed).pop(put_id)
+            assert effect.target not in self.zombies
+            self.zombies[effect.target] = held_bytes(nbytes)
+
+    def buried(self, task_id: str, fence: int) -> bool:
+        return self.tombs.get(task_id, 0) >= fence
+
+    @rule(tasks=TASKS, key=st.sampled_from("ab"), value=st.integers(0, 1))
+    def begin(self, tasks: list[tuple[int, int]], key: str, value: int) -> None:
+        table, nbytes = written(tasks, key, value)
+        self.puts += 1
+        put_id = f"{self.puts:032x}"
+        names = [PutTask(f"t/0/{n}", fence) for n, fence in tasks]
+        used = self.state.stats().bytes
+        try:
+            assert self.state.begin(put_id, nbytes, names, 0.0)
+        except RpcError as error:
+            if error.code == ErrorCode.BUSY:
+                assert used + held_bytes(nbytes) > LIMIT
+            else:
+                assert error.code == ErrorCode.COLLECTED
+                assert any(self.buried(task.task_id, task.fence) for task in names)
+            return
+        assert not any(self.buried(task.task_id, task.fence) for task in names)
+        assert not self.state.begin(put_id, nbytes, names, 0.0)
+        self.open[put_id] = (table, nbytes)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        put_id = data.draw(st.sampled_from(sorted(self.open)))
+        table, nbytes = self.open[put_id]
+        mine = {
+            (task_id, fence, key): digest
+            for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
+            for key, digest in table.checksums(index).items()
+        }
+        late = any(self.buried(task_id, fence) for task_id, fence, _ in mine)
+        clash = any(self.shards.get(name, digest) != digest for name, digest in mine.items())
+        assert self.state.to_seal(put_id) == nbytes
+        try:
+            new = self.state.seal(put_id, table)
+        except RpcError as error:
+            assert (error.code == ErrorCode.COLLECTED and late) or (error.code == ErrorCode.CONFLICT and clash)
+            self.retire([self.state.abandon(put_id)])
+            return
+        assert not late
+        assert not clash
+        assert new == (not mine.items() <= self.shards.items())
+        if new:
+            self.sealed[put_id] = self.open.pop(put_id)
+            self.shards |= mine
+            assert self.state.to_seal(put_id) is None
+        else:
+            self.retire([self.state.abandon(put_id)])
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def producer_dies(self, data: st.DataObject) -> None:
+        put_id = data.draw(st.sampled_from(sorted(self.open)))
+        assert put_id in self.state.overdue(100.0)
+        self.retire([self.state.abandon(put_id)])
+
+    @rule(tasks=TASKS)
+    def clear(self, tasks: list[tuple[int, int]]) -> None:
+        names = [PutTask(f"t/0/{n}", fence) for n, fence in tasks]
+        self.retire(self.state.clear(names))
+        assert self.state.clear(names) == []
+        assert self.state.entomb(names) == []
+        for task in names:
+            self.tombs[task.task_id] = max(self.tombs.get(task.task_id, 0), task.fence)
+        self.shards = {name: d for name, d in self.shards.items() if not self.buried(name[0], name[1])}
+
+    @precondition(lambda self: self.zombies)
+    @rule(data=st.data())
+    def last_mapping_goes(self, data: st.DataObject) -> None:
+        target = data.draw(st.sampled_from(sorted(self.zombies)))
+        del self.zombies[target]
+        self.state.reaped(target)
+
+    @rule()
+    def restart(self) -> None:
+        self.life += 1
+        self.state = StoreState("store", LIMIT, self.life)
+        self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
+        for put_id, (table, nbytes) in list(self.sealed.items()):
+            self.retire(self.state.recover(put_id, nbytes, table))
+        for name, nbytes in list(self.zombies.items()):
+            del self.zombies[name]
+            self.zombies[self.state.recover_refuse(name, nbytes).target] = nbytes
+        for put_id, (_, nbytes) in list(self.open.items()):
+            self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
+
+    @invariant()
+    def bytes_are_exact_and_within_the_limit(self) -> None:
+        stats = self.state.stats()
+        files = [nbytes for _, nbytes in (*self.open.values(), *self.sealed.values())]
+        assert stats.zombie_bytes == sum(self.zombies.values())
+        assert stats.bytes == sum(map(held_bytes, files)) + stats.zombie_bytes
+        assert stats.bytes <= LIMIT
+        assert stats.files == len(self.sealed)
+
+    @invariant()
+    def exactly_the_living_shards_are_found(self) -> None:
+        living = {(task_id, fence) for task_id, fence, _ in self.shards}
+        page, cursor = self.state.inventory(0)
+        assert cursor == 0
+        assert {(task.task_id, task.fence) for task in page} == living
+        for task_id, fence in living:
+            put_ids, [places] = self.state.locate([PutTask(task_id, fence)])
+            found: dict[str, int] = {}
+            for place in places:
+                table = self.sealed[put_ids[place]][0]
+                found |= table.checksums(table.index[task_id, fence])
+            assert found == {key: d for (t, f, key), d in self.shards.items() if (t, f) == (task_id, fence)}
+
+
+TestStoreMachine = StoreMachine.TestCase

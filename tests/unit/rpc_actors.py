@@ -1,0 +1,175 @@
+"""What the rpc and actor tests talk to: a small mailbox and a small service, as objects or as processes.
+
+Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
+It must never stand in for a real service of the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from proto.messages import GetInventory, Inventory, Ping, Pong  # noqa: E402
+from shared.actor.process import run_process  # noqa: E402
+from shared.actor.service import Service  # noqa: E402
+from shared.rpc.client import Client  # noqa: E402
+from shared.rpc.mailbox import Call, Mailbox  # noqa: E402
+
+SERVER_INCARNATION = 11
+CLIENT_INCARNATION = 22
+DEADLINE_S = 10.0
+
+
+def double(request: GetInventory, _: Call) -> Inventory:
+    return Inventory(tasks=[], cursor=2 * request.cursor)
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """A directory whose socket paths stay under 107 bytes, whatever pytest's own are."""
+    with tempfile.TemporaryDirectory(prefix="rlb-") as name:
+        yield Path(name)
+
+
+@asynccontextmanager
+async def serving(endpoint: str, *handlers: tuple[Any, Any]) -> AsyncIterator[tuple[Mailbox, str]]:
+    """A bound mailbox with these (request class, handler) pairs, closed afterwards."""
+    context = zmq.Context()
+    mailbox = Mailbox("echo/0", SERVER_INCARNATION)
+    for request, handler in handlers:
+        mailbox.handle(request, handler)
+    bound = mailbox.bind(context, endpoint)
+    try:
+        yield mailbox, bound
+    finally:
+        await mailbox.close()
+        context.destroy(0)
+
+
+@asynccontextmanager
+async def asking(endpoint: str, incarnation: int = CLIENT_INCARNATION) -> AsyncIterator[Client]:
+    context = zmq.Context()
+    client = Client(context, endpoint, "echo/0", incarnation)
+    try:
+        yield client
+    finally:
+        client.close()
+        context.destroy(0)
+
+
+@contextmanager
+def raw_dealer(endpoint: str, **options: int) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that speaks whatever the test makes it speak."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    for name, value in options.items():
+        socket.setsockopt(getattr(zmq, name), value)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        context.destroy(0)
+
+
+async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> list[bytes]:
+    """The next message of a raw socket, without blocking the loop that serves it."""
+    ready = await asyncio.get_running_loop().run_in_executor(None, socket.poll, int(within_s * 1000))
+    assert ready, f"no message in {within_s} s"
+    return socket.recv_multipart()
+
+
+async def eventually(condition: Any, within_s: float = DEADLINE_S) -> None:
+    """Wait until `condition()` holds; fail after `within_s`."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@contextmanager
+def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """This file as a process of its own, killed at the end if it still runs."""
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **options.pop("env", {})},
+        **options,
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.communicate(timeout=10)
+
+
+def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
+    """Its next line of output."""
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], within_s)
+    assert ready, f"no output in {within_s} s"
+    return child.stdout.readline().strip()
+
+
+class Echo(Service):
+    """Says READY on its output, doubles numbers; `ECHO_FAIL` makes its start fail, `ECHO_SPAWNER` is its parent."""
+
+    NAME = "echo"
+    HEARTBEATS = False
+
+    def __init__(self, run: Any, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self.mailbox.handle(GetInventory, double)
+
+    async def start(self) -> None:
+        if "ECHO_FAIL" in os.environ:
+            raise ValueError(os.environ["ECHO_FAIL"])
+
+    async def serve(self) -> None:
+        print(f"serving {os.getpid()}", flush=True)
+        await super().serve()
+
+
+async def _mailbox(endpoint: str) -> None:
+    context = zmq.Context()
+    mailbox = Mailbox("echo/0", os.getpid())
+    mailbox.handle(
+        Ping, lambda _, __: Pong(service="echo", instance=0, incarnation=os.getpid(), state="READY")
+    )
+    mailbox.handle(GetInventory, double)
+    mailbox.bind(context, endpoint)
+    print("bound", flush=True)
+    await asyncio.Event().wait()
+
+
+def _spawn(arguments: list[str]) -> None:
+    """Be a supervisor that starts one service and then only waits to be killed."""
+    with subprocess.Popen([sys.executable, __file__, "service", *arguments]):
+        signal.pause()
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    sys.argv[1:] = rest
+    if what == "mailbox":
+        asyncio.run(_mailbox(rest[0]))
+    elif what == "spawn":
+        _spawn(rest)
+    else:
+        sys.exit(run_process(Echo, "echo"))

@@ -1,0 +1,168 @@
+"""Batch: cutting and joining keep every task once, and only `fetch` moves data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proto.messages import BatchMeta, BatchPart, TaskHandle
+from proto.tensors import Array
+from shared.batch import Batch, BatchStatus
+from shared.rpc.errors import RpcError
+
+
+def meta(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), store: str = "batch-store/0", first: int = 0) -> BatchMeta:
+    tasks = [
+        TaskHandle(f"train/0/{first + i}", 1, samples=2, tokens=n, nbytes=10, stores=[0]) for i, n in enumerate(tokens)
+    ]
+    return BatchMeta(tasks=tasks, parts=[BatchPart("stage", list(keys))], stores=[store])
+
+
+def local(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), first: int = 0) -> Batch:
+    data: tuple[dict[str, Array], ...] = tuple({key: np.full(n, ord(key)) for key in keys} for n in tokens)
+    return Batch(meta(tokens, keys, first=first), None, data)
+
+
+def test_status_tells_where_the_data_is() -> None:
+    assert Batch(meta([1])).status is BatchStatus.REMOTE
+    assert local([1]).status is BatchStatus.LOCAL
+    assert Batch(meta([])).status is BatchStatus.EMPTY
+
+
+def test_item_of_a_remote_batch_says_to_fetch_first() -> None:
+    with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
+        Batch(meta([1]))["a"]
+
+
+def test_items_of_a_local_batch_are_one_array_a_task() -> None:
+    assert [array.tolist() for array in local([1, 2])["b"]] == [[98], [98, 98]]
+    with pytest.raises(KeyError, match="holds a, b"):
+        local([1])["c"]
+
+
+def test_repr_shows_status_size_shards_and_bytes() -> None:
+    assert repr(Batch(meta([3, 4]))) == "Batch(REMOTE, 2 tasks, 4 samples, 7 tokens, 4 shards, 20 bytes, keys=[a, b])"
+    assert repr(local([3], "a")) == "Batch(LOCAL, 1 tasks, 2 samples, 3 tokens, 1 shards, 24 bytes, keys=[a])"
+
+
+def test_fetch_without_a_client_is_refused() -> None:
+    with pytest.raises(RpcError, match="cannot fetch a"):
+        asyncio.run(Batch(meta([1])).fetch(["a"]))
+
+
+def test_fetch_of_what_is_here_needs_no_client() -> None:
+    fetched = asyncio.run(local([1, 2]).fetch(["b"]))
+    assert fetched.keys == ("b",)
+
+
+def test_task_that_comes_twice_is_refused() -> None:
+    one = meta([1])
+    with pytest.raises(ValueError, match="comes twice"):
+        Batch(BatchMeta(tasks=[*one.tasks, *one.tasks], parts=one.parts, stores=one.stores))
+
+
+@given(st.lists(st.integers(0, 5000), max_size=60), st.integers(1, 9))
+def test_chunks_hold_every_task_once_in_order_and_balanced(tokens: list[int], count: int) -> None:
+    chunks = Batch(meta(tokens)).chunk_indices(count)
+    assert len(chunks) == count
+    assert sorted(index for chunk in chunks for index in chunk) == list(range(len(tokens)))
+    assert all(chunk == sorted(chunk) for chunk in chunks)
+    loads = [sum(tokens[index] for index in chunk) for chunk in chunks]
+    # Graham's bound for longest processing time first, in integers
+    optimum = max(-(-sum(tokens) // count), max(tokens, default=0))
+    assert max(loads) - min(loads) <= max(tokens, default=0)
+    assert max(loads) <= optimum + max(tokens, default=0) * (count - 1) // count
+
+
+def test_equal_tasks_are_spread_by_number_even_without_token_counts() -> None:
+    assert [len(chunk) for chunk in Batch(meta([0] * 8)).chunk(4)] == [2, 2, 2, 2]
+
+
+def test_chunk_keeps_data_and_gives_empty_ones_when_tasks_run_out() -> None:
+    chunks = local([5, 3]).chunk(3)
+    assert [chunk.status.name for chunk in chunks] == ["LOCAL", "LOCAL", "EMPTY"]
+    assert chunks[0]["a"][0].size == 5
+
+
+def test_concat_of_chunks_has_the_same_tasks() -> None:
+    whole = Batch(meta([5, 3, 9, 1]))
+    joined = Batch.concat(whole.chunk(3))
+    assert sorted(joined.task_ids) == sorted(whole.task_ids)
+    assert (joined.tokens, joined.nbytes) == (whole.tokens, whole.nbytes)
+
+
+def test_concat_maps_store_numbers_and_part_order() -> None:
+    one = BatchMeta(
+        tasks=[TaskHandle("t/0/0", 1, stores=[0, 1])],
+        parts=[BatchPart("x", ["a"]), BatchPart("y", ["b"])],
+        stores=["batch-store/0", "batch-store/1"],
+    )
+    two = BatchMeta(
+        tasks=[TaskHandle("t/0/1", 1, stores=[0, 1])],
+        parts=[BatchPart("y", ["b"]), BatchPart("x", ["a"])],
+        stores=["batch-store/1", "batch-store/2"],
+    )
+    joined = Batch.concat([Batch(one), Batch(two)]).meta
+    places = [[joined.stores[number] for number in task.stores] for task in joined.tasks]
+    assert places == [["batch-store/0", "batch-store/1"], ["batch-store/2", "batch-store/1"]]
+
+
+def test_concat_refuses_other_keys_and_equal_tasks() -> None:
+    with pytest.raises(ValueError, match="differ"):
+        Batch.concat([Batch(meta([1], ["a"])), Batch(meta([1], ["b"], first=5))])
+    with pytest.raises(ValueError, match="comes twice"):
+        Batch.concat([Batch(meta([1])), Batch(meta([1]))])
+
+
+def test_union_adds_keys_in_the_first_ones_task_order() -> None:
+    one = Batch(meta([1, 2, 3], ["a"]))
+    two = Batch(meta([1, 2, 3], ["b"], store="batch-store/7")).take([2, 0, 1])
+    both = one.union(two)
+    assert both.task_ids == one.task_ids
+    assert both.keys == ("a", "b")
+    assert [[both.meta.stores[s] for s in task.stores] for task in both.meta.tasks] == [
+        ["batch-store/0", "batch-store/7"]
+    ] * 3
+    assert one.keys == ("a",)
+
+
+def test_union_of_local_batches_joins_their_arrays() -> None:
+    both = local([1, 2], ["a"]).union(local([1, 2], ["b"]).take([1, 0]))
+    assert [array.size for array in both["b"]] == [1, 2]
+
+
+def test_union_in_place_changes_the_batch_itself() -> None:
+    one = Batch(meta([1, 2], ["a"]))
+    assert one.union_(Batch(meta([1, 2], ["b"]))) is one
+    assert one.keys == ("a", "b")
+
+
+def test_union_of_equal_parts_is_the_same_batch() -> None:
+    one = Batch(meta([1, 2]))
+    assert one.union(Batch(meta([1, 2]))).meta == one.meta
+
+
+def test_union_refuses_partly_overlapping_keys_other_tasks_and_other_fences() -> None:
+    one = Batch(meta([1, 2], ["a", "b"]))
+    with pytest.raises(ValueError, match="b on both sides"):
+        one.union(Batch(meta([1, 2], ["b", "c"])))
+    with pytest.raises(ValueError, match="must be the same"):
+        one.union(Batch(meta([1, 2], ["c"], first=1)))
+    other = meta([1, 2], ["c"])
+    fenced = BatchMeta(tasks=[TaskHandle(t.task_id, 9, stores=[0]) for t in other.tasks], parts=other.parts, stores=other.stores)
+    with pytest.raises(ValueError, match="fences"):
+        one.union(Batch(fenced))
+
+
+def test_select_keeps_the_named_keys_and_their_places() -> None:
+    both = Batch(meta([1, 2], ["a", "c"])).union(Batch(meta([1, 2], ["b"], store="batch-store/1")))
+    chosen = both.select(["b"]).meta
+    assert [list(part.keys) for part in chosen.parts] == [["b"]]
+    assert [chosen.stores[number] for task in chosen.tasks for number in task.stores] == ["batch-store/1"] * 2
+    with pytest.raises(KeyError, match="nope"):
+        both.select(["nope"])

@@ -1,0 +1,52 @@
+"""The drill's noise: the same everywhere, on every parameter, never the same for two."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shared.drill import ZERO_SCALE, canary_tokens, perturb
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_noise_is_reproducible_and_keeps_shape_and_dtype(dtype: type) -> None:
+    values = np.linspace(-1, 1, 3 * 70001).reshape(3, 70001).astype(dtype)
+    before = values.copy()
+    first, second = perturb("a.weight", values, 3), perturb("a.weight", values, 3)
+    assert first.dtype == values.dtype
+    assert first.shape == values.shape
+    assert first.tobytes() == second.tobytes()
+    assert values.tobytes() == before.tobytes()
+
+
+def test_noise_has_the_stated_scale() -> None:
+    values = np.full(60000, -2.0, np.float32)
+    noise = perturb("w", values, 0) - values
+    assert noise.std() == pytest.approx(0.05 * 2.0, rel=0.02)
+    assert abs(noise.mean()) < 0.002
+
+
+def test_names_and_seeds_move_the_noise() -> None:
+    values = np.ones(1000, np.float32)
+    one = perturb("a", values, 0)
+    assert not np.array_equal(one, perturb("b", values, 0))
+    assert not np.array_equal(one, perturb("a", values, 1))
+
+
+def test_a_parameter_of_zeros_moves_too() -> None:
+    moved = perturb("bias", np.zeros(5000, np.float32), 0)
+    assert moved.std() == pytest.approx(ZERO_SCALE, rel=0.1)
+
+
+def test_integers_stay() -> None:
+    assert perturb("steps", np.arange(4), 0).tolist() == [0, 1, 2, 3]
+
+
+def test_canary_tokens_are_fixed_and_inside_the_vocabulary() -> None:
+    tokens = canary_tokens(64, 5)
+    assert tokens.dtype == np.int32
+    assert tokens.shape == (32,)
+    assert np.array_equal(tokens, canary_tokens(64, 5))
+    assert not np.array_equal(tokens, canary_tokens(64, 6))
+    assert 0 <= tokens.min() <= tokens.max() < 64

@@ -1,0 +1,69 @@
+"""Loading a model folder: the same bits each time, tied weights once, one line for whatever is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.model.load import load_model, named_weights
+from shared.rpc.errors import RpcError
+from tests.unit.tiny_models import make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("qwen3", head_dim=12, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_tied_weight_is_named_once(folder: Path) -> None:
+    weights = named_weights(load_model(folder, "float32"))
+    assert "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
+    assert set(weights) == set(load_file(folder / "model.safetensors"))
+
+
+def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
+    make_model("qwen3", head_dim=12, tie_word_embeddings=False).save_pretrained(tmp_path)
+    assert "lm_head.weight" in named_weights(load_model(tmp_path, "float32"))
+
+
+def test_two_loads_have_the_same_bits(folder: Path) -> None:
+    first, second = (named_weights(load_model(folder, "float32")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
+    assert {each.dtype for each in load_model(folder, "bfloat16").parameters()} == {torch.bfloat16}
+
+
+def check_refused(folder: Path, match: str) -> None:
+    with pytest.raises(RpcError, match=match) as caught:
+        load_model(folder, "float32")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    check_refused(tmp_path / "nothing", "no config.json")
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    check_refused(folder, "cannot be loaded")
+
+
+def test_a_weight_that_is_not_in_the_file_is_refused_and_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    check_refused(folder, r"model\.layers\.1\.mlp\.up_proj\.weight")
+
+
+def test_an_unknown_dtype_is_refused(folder: Path) -> None:
+    with pytest.raises(RpcError, match="float32"):
+        load_model(folder, "int4")

@@ -1,0 +1,92 @@
+"""Trees of shared prefixes: every token finds its node, every node sees exactly its own prefix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.model import tree
+from shared.model.tree import Array, MicroBatch
+
+sequences = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=7), min_size=1, max_size=12)
+
+
+def flat(rows: list[list[int]]) -> tuple[Array, Array, Array]:
+    mask = [0 if position == 0 else 1 for row in rows for position in range(len(row))]
+    return np.array(sum(rows, []), np.int32), np.array([len(row) for row in rows], np.int32), np.array(mask, np.uint8)
+
+
+def visible(batch: MicroBatch) -> list[list[int]]:
+    """For each node the tokens it may attend to, in order of depth."""
+    result: list[list[int]] = [[] for _ in batch.token_ids]
+    slot_of_block = 0
+    for block in batch.blocks:
+        gather = block.gather.reshape(block.rows, block.longest)
+        for row in range(block.rows):
+            for slot in range(block.longest):
+                node = int(gather[row, slot])
+                if batch.scatter[node] != slot_of_block + row * block.longest + slot:
+                    continue  # padding
+                seen = [
+                    int(gather[row, other])
+                    for other in range(slot + 1)
+                    if block.end is None or slot < block.end[row, other]
+                ]
+                seen.sort(key=lambda each: int(batch.depths[each]))
+                result[node] = [int(batch.token_ids[each]) for each in seen]
+        slot_of_block += block.rows * block.longest
+    return result
+
+
+@given(sequences, st.integers(1, 40), st.booleans())
+def test_every_masked_token_is_predicted_from_exactly_its_prefix(
+    rows: list[list[int]], max_tokens: int, share: bool
+) -> None:
+    ids, lengths, mask = flat(rows)
+    found: dict[int, tuple[list[int], int]] = {}
+    for batch in tree.plan(ids, lengths, mask, max_tokens=max_tokens, hidden_size=8, share=share):
+        seen = visible(batch)
+        for token, child in zip(batch.tokens.tolist(), batch.token_child.tolist(), strict=True):
+            predictor = int(batch.predictors[batch.child_predictor[child]])
+            found[token] = (seen[predictor], int(batch.child_token[child]))
+    at = 0
+    for row in rows:
+        for position in range(1, len(row)):
+            assert found.pop(at + position) == (row[:position], row[position])
+        at += len(row)
+    assert not found
+
+
+@given(sequences)
+def test_a_common_prefix_is_one_path(rows: list[list[int]]) -> None:
+    ids, lengths, mask = flat(rows)
+    (batch,) = tree.plan(ids, lengths, mask, max_tokens=1000, hidden_size=10**6)
+    prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+    assert len(batch.token_ids) == len(prefixes)
+
+
+def test_micro_batches_keep_to_the_limit_unless_one_sequence_is_longer() -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 50, size=size).tolist() for size in (5, 9, 30, 7, 12, 3)]
+    ids, lengths, mask = flat(rows)
+    sizes = [len(batch.token_ids) for batch in tree.plan(ids, lengths, mask, max_tokens=20, hidden_size=8, share=False)]
+    assert sum(sizes) == len(ids)
+    assert [size for size in sizes if size > 20] == [30]
+
+
+@given(sequences, st.integers(7, 30))
+def test_shared_prefixes_never_make_a_micro_batch_too_large(rows: list[list[int]], max_tokens: int) -> None:
+    for batch in tree.plan(*flat(rows), max_tokens=max_tokens, hidden_size=10**6):
+        assert len(batch.token_ids) <= max_tokens
+
+
+def test_a_mask_on_the_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="first token"):
+        tree.plan(np.array([1, 2, 3]), np.array([1, 2]), np.array([0, 1, 1]), max_tokens=9, hidden_size=8)
+
+
+def test_arrays_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match="must agree"):
+        tree.plan(np.array([1, 2, 3]), np.array([2]), np.array([0, 1, 1]), max_tokens=9, hidden_size=8)

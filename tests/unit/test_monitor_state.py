@@ -1,0 +1,72 @@
+"""The monitor's memory, without a socket: last values, one sequence, bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from proto.messages import Telemetry, TopicRow
+from services.monitor import state as module
+from services.monitor.state import MonitorState
+
+
+def telemetry(topic: str, value: float, *, incarnation: int = 1, dropped: int = 0, instance: int = 0) -> Telemetry:
+    return Telemetry(
+        service="rollout",
+        instance=instance,
+        incarnation=incarnation,
+        sequence=1,
+        dropped=dropped,
+        at=1.0,
+        topic=topic,
+        values={"value": value},
+    )
+
+
+def test_snapshot_holds_the_last_value_of_every_topic_of_every_instance() -> None:
+    state = MonitorState()
+    for message in (telemetry("a", 1), telemetry("a", 2), telemetry("b", 3), telemetry("a", 4, instance=1)):
+        state.take(message)
+    seen = {(row.instance, row.topic): row.values["value"] for row in state.snapshot().rows}
+    assert seen == {(0, "a"): 2, (0, "b"): 3, (1, "a"): 4}
+
+
+def test_updates_are_numbered_without_holes_and_the_snapshot_names_the_last() -> None:
+    state = MonitorState()
+    updates = [state.take(telemetry("a", value)) for value in range(3)]
+    assert [update.sequence for update in updates if update] == [1, 2, 3]
+    assert state.snapshot().sequence == 3
+
+
+def test_same_values_are_no_change() -> None:
+    state = MonitorState()
+    row = TopicRow("monitor", 0, "cluster/status", 1.0, {"step": 1.0})
+    assert state.put_changed(row) is not None
+    assert state.put_changed(TopicRow("monitor", 0, "cluster/status", 2.0, {"step": 1.0})) is None
+    assert state.put_changed(TopicRow("monitor", 0, "cluster/status", 3.0, {"step": 2.0})) is not None
+
+
+def test_drops_are_the_senders_own_counts_added_up() -> None:
+    state = MonitorState()
+    state.take(telemetry("a", 1, incarnation=1, dropped=2))
+    state.take(telemetry("a", 1, incarnation=1, dropped=5))
+    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # overtaken
+    state.take(telemetry("a", 1, incarnation=2, dropped=1))
+    assert state.snapshot().dropped == 6
+
+
+def test_drops_of_forgotten_senders_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SENDERS", 2)
+    state = MonitorState()
+    for incarnation in range(5):
+        state.take(telemetry("a", 1, incarnation=incarnation, dropped=1))
+    assert state.dropped == 5
+
+
+def test_new_topics_beyond_the_limit_are_refused_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOPICS", 1)
+    state = MonitorState()
+    assert state.take(telemetry("a", 1)) is not None
+    assert state.take(telemetry("b", 1)) is None
+    assert state.take(telemetry("a", 2)) is not None
+    assert state.refused == 1
+    assert len(state.snapshot().rows) == 1

@@ -1,0 +1,57 @@
+"""The frozen model's log-probs: those of a plain forward pass over each sequence alone, at the sampling temperature."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from proto.tensors import Array
+from services.reference.scorer import Scorer
+from services.rollout.assemble import task_shards
+from services.rollout.engine import Generation
+from tests.unit.rollout_engine import MODEL
+
+
+def tasks() -> list[dict[str, Array]]:
+    """Three ragged tasks of three samples."""
+    random = np.random.default_rng(0)
+    made = []
+    for prompt_tokens in (3, 9, 6):
+        prompt = random.integers(3, 60, prompt_tokens).tolist()
+        group = [
+            Generation(random.integers(3, 60, n).astype(np.int32), np.zeros(n, np.float32), "stop") for n in (1, 7, 4)
+        ]
+        made.append(task_shards(prompt, group, version=0))
+    return made
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_reference_values_are_those_of_each_sequence_alone(temperature: float) -> None:
+    scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=temperature, max_tokens=4096)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    shards = tasks()
+
+    async def run() -> list[Array]:
+        await scorer.start()
+        return await scorer.score(shards)
+
+    scored = asyncio.run(run())
+    scorer.stop()
+    assert scorer.progress == 2
+    for task, values in zip(shards, scored, strict=True):
+        assert values.dtype == np.float32
+        assert values.shape == task["token_ids"].shape
+        wanted = np.zeros(len(values), np.float32)
+        at = 0
+        for length in task["lengths"].tolist():
+            ids = torch.from_numpy(task["token_ids"][at : at + length].astype(np.int64))
+            with torch.inference_mode():
+                logprobs = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
+            wanted[at + 1 : at + length] = logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+            at += length
+        wanted *= task["loss_mask"]
+        assert np.abs(values - wanted).max() < 1e-4

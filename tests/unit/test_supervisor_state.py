@@ -1,0 +1,320 @@
+"""The supervisor's decisions, without a process: start order, restarts, draining, failing. Never sleeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.supervisor import state as s
+from launch.supervisor.plan import Key, module_of, select
+from launch.supervisor.state import Outcome, Phase, ProcessState, SupervisorState
+from shared.rpc.errors import RpcError
+
+SCHEDULER, STORE, MONITOR = ("scheduler", 0), ("batch-store", 0), ("monitor", 0)
+WORKER, DRIVER, REFERENCE, ROLLOUT = (
+    ("policy-trainer-worker", 0),
+    ("policy-trainer", 0),
+    ("reference", 0),
+    ("rollout", 0),
+)
+PLAN = [SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT]
+SIGKILL = -9
+
+
+class World:
+    """Carries out effects like a machine on which starting always works; remembers what was done."""
+
+    def __init__(self, plan: list[Key] = PLAN) -> None:
+        self.state = SupervisorState(plan)
+        self.now = 100.0
+        self.next_pid = 1
+        self.pids: dict[Key, int] = {}
+        self.spawned: list[Key] = []
+        self.terminated: list[Key] = []
+        self.killed: list[Key] = []
+        self.died: list[s.Died] = []
+        self.ended: list[s.Ended] = []
+
+    def feed(self, event: s.Event) -> None:
+        for effect in self.state.handle(event, self.now):
+            match effect:
+                case s.Spawn(key):
+                    self.spawned.append(key)
+                    self.pids[key] = self.next_pid
+                    self.next_pid += 1
+                    self.feed(s.Spawned(key, self.pids[key]))
+                case s.Terminate(key, pid):
+                    assert pid == self.pids[key]
+                    self.terminated.append(key)
+                case s.Kill(key, pid):
+                    assert pid == self.pids[key]
+                    self.killed.append(key)
+                case s.Died():
+                    self.died.append(effect)
+                case s.Ended():
+                    self.ended.append(effect)
+
+    def report(self, key: Key, state: str, cause: str = "") -> None:
+        self.feed(s.Reported(key, self.pids[key], 1000 + self.pids[key], state, cause))
+
+    def exit(self, key: Key, status: int, *, run_complete: bool = True) -> None:
+        self.feed(s.Exited(key, self.pids[key], status, run_complete))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(s.Tick())
+
+    def run(self) -> World:
+        """Everything READY."""
+        self.feed(s.Begin())
+        for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
+            self.report(key, ProcessState.READY)
+        self.spawned.clear()
+        return self
+
+
+def test_first_services_start_before_the_others() -> None:
+    world = World()
+    world.feed(s.Begin())
+    assert world.spawned == [SCHEDULER, STORE, MONITOR]
+
+
+def test_others_start_at_once_when_all_first_services_are_ready() -> None:
+    world = World()
+    world.feed(s.Begin())
+    world.report(SCHEDULER, ProcessState.READY)
+    world.report(STORE, ProcessState.READY)
+    assert len(world.spawned) == 3
+    world.report(MONITOR, ProcessState.READY)
+    assert world.spawned[3:] == [WORKER, DRIVER, REFERENCE, ROLLOUT]
+
+
+def test_run_is_running_when_all_are_ready() -> None:
+    assert World().run().state.phase == Phase.RUNNING
+
+
+def test_killed_process_starts_again_at_once() -> None:
+    world = World().run()
+    world.exit(ROLLOUT, SIGKILL)
+    assert world.spawned == [ROLLOUT]
+    assert world.state.processes[ROLLOUT].restarts == 1
+    assert world.died[0].cause == "killed by SIGKILL"
+
+
+def test_failed_process_starts_again_after_a_delay_that_doubles() -> None:
+    world = World().run()
+    delays = []
+    for _ in range(3):
+        world.exit(ROLLOUT, 1)
+        delays.append(world.died[-1].delay_s)
+        world.wait(delays[-1] - 0.01)
+        count = len(world.spawned)
+        world.wait(0.01)
+        assert len(world.spawned) == count + 1
+    assert delays == [0.25, 0.5, 1.0]
+
+
+def test_run_fails_with_the_cause_of_a_process_that_fails_too_often() -> None:
+    world = World().run()
+    for _ in range(s.FAILURE_LIMIT):
+        world.report(ROLLOUT, ProcessState.FAILED, "canary does not match")
+        world.exit(ROLLOUT, 1)
+        world.wait(s.FAILURE_BACKOFF_S)
+    assert world.state.phase == Phase.DRAINING
+    for group in ([DRIVER], [REFERENCE], [WORKER], [STORE], [MONITOR], [SCHEDULER]):
+        for key in group:
+            world.exit(key, 0)
+    (ended,) = world.ended
+    assert ended.outcome == Outcome.FAILED
+    assert ended.key == ROLLOUT
+    assert "canary does not match" in ended.cause
+
+
+def test_failures_far_apart_are_forgotten() -> None:
+    world = World().run()
+    for _ in range(3 * s.FAILURE_LIMIT):
+        world.exit(ROLLOUT, 1)
+        world.wait(s.WINDOW_S)
+        world.report(ROLLOUT, ProcessState.READY)
+    assert world.state.phase == Phase.RUNNING
+
+
+def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
+    world = World().run()
+    for _ in range(2 * s.FAILURE_LIMIT):
+        world.exit(ROLLOUT, SIGKILL)
+        world.wait(s.KILL_BACKOFF_S)
+        world.report(ROLLOUT, ProcessState.READY)
+    assert world.state.phase == Phase.RUNNING
+    assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
+
+
+def test_driver_failure_restarts_the_driver() -> None:
+    world = World().run()
+    world.exit(DRIVER, 1)
+    world.wait(1.0)
+    assert world.spawned == [DRIVER]
+
+
+def test_driver_exit_with_work_left_restarts_the_driver() -> None:
+    world = World().run()
+    world.exit(DRIVER, 0, run_complete=False)
+    world.wait(1.0)
+    assert world.spawned == [DRIVER]
+    assert world.state.phase == Phase.RUNNING
+
+
+def test_other_service_that_ends_by_itself_starts_again() -> None:
+    world = World().run()
+    world.report(STORE, ProcessState.STOPPED)
+    world.exit(STORE, 0)
+    world.wait(1.0)
+    assert world.spawned == [STORE]
+
+
+def test_run_drains_in_order_after_the_driver_is_done() -> None:
+    world = World().run()
+    world.exit(DRIVER, 0)
+    order = []
+    while not world.ended:
+        group = [key for key in world.terminated if key not in order]
+        assert group, "nobody was told to end"
+        order += group
+        for key in group:
+            world.report(key, ProcessState.STOPPED)
+            world.exit(key, 0)
+    assert order == [REFERENCE, ROLLOUT, WORKER, STORE, MONITOR, SCHEDULER]
+    assert world.ended == [s.Ended(Outcome.DONE, "", None)]
+    assert all(process.state == ProcessState.STOPPED for process in world.state.processes.values())
+
+
+def test_process_that_dies_while_draining_stays_down() -> None:
+    world = World().run()
+    world.feed(s.StopAsked("stopped by the operator"))
+    world.exit(ROLLOUT, SIGKILL)
+    world.wait(10.0)
+    assert world.spawned == []
+
+
+def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
+    world = World().run()
+    world.feed(s.StopAsked("interrupted"))
+    assert world.terminated == [DRIVER]
+    world.wait(s.DRAIN_LIMIT_S - 0.1)
+    assert world.killed == []
+    world.wait(0.1)
+    assert world.killed == [DRIVER]
+
+
+def test_second_interrupt_kills_all_that_are_left() -> None:
+    world = World().run()
+    world.feed(s.StopAsked("interrupted"))
+    world.exit(DRIVER, 0)
+    world.feed(s.KillAsked())
+    assert set(world.killed) == {key for key in PLAN if key != DRIVER}
+    for key in world.killed:
+        world.exit(key, SIGKILL)
+    assert world.ended[0].outcome == Outcome.STOPPED
+
+
+def test_stop_while_starting_starts_nothing_more() -> None:
+    world = World()
+    world.feed(s.Begin())
+    world.feed(s.StopAsked("interrupted"))
+    for key in (STORE, MONITOR, SCHEDULER):
+        world.exit(key, 0)
+    assert world.spawned == [SCHEDULER, STORE, MONITOR]
+    assert world.ended[0].outcome == Outcome.STOPPED
+
+
+def test_operator_restart_drains_then_starts_again_without_counting_as_a_failure() -> None:
+    world = World().run()
+    for _ in range(2 * s.FAILURE_LIMIT):
+        world.feed(s.RestartAsked([ROLLOUT]))
+        assert world.terminated.pop() == ROLLOUT
+        world.exit(ROLLOUT, 0)
+        world.report(ROLLOUT, ProcessState.READY)
+    assert world.spawned == [ROLLOUT] * 2 * s.FAILURE_LIMIT
+    assert world.died == []
+
+
+def test_restarted_driver_that_exits_well_does_not_end_the_run() -> None:
+    world = World().run()
+    world.feed(s.RestartAsked([DRIVER]))
+    world.exit(DRIVER, 0)
+    assert world.spawned == [DRIVER]
+    assert world.state.phase == Phase.RUNNING
+
+
+def test_operator_restart_ends_a_backoff() -> None:
+    world = World().run()
+    world.exit(ROLLOUT, 1)
+    assert world.spawned == []
+    world.feed(s.RestartAsked([ROLLOUT]))
+    assert world.spawned == [ROLLOUT]
+
+
+def test_report_of_an_earlier_life_is_ignored() -> None:
+    world = World().run()
+    old_pid = world.pids[ROLLOUT]
+    world.exit(ROLLOUT, SIGKILL)
+    world.feed(s.Reported(ROLLOUT, old_pid, 7, ProcessState.READY))
+    assert world.state.processes[ROLLOUT].state == ProcessState.STARTING
+
+
+def test_report_of_an_unknown_service_is_ignored() -> None:
+    world = World().run()
+    world.feed(s.Reported(("rollout", 9), 5, 5, ProcessState.READY))
+    assert world.state.phase == Phase.RUNNING
+
+
+def test_process_that_never_gets_ready_is_killed_and_counts_as_failed() -> None:
+    world = World()
+    world.feed(s.Begin())
+    world.wait(s.START_LIMIT_S)
+    assert world.killed == [SCHEDULER, STORE, MONITOR]
+    world.exit(SCHEDULER, SIGKILL)
+    assert "not READY within" in world.died[0].cause
+    assert len(world.state.processes[SCHEDULER].failures) == 1
+
+
+def test_process_that_failed_but_does_not_exit_is_killed() -> None:
+    world = World().run()
+    world.report(ROLLOUT, ProcessState.FAILED, "out of memory")
+    world.wait(s.DRAIN_LIMIT_S)
+    assert world.killed == [ROLLOUT]
+    world.exit(ROLLOUT, SIGKILL)
+    assert world.died[0].cause == "out of memory"
+
+
+def test_deadlines_are_announced() -> None:
+    world = World().run()
+    assert world.state.next_deadline() is None
+    world.exit(ROLLOUT, 1)
+    assert world.state.next_deadline() == world.now + s.FIRST_BACKOFF_S
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("rollout", [("rollout", 0), ("rollout", 1)]), ("rollout/1", [("rollout", 1)]), ("monitor", [("monitor", 0)])],
+)
+def test_names_select_processes(name: str, chosen: list[Key]) -> None:
+    assert select(name, [("rollout", 0), ("rollout", 1), ("monitor", 0)]) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rolout", "did you mean 'rollout'"),
+        ("rollout/7", "there is rollout/0"),
+        ("zzz", "there is"),
+        ("rollout/x", "write"),
+    ],
+)
+def test_wrong_names_are_refused_with_what_there_is(name: str, said: str) -> None:
+    with pytest.raises(RpcError, match=said):
+        select(name, [("rollout", 0), ("monitor", 0)])
+
+
+def test_service_names_become_modules() -> None:
+    assert module_of("batch-store") == "services.batch_store"
+    assert module_of("policy-trainer-worker") == "services.policy_trainer.worker"

@@ -1,0 +1,64 @@
+"""Small randomly initialised models of several architectures, and a padded scoring of their sequences written plainly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from proto.tensors import Array
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """A model of `kind` with weights large enough that its predictions differ."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model.to(dtype).eval()
+
+
+def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array, Array]:
+    """Groups with a common prompt; some answers are equal, some begin alike."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    lengths: list[int] = []
+    mask: list[int] = []
+    for _ in range(tasks):
+        prompt = rng.integers(3, 60, size=rng.integers(1, 7)).tolist()
+        for _ in range(group):
+            answer = rng.integers(3, 5, size=rng.integers(1, 6)).tolist()
+            ids += prompt + answer
+            lengths.append(len(prompt) + len(answer))
+            mask += [0] * len(prompt) + [1] * len(answer)
+    return np.array(ids, np.int32), np.array(lengths, np.int32), np.array(mask, np.uint8)
+
+
+def plain_logprobs(model: Any, ids: Array, lengths: Array, mask: Array, temperature: float) -> torch.Tensor:
+    """[T], one sequence at a time through the model's own forward."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    for length in lengths.tolist():
+        row = torch.from_numpy(ids[start : start + length].astype(np.int64))
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
+        logprobs = (logits / temperature).log_softmax(-1)
+        parts += [logprobs.new_zeros(1), logprobs.gather(1, row[1:, None])[:, 0]]
+        start += length
+    return torch.cat(parts) * torch.from_numpy(mask).to(parts[0].dtype)
