@@ -52,14 +52,16 @@ class Stream:
 
     async def rows(self) -> AsyncIterator[TopicRow]:
         """Yield the last value of every topic, then each change; again after a loss or a restart of the monitor."""
-        incarnation, sequence = _NONE, 0
+        incarnation, sequence, checked = _NONE, 0, False
         while True:
             update = await self._next()
-            if update is None and self._ended():
-                return
-            if update is None and incarnation != _NONE:
-                continue
-            if update is not None and update[0] == incarnation:
+            if update is None:
+                if self._ended():
+                    return
+                if checked:
+                    continue
+            elif update[0] == incarnation:
+                checked = False
                 number = update[1].sequence
                 if number <= sequence:
                     continue
@@ -67,13 +69,16 @@ class Stream:
                     sequence = number
                     yield update[1].row
                     continue
-                self.gaps += 1
+            # a gap, another life of the monitor, or silence: a full queue loses the newest, which only this shows
             taken = await self._take_snapshot()
             if taken is None:
-                incarnation = _NONE
+                incarnation, checked = _NONE, False
                 continue
-            incarnation, snapshot = taken
+            known, (incarnation, snapshot), checked = (incarnation, sequence), taken, update is None
             sequence = snapshot.sequence
+            if (incarnation, sequence) == known:
+                continue
+            self.gaps += known[0] == incarnation
             for row in snapshot.rows:
                 yield row
 

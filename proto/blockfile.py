@@ -35,7 +35,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -75,8 +75,7 @@ for _row in dtypes.TABLE:
     _ITEMSIZES[_row.code] = _row.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """One row: where the bytes of `(task, key)` lie in the file and what they are."""
 
     key: str
@@ -158,11 +157,12 @@ class Layout:
             raise WireError(f"block file of {len(tasks)} tasks: 1..{MAX_TASKS} fit; put in parts")
         keys: dict[str, int] = {}
         seen: set[str] = set()
-        fields: list[tuple[int, int, int, int, int, int, int]] = []
+        numbers: list[int] = []
+        codes: list[int] = []
         dims: list[int] = []
         self.arrays: list[Array] = []
         """What goes where `offsets` says, in row order."""
-        codes: dict[np.dtype[Any], int] = {}
+        known_codes: dict[np.dtype[Any], int] = {}
         for task_id, fence, shards in tasks:
             if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
                 raise WireError(
@@ -173,22 +173,31 @@ class Layout:
                 number = keys.get(key)
                 if number is None:
                     number = keys[check_key(key)] = len(keys)
-                code = codes.get(array.dtype)
+                code = known_codes.get(array.dtype)
                 if code is None:
-                    code = codes[array.dtype] = dtypes.by_numpy(array.dtype).code
-                fields.append((number, code, array.ndim, 0, 0, array.nbytes, 0))
+                    code = known_codes[array.dtype] = dtypes.by_numpy(array.dtype).code
+                numbers.append(number)
+                codes.append(code)
                 dims.extend(array.shape)
                 self.arrays.append(array)
-        if len(fields) > MAX_ROWS:
-            raise WireError(f"block file of {len(fields)} shards: limit is {MAX_ROWS}; put in parts")
-        self._rows = np.array(fields, _ROW)
+        if len(numbers) > MAX_ROWS:
+            raise WireError(f"block file of {len(numbers)} shards: limit is {MAX_ROWS}; put in parts")
+        self._rows = np.zeros(len(numbers), _ROW)
+        self._rows["key"] = numbers
+        self._rows["dtype"] = codes
+        self._rows["ndim"] = [array.ndim for array in self.arrays]
+        self._rows["nbytes"] = [array.nbytes for array in self.arrays]
         self._dims = np.array(dims, _U64)
         self._fences = np.array([fence for _, fence, _ in tasks], _U64)
         self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
         self._task_names = "\n".join([task_id for task_id, _, _ in tasks]).encode()
         self._key_names = "\n".join(keys).encode()
         self.table_bytes = (
-            12 * len(tasks) + 8 * len(dims) + _ROW.itemsize * len(fields) + len(self._task_names) + len(self._key_names)
+            12 * len(tasks)
+            + 8 * len(dims)
+            + _ROW.itemsize * len(numbers)
+            + len(self._task_names)
+            + len(self._key_names)
         )
         sizes = self._rows["nbytes"]
         if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or not _dims_ok(self._rows, self._dims):

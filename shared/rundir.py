@@ -139,7 +139,7 @@ class RunDir:
         try:
             data = json.loads((path / "run.json").read_text())
             return cls(path=path, sockets=Path(data["sockets"]), shm=Path(data["shm"]))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"run directory {path}: not a run ({type(error).__name__}); start one with launch.cluster",

@@ -2,7 +2,8 @@
 
 It must never block on a subscriber and nothing that training depends on may pass through it. A subscriber connects to
 `monitor-pub`, waits for its first update (every new subscription causes one, so that update proves it is active), asks
-for the snapshot, and goes on after the snapshot's sequence; a gap in the sequence means: take a snapshot again.
+for the snapshot, and goes on after the snapshot's sequence; a gap in the sequence means: take a snapshot again. A full
+queue loses the newest updates, so a subscriber looks at the snapshot once more when the stream falls silent.
 Updates are [topic, envelope, body]; the topic is there for subscribers that want one prefix only.
 """
 

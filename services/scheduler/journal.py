@@ -72,6 +72,9 @@ class Journal:
             if found != "ok":
                 raise sqlite3.DatabaseError(found)
             self._db.execute("BEGIN IMMEDIATE")
+            tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if tables and "meta" not in tables:
+                raise sqlite3.DatabaseError(f"not a scheduler's journal (tables {', '.join(sorted(tables))})")
             for statement in _TABLES.split(";"):
                 self._db.execute(statement)
             meta = dict(self._db.execute("SELECT key, value FROM meta"))

@@ -45,6 +45,8 @@ class Plan:
     task_bytes: int = 0
     """Room that one live train task may need at worst; 0: not reserved."""
     weight_versions: int = 3
+    weight_bytes: int = 0
+    """Room to keep free for `weight_versions` versions of this size (of the published one, when that is larger)."""
 
     @property
     def max_live(self) -> int:

@@ -57,6 +57,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         stages=train_graph(with_reference=topology.needs_reference),
         task_bytes=room,
         weight_versions=WEIGHT_VERSIONS,
+        weight_bytes=_version_bytes(topology),
     )
     return plan, bad
 
@@ -87,9 +88,13 @@ def _room(topology: Topology, train: Source, bad: list[RowError]) -> int:
     if prompt is None:
         prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
     limit = topology.services.batch_store.memory * len(topology.store_hosts())
-    weights = WEIGHT_VERSIONS * weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    weights = WEIGHT_VERSIONS * _version_bytes(topology)
     live = (topology.staleness + 1) * topology.algorithm.tasks_per_step
     return max(min(task_bytes(topology, prompt), (limit - weights) // live), 0)
+
+
+def _version_bytes(topology: Topology) -> int:
+    return weight_bytes(str(topology.policy.model), topology.policy.dtype)
 
 
 def _longest_prompt_bytes(source: Source, bad: set[int]) -> int:

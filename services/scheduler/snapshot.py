@@ -34,6 +34,7 @@ _PLAIN = (
     "uncovered_bytes",
     "dropped",
     "dropped_reported",
+    "batch_dropped",
     "next_row",
     "store_names",
 )

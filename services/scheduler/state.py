@@ -41,7 +41,7 @@ from proto.messages import (
     Status,
     WaitEvals,
 )
-from services.scheduler.core import STORE, Core
+from services.scheduler.core import Core
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -63,6 +63,7 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.leases import Holder
+from services.scheduler.ledger import STORE
 from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
@@ -268,7 +269,7 @@ class Scheduler:
                 heapq.heappush(self._expiries, (pace.deadline, lease_id))
             else:
                 del self._pace[lease_id]
-                self._tell("scheduler/leases", {"lost": service_name(*lease.holder), "lease": float(lease_id)})
+                self._tell("scheduler/lost_lease", {"holder": service_name(*lease.holder), "lease": float(lease_id)})
                 self._durable(LeaseExpired(lease_id))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
@@ -359,6 +360,8 @@ class Scheduler:
         refused = self._durable(request)
         if self.core.leases.get(request.lease_id) is None:
             self._pace.pop(request.lease_id, None)
+        elif request.lease_id in self._pace:
+            self._pace[request.lease_id].deadline = self._now + self.lease_s  # a result is progress
         self._out.append(Answer(asked.ref, CompleteAck(refused=refused)))
 
     # ---------------------------------------------------------------------------------------------- the driver

@@ -115,7 +115,7 @@ class DataClient:
                 continue  # the store restarted and threw the unsealed file away
             finally:
                 os.close(descriptor)
-            return _receipts(tasks, checksums, store)
+            return await loop.run_in_executor(self._threads, _receipts, tasks, checksums, store)
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.

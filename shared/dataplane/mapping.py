@@ -90,8 +90,9 @@ class BlockMapping:
         if index is None:
             return {}
         found: dict[str, Array] = {}
+        wanted = None if keys is None else frozenset(keys)
         for shard in self._table.shards(index):
-            if keys is not None and shard.key not in keys:
+            if wanted is not None and shard.key not in wanted:
                 continue
             if shard.nbytes:
                 found[shard.key] = np.ndarray(shard.shape, shard.dtype.numpy, buffer=self._data, offset=shard.offset)

@@ -118,23 +118,27 @@ def _score_children(
     run = _run_trees if trees else _run_padded
     out_PX = run(model, batch, predictors, logits=whole_head)
     if whole_head:
-        logprobs_C, entropy_P = _gather(out_PX, child_predictor, child_token, temperature, with_entropy)
-        return logprobs_C, entropy_P
+        return _gather(out_PX, child_predictor, child_token, temperature, with_entropy)
     head = cast(Any, model).get_output_embeddings()
     step = max(1, MAX_LOGITS // vocab)
+    places: list[Tensor] = []
     logprob_parts: list[Tensor] = []
     entropy_parts: list[Tensor] = []
     for start in range(0, len(predictors), step):
-        inside = (child_predictor >= start) & (child_predictor < start + step)  # sorted, so parts keep the order
+        which = ((child_predictor >= start) & (child_predictor < start + step)).nonzero()[:, 0]
+        target, token = child_predictor[which] - start, child_token[which]
 
-        def block(hidden: Tensor, which: Tensor = inside, first: int = start) -> tuple[Tensor, Tensor | None]:
-            return _gather(head(hidden), child_predictor[which] - first, child_token[which], temperature, with_entropy)
+        def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
+            return _gather(head(hidden), target, token, temperature, with_entropy)
 
         logprobs, entropy = checkpoint(block, out_PX[start : start + step], use_reentrant=False)
+        places.append(which)
         logprob_parts.append(logprobs)
         if entropy is not None:
             entropy_parts.append(entropy)
-    return torch.cat(logprob_parts), torch.cat(entropy_parts) if with_entropy else None
+    logprobs_C = torch.cat(logprob_parts)
+    logprobs_C = torch.zeros_like(logprobs_C).index_copy(0, torch.cat(places), logprobs_C)
+    return logprobs_C, torch.cat(entropy_parts) if with_entropy else None
 
 
 def _gather(

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from tests.golden.vectors import FOLDER, INDEX, Vector, entry, plain, read, tensor, vectors
 
 from proto import codec, dtypes
 from proto.limits import Limits
+from tests.golden.vectors import FOLDER, INDEX, Vector, entry, plain, read, tensor, vectors
 
 ENTRIES: list[dict[str, Any]] = json.loads(INDEX.read_text())
 LOOSE = Limits(body_bytes=1 << 16, frames=64, frame_bytes=1 << 16, total_bytes=1 << 20)

@@ -225,7 +225,11 @@ def vectors() -> list[Vector]:
 def plain(value: Any) -> Any:
     """Body values in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}."""
     if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "hex": np.ascontiguousarray(value).tobytes().hex()}
+        return {
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "hex": np.ascontiguousarray(value).tobytes().hex(),
+        }
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

@@ -19,6 +19,7 @@ from tests.integration.tiny.harness import (
     QUICKSTART,
     ROOT,
     SERVICES,
+    TINY,
     assert_nothing_left,
     ctl,
     environment,

@@ -64,6 +64,7 @@ from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
 
 STEPS = 6
+KILL_STEPS = 150
 TASKS_PER_STEP = 8
 GROUP = 4
 TOPOLOGY = """\
@@ -87,7 +88,12 @@ CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
+def steps() -> int:
+    return STEPS
+
+
+@pytest.fixture
+def run(tmp_path: Path, steps: int) -> Iterator[RunDir]:
     from safetensors.numpy import save_file
 
     model = tmp_path / "model"
@@ -95,7 +101,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
     (model / "config.json").write_text("{}")
     made = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
-    text = TOPOLOGY.format(steps=STEPS, tasks=TASKS_PER_STEP, group=GROUP).replace("./model", str(model))
+    text = TOPOLOGY.format(steps=steps, tasks=TASKS_PER_STEP, group=GROUP).replace("./model", str(model))
     made.topology.write_text(text)
     yield made
     made.remove_volatile()
@@ -136,6 +142,12 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
         process.kill()
 
 
+def ask_again(error: RpcError) -> None:
+    """A long poll that found nothing is repeated; any other refusal fails the test."""
+    if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
+        raise error
+
+
 class World:
     """Everybody but the scheduler."""
 
@@ -145,6 +157,7 @@ class World:
         self.clients: list[Client] = []
         self.holds: set[tuple[str, int]] = set()
         self.cleared: Counter[str] = Counter()
+        self.clear_came = asyncio.Event()
         self.trained: list[list[str]] = []
         self.store = Mailbox("batch-store/0", new_incarnation())
         self.store.handle(Clear, self._clear)
@@ -159,6 +172,7 @@ class World:
         return client, incarnation
 
     def _clear(self, request: Clear, call: Call) -> Ack:
+        self.clear_came.set()
         for task in request.tasks:
             self.cleared[task.task_id] += 1
             self.holds = {held for held in self.holds if held[0] != task.task_id or held[1] > task.fence}
@@ -195,7 +209,7 @@ class World:
                 await asyncio.sleep(0.002)
                 await client.call(self.result(grant, stage, incarnation), CompleteAck, deadline_s=20)
             except RpcError as error:
-                assert error.code in (ErrorCode.NOT_READY, ErrorCode.DEADLINE), error
+                ask_again(error)
 
     def result(self, grant: LeaseGrant, stage: str, incarnation: int) -> Complete:
         if stage == "rollout":
@@ -246,7 +260,7 @@ class World:
                 done = await client.call(WaitEvals(driver=driver, step=info.steps), EvalsDone, deadline_s=5)
                 break
             except RpcError as error:
-                assert error.code == ErrorCode.NOT_READY, error
+                ask_again(error)
         await client.call(FinishRun(driver=driver), Ack, deadline_s=20)
         return done.accuracy
 
@@ -255,7 +269,7 @@ class World:
             try:
                 return await client.call(NextBatch(driver=driver, step=step), StepBatch, deadline_s=5)
             except RpcError as error:
-                assert error.code in (ErrorCode.NOT_READY, ErrorCode.DEADLINE), error
+                ask_again(error)
 
     async def publish(self, client: Client, driver: int, step: int) -> None:
         ref = WeightsRef(
@@ -305,12 +319,12 @@ def steps_of(run: RunDir) -> list[tuple[int, str, list[str]]]:
 
 def check_finished(run: RunDir, world: World) -> None:
     """Every row once, every step once, every task once, nothing of a trained task left to clear."""
-    assert [row["step"] for row in rows_of(run)] == list(range(STEPS + 1))
+    assert [row["step"] for row in rows_of(run)] == list(range(len(world.trained) + 1))
     steps = steps_of(run)
-    assert [(step, state) for step, state, _ in steps] == [(step, "TRAINED") for step in range(1, STEPS + 1)]
+    assert [(step, state) for step, state, _ in steps] == [(step, "TRAINED") for step in range(1, len(rows_of(run)))]
     assert [ids for _, _, ids in steps] == world.trained
     ids = [task for step in world.trained for task in step]
-    assert len(ids) == len(set(ids)) == STEPS * TASKS_PER_STEP
+    assert len(ids) == len(set(ids)) == len(world.trained) * TASKS_PER_STEP
 
 
 async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) -> int:
@@ -334,12 +348,13 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
                 assert not task.done(), task.exception()
             assert (await driver) == {"held": 1.0}
         client, _ = world.client()
-        oldest = [task for step in world.trained[: STEPS - 2] for task in step]
+        oldest = [task for step in world.trained[:-2] for task in step]
         async with asyncio.timeout(20):
             while not all(world.cleared[task] for task in oldest):
-                await asyncio.sleep(0.05)
+                world.clear_came.clear()
+                await world.clear_came.wait()
         status = await client.call(GetStatus(), Status, deadline_s=10)
-        assert (status.step, status.version) == (STEPS, STEPS)
+        assert status.step == status.version == status.steps == len(world.trained)
         assert status.tasks["TRAINED"] == 2 * TASKS_PER_STEP
         check_finished(run, world)
     return kills
@@ -354,9 +369,10 @@ def test_a_run_trains_every_task_once_and_collects_it(run: RunDir, scheduler: Sc
     assert scheduler.stop() == 0
 
 
+@pytest.mark.parametrize("steps", [KILL_STEPS])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kills_at_random_moments_lose_and_double_nothing(run: RunDir, scheduler: Scheduler, seed: int) -> None:
-    assert asyncio.run(play(run, scheduler, kill_for=12.0, seed=seed)) > 0
+    assert asyncio.run(play(run, scheduler, kill_for=12.0, seed=seed)) >= 3
 
 
 def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: RunDir, scheduler: Scheduler) -> None:

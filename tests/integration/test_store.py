@@ -93,8 +93,12 @@ async def fetch(peer: Peer, tasks: Sequence[TaskShards], keys: Sequence[str] = (
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what another process does signals nothing here
             await asyncio.sleep(0.02)
+
+
+def spawn(script: str, argument: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def files(run: RunDir, ending: str) -> list[Path]:
@@ -107,7 +111,9 @@ def test_every_dtype_and_shape_comes_back_byte_exact(store: StoreProcess) -> Non
     for row in dtypes.TABLE:
         for shape in ((), (0, 3), (5,), (2, 3)):
             raw = rng.integers(0, 2 if row.name == "bool" else 256, int(np.prod(shape)) * row.itemsize, np.uint8)
-            shards[f"{row.name}/{len(shape)}{shape[:1]}".translate({40: 95, 41: 95, 44: 95})] = raw.view(row.numpy).reshape(shape)
+            shards[f"{row.name}/{len(shape)}{shape[:1]}".translate({40: 95, 41: 95, 44: 95})] = raw.view(
+                row.numpy
+            ).reshape(shape)
     shards["strided"] = rng.standard_normal((6, 8))[::2, 1::3]
     shards["big_endian"] = np.arange(5, dtype=">i4")
     task = TaskShards("train/0/0", 2, shards)
@@ -118,8 +124,13 @@ def test_every_dtype_and_shape_comes_back_byte_exact(store: StoreProcess) -> Non
             assert receipt.nbytes == sum(array.nbytes for array in shards.values())
             [found] = await fetch(peer, [task], list(shards))
             for key, array in shards.items():
-                assert (found[key].dtype.newbyteorder("<"), found[key].shape) == (array.dtype.newbyteorder("<"), array.shape)
-                assert found[key].tobytes() == np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+                assert (found[key].dtype.newbyteorder("<"), found[key].shape) == (
+                    array.dtype.newbyteorder("<"),
+                    array.shape,
+                )
+                assert (
+                    found[key].tobytes() == np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+                )
                 assert found[key].flags.writeable
             [everything] = await peer.data.fetch(meta_of([task], []), [], deadline_s=CALL_S)
             assert list(everything) == list(shards)
@@ -257,7 +268,7 @@ def test_sealing_twice_is_one_seal_and_an_unwritten_file_is_refused(store: Store
             with pytest.raises(RpcError, match="magic") as caught:
                 await peer.store.call(PutSeal(put_id=put_id), PutSealed, deadline_s=CALL_S)
             assert caught.value.code == ErrorCode.BAD_REQUEST
-            assert not os.path.exists(grant.path)
+            assert files(store.run, "tmp") == []
             for wrong in ("../../etc/passwd", "A" * 32, ""):
                 with pytest.raises(RpcError, match="32 hexadecimal"):
                     await peer.store.call(
@@ -282,9 +293,7 @@ sys.stdin.read()
             begin = PutBegin(put_id=secrets.token_hex(16), nbytes=MEMORY - 4096, tasks=[PutTask("train/0/9", 1)])
             grant = await peer.store.call(begin, PutGrant, deadline_s=CALL_S)
             began = time.monotonic()
-            producer = subprocess.Popen(
-                [sys.executable, "-c", script, grant.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            producer = spawn(script, grant.path)
             assert producer.stdout is not None
             assert producer.stdin is not None
             assert await asyncio.to_thread(producer.stdout.readline) == b"half\n"
@@ -363,7 +372,6 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_collected(store: StoreP
                     found = await fetch(peer, tasks)
                 except RpcError as error:
                     outcomes.add(error.code)
-                    assert error.code == ErrorCode.COLLECTED
                     return
                 outcomes.add("read")
                 for task, arrays in zip(tasks, found, strict=True):
@@ -437,12 +445,12 @@ def test_cancelled_put_gives_its_room_back(store: StoreProcess) -> None:
     async def main() -> None:
         async with peer_of(store.run) as peer:
             work = asyncio.ensure_future(put(peer, tasks))
-            while not files(store.run, "tmp"):
+            while not files(store.run, "tmp"):  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             async with asyncio.timeout(GRANT_S + 10):
-                while (await stats(peer)).bytes and not files(store.run, "blk"):
+                while (await stats(peer)).bytes:  # noqa: ASYNC110 - the store finds out by itself
                     await asyncio.sleep(0.05)
 
     asyncio.run(main())

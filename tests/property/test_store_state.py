@@ -13,7 +13,9 @@ from services.batch_store.state import Retire, StoreState, held_bytes
 from shared.rpc.errors import RpcError
 
 LIMIT = 6 * 4096
-TASKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3, unique_by=lambda pair: pair[0])
+TASKS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3, unique_by=lambda pair: pair[0]
+)
 
 
 def written(tasks: list[tuple[int, int]], key: str, value: int) -> tuple[Table, int]:
@@ -56,13 +58,14 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             assert self.state.begin(put_id, nbytes, names, 0.0)
         except RpcError as error:
-            if error.code == ErrorCode.BUSY:
-                assert used + held_bytes(nbytes) > LIMIT
-            else:
-                assert error.code == ErrorCode.COLLECTED
-                assert any(self.buried(task.task_id, task.fence) for task in names)
+            code = error.code
+        else:
+            code = ""
+        buried = any(self.buried(task.task_id, task.fence) for task in names)
+        full = used + held_bytes(nbytes) > LIMIT
+        assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
+        if code:
             return
-        assert not any(self.buried(task.task_id, task.fence) for task in names)
         assert not self.state.begin(put_id, nbytes, names, 0.0)
         self.open[put_id] = (table, nbytes)
 
@@ -79,14 +82,15 @@ class StoreMachine(RuleBasedStateMachine):
         late = any(self.buried(task_id, fence) for task_id, fence, _ in mine)
         clash = any(self.shards.get(name, digest) != digest for name, digest in mine.items())
         assert self.state.to_seal(put_id) == nbytes
+        code, new = "", False
         try:
             new = self.state.seal(put_id, table)
         except RpcError as error:
-            assert (error.code == ErrorCode.COLLECTED and late) or (error.code == ErrorCode.CONFLICT and clash)
+            code = error.code
+        assert code == (ErrorCode.COLLECTED if late else ErrorCode.CONFLICT if clash else "")
+        if code:
             self.retire([self.state.abandon(put_id)])
             return
-        assert not late
-        assert not clash
         assert new == (not mine.items() <= self.shards.items())
         if new:
             self.sealed[put_id] = self.open.pop(put_id)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.property.wire_strategies import any_array, any_message, of_struct, same
 
 from proto import codec, inline, tensors
 from proto.errors import WireError
@@ -14,6 +12,7 @@ from proto.limits import BULK, CONTROL, Limits
 from proto.messages import Ack
 from proto.registry import Message, all_messages
 from proto.tensors import Array
+from tests.property.wire_strategies import any_array, any_message, of_struct, same
 
 TINY_FRAMES = Limits(body_bytes=1 << 20, frames=1 << 16, frame_bytes=7, total_bytes=1 << 24)
 
@@ -64,11 +63,11 @@ def test_big_endian_and_strided_sources_travel_as_the_same_values(array: Array) 
 
 @given(array=any_array())
 def test_inline_array_is_refused_by_name_or_comes_back_equal(array: Array) -> None:
-    try:
-        made = inline.to_map(array)
-    except WireError as error:
-        assert str(array.dtype) in str(error)
+    if array.dtype.str not in inline.INLINE_TYPES:
+        with pytest.raises(WireError, match=str(array.dtype)):
+            inline.to_map(array)
         return
+    made = inline.to_map(array)
     assert same(inline.from_map(made), array)
 
 

@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from proto import dtypes
+from proto import dtypes, messages  # noqa: F401  # messages fills the registry
 from proto.inline import INLINE_TYPES
 from proto.registry import Message, all_messages
 from proto.tensors import Array
-
-import proto.messages  # isort: skip  # fills the registry
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 INTEGERS = st.integers(-(2**63), 2**64 - 1)

@@ -14,7 +14,6 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from tests.unit.rpc_actors import DEADLINE_S, Echo, asking, double, eventually, line_of, process, serving
 
 from proto.messages import (
     Ack,
@@ -33,6 +32,7 @@ from shared.actor.service import Service, State
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from tests.unit.rpc_actors import DEADLINE_S, Echo, asking, double, eventually, line_of, process, serving
 
 
 @pytest.fixture
@@ -110,10 +110,9 @@ def test_stop_during_start_ends_well(run: RunDir) -> None:
     async def main() -> None:
         service = Quiet(run, 0)
         service.start = asyncio.Event().wait  # type: ignore[assignment,method-assign]
-        async with living(service, State.STARTING) as task:
-            async with asking(run.endpoint("quiet", 0)) as client:
-                pong = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
-                assert pong.state == "STARTING"  # answers while it starts
+        async with living(service, State.STARTING) as task, asking(run.endpoint("quiet", 0)) as client:
+            pong = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert pong.state == "STARTING"  # answers while it starts
         assert task.result() == 0
 
     asyncio.run(main())
@@ -137,9 +136,8 @@ def test_supervisor_restarting_in_between_gets_the_states_it_missed(run: RunDir)
     async def main() -> None:
         seen: list[ServiceReport] = []
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
-        async with living(service):
-            async with reports(run, seen):
-                await eventually(lambda: len(seen) == 2)
+        async with living(service), reports(run, seen):
+            await eventually(lambda: len(seen) == 2)
         assert [report.state for report in seen] == ["STARTING", "READY"]
 
     asyncio.run(main())
@@ -193,10 +191,9 @@ def test_scheduler_that_refuses_registration_is_not_hammered(run: RunDir) -> Non
             asked += 1
             raise RpcError("not_ready", "later")
 
-        async with serving(run.endpoint("scheduler", 0), (Register, refuse)):
-            async with living(Beating(run, 0)):
-                await eventually(lambda: asked)
-                await asyncio.sleep(0.5)
+        async with serving(run.endpoint("scheduler", 0), (Register, refuse)), living(Beating(run, 0)):
+            await eventually(lambda: asked)
+            await asyncio.sleep(0.5)
         assert asked == 1
 
     asyncio.run(main())

@@ -16,7 +16,9 @@ from shared.batch import Batch, BatchStatus
 from shared.rpc.errors import RpcError
 
 
-def meta(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), store: str = "batch-store/0", first: int = 0) -> BatchMeta:
+def meta(
+    tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), store: str = "batch-store/0", first: int = 0
+) -> BatchMeta:
     tasks = [
         TaskHandle(f"train/0/{first + i}", 1, samples=2, tokens=n, nbytes=10, stores=[0]) for i, n in enumerate(tokens)
     ]
@@ -154,7 +156,9 @@ def test_union_refuses_partly_overlapping_keys_other_tasks_and_other_fences() ->
     with pytest.raises(ValueError, match="must be the same"):
         one.union(Batch(meta([1, 2], ["c"], first=1)))
     other = meta([1, 2], ["c"])
-    fenced = BatchMeta(tasks=[TaskHandle(t.task_id, 9, stores=[0]) for t in other.tasks], parts=other.parts, stores=other.stores)
+    fenced = BatchMeta(
+        tasks=[TaskHandle(t.task_id, 9, stores=[0]) for t in other.tasks], parts=other.parts, stores=other.stores
+    )
     with pytest.raises(ValueError, match="fences"):
         one.union(Batch(fenced))
 

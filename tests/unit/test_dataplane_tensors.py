@@ -14,7 +14,9 @@ from shared.tensors_torch import to_numpy, to_torch
 @pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)])
 def test_every_dtype_goes_there_and_back_without_a_copy(row: dtypes.DType, shape: tuple[int, ...]) -> None:
-    raw = np.random.default_rng(row.code).integers(0, 2 if row.name == "bool" else 256, int(np.prod(shape)) * row.itemsize, np.uint8)
+    raw = np.random.default_rng(row.code).integers(
+        0, 2 if row.name == "bool" else 256, int(np.prod(shape)) * row.itemsize, np.uint8
+    )
     array = raw.view(row.numpy).reshape(shape)
     tensor = to_torch(array)
     assert tensor.dtype is getattr(torch, row.name)

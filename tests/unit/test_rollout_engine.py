@@ -87,7 +87,7 @@ def test_a_task_samples_the_same_tokens_whatever_is_beside_it_in_the_block(
         assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
-def test_padding_rows_do_not_come_back_and_fix_the_shape(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
+def test_padding_rows_neither_come_back_nor_count(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
     before = tiny.stats()["generated_tokens"]
     groups = generate(tiny, prompts[:2], sampling(samples=3, block_rows=64))
     assert [len(group) for group in groups] == [3, 3]

@@ -13,19 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from tests.unit.rpc_actors import (
-    CLIENT_INCARNATION,
-    DEADLINE_S,
-    asking,
-    double,
-    eventually,
-    line_of,
-    process,
-    raw_dealer,
-    receive,
-    serving,
-    short_directory,
-)
 
 from proto import codec
 from proto.envelope import FLAG_REPLY
@@ -47,6 +34,19 @@ from shared.rpc.client import UNSENT_MESSAGES
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Reply
 from shared.rpc.transport import DRAIN_MESSAGES
+from tests.unit.rpc_actors import (
+    CLIENT_INCARNATION,
+    DEADLINE_S,
+    asking,
+    double,
+    eventually,
+    line_of,
+    process,
+    raw_dealer,
+    receive,
+    serving,
+    short_directory,
+)
 
 
 @pytest.fixture
@@ -180,6 +180,8 @@ def test_two_clients_of_one_process_never_get_each_others_replies(ipc: str) -> N
 
 
 def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
+    stale = ipc.removeprefix("ipc://")
+
     async def main() -> None:
         async with asking(ipc) as client:
             with process("mailbox", ipc) as server:
@@ -191,7 +193,7 @@ def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
                 await eventually(lambda: all(pending.sent for pending in client._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert Path(ipc.removeprefix("ipc://")).exists()  # the stale socket file is in the way
+            assert os.path.exists(stale)  # noqa: ASYNC240  # in the way of the next owner
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 

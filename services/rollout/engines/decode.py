@@ -131,7 +131,7 @@ class Block:
                 break
             if step == 0:
                 self._repeat(n)
-            if self._compact and 2 * remaining <= len(live):
+            if self._compact and 4 * remaining <= 3 * len(live):
                 kept = running_L.nonzero().squeeze(1)
                 live, running_L, id_L = live[kept], running_L[kept], id_L[kept]
                 self._keep(kept)

@@ -1,0 +1,159 @@
+"""Completions: which results count and which are refused, and what follows for the task. Pure.
+
+A request is checked as a whole before anything changes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+
+import numpy as np
+
+from proto.messages import (
+    Complete,
+    ErrorCode,
+    Outcome,
+    Refusal,
+    TaskResult,
+)
+from proto.tensors import Array
+from services.scheduler import scalars
+from services.scheduler.granting import Granting
+from services.scheduler.leases import Lease
+from services.scheduler.ledger import DEATH, FAILURE
+from services.scheduler.plan import stage_index
+from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState
+from shared.rpc.errors import RpcError
+
+
+class Accepting(Granting):
+    """The verb `complete`."""
+
+    def complete(self, request: Complete) -> list[Refusal]:
+        """Accept results; returns those that are refused."""
+        lease = self.leases.get(request.lease_id)
+        if lease is not None and lease.incarnation != request.incarnation:
+            lease = None
+        stage = stage_index(self.plan, request.stage)
+        self._check_scalars(request, stage)
+        layout = self._layout(request.scalars) if stage == 0 else 0
+        refused: list[Refusal] = []
+        first = 0
+        for result in request.results:
+            slot = self.tasks.find(result.task_id)
+            problem = self._problem(slot, stage, lease, result)
+            if problem is not None:
+                refused.append(Refusal(result.task_id, result.fence, *problem))
+            elif lease is not None and not self.tasks.done[slot] >> stage & 1:
+                lease.open -= 1
+                if result.outcome == Outcome.DONE:
+                    packed = scalars.pack(request.scalars, first, result.samples) if stage == 0 else None
+                    self._accept(slot, stage, result, layout, packed)
+                elif result.outcome == Outcome.RETRY:
+                    self._retry(slot, FAILURE, result.reason)
+                else:
+                    self._drop(slot, result.reason)
+            first += result.samples if result.outcome == Outcome.DONE else 0
+        if lease is not None:
+            if request.final and lease.open:
+                self._give_up(lease, DEATH)
+            elif not lease.open:
+                self.leases.remove(lease)
+            self._free_versions()
+        return refused
+
+    def _check_scalars(self, request: Complete, stage: int) -> None:
+        if stage < 0:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
+        if stage > 0 and request.scalars:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: only the rollout stage brings scalars")
+        for each in request.results:
+            numbers = (
+                (each.samples, 16),
+                (each.samples_failed, 16),
+                (each.tokens, 32),
+                (each.nbytes, 48),
+                (each.content_hash, 64),
+            )
+            if any(not 0 <= number < 1 << bits for number, bits in numbers):
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number of its result is out of range")
+        samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
+        for name, values in request.scalars.items():
+            if values.shape != (samples,):
+                raise RpcError(
+                    ErrorCode.BAD_REQUEST,
+                    f"scalar {name!r} of shape {list(values.shape)}: the results have {samples} samples in all",
+                )
+
+    def _layout(self, columns: dict[str, Array]) -> int:
+        layout = scalars.layout_of(columns)
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        return self.layouts.index(layout)
+
+    def _problem(self, slot: int, stage: int, lease: Lease | None, result: TaskResult) -> tuple[str, str] | None:
+        """Why a result is refused: `(code, message)`, or None."""
+        if slot == NO_SLOT:
+            return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
+        fence = self.tasks.fence[slot]
+        if result.fence < fence:
+            return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it stands at {fence}"
+        if result.fence > fence:
+            return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it stands at {fence}"
+        if self.tasks.done[slot] >> stage & 1:
+            if result.outcome == Outcome.DONE and self.tasks.hash[stage][slot] == result.content_hash:
+                return None
+            return ErrorCode.CONFLICT, f"{result.task_id}: fence {fence} was accepted with other content"
+        if self.tasks.state[slot] == TaskState.DROPPED:
+            return ErrorCode.COLLECTED, f"{result.task_id}: dropped"
+        if lease is None or self.tasks.lease[slot] != lease.lease_id or lease.stage != stage:
+            return ErrorCode.LOST, f"{result.task_id}: the lease is no longer held"
+        return None
+
+    def _accept(self, slot: int, stage: int, result: TaskResult, layout: int, packed: bytes | None) -> None:
+        table = self.tasks
+        table.lease[slot] = 0
+        table.done[slot] |= 1 << stage
+        table.store[stage][slot] = self._store_index(result.store)
+        table.hash[stage][slot] = result.content_hash
+        table.nbytes[slot] += result.nbytes
+        if stage == 0:
+            table.samples[slot] = result.samples
+            table.failed[slot] = result.samples_failed
+            table.tokens[slot] = result.tokens
+            table.scalars[slot] = layout.to_bytes(2, "little") + (packed or b"")
+        if table.admission[slot] == EVALUATION:
+            self._score(slot)
+            return
+        if stage == 0 and result.samples < min(2, self.plan.group_size):
+            self._drop(slot, f"{result.samples} of {self.plan.group_size} samples are left")
+            return
+        table.move(slot, TaskState.ROLLED_OUT)
+        if table.done[slot] == (1 << len(self.plan.stages)) - 1:
+            table.move(slot, TaskState.READY)
+            self.window.mark_ready(table.admission[slot])
+            return
+        for later in range(1, len(self.plan.stages)):
+            needed = self._needed[later]
+            if needed >> stage & 1 and table.done[slot] & needed == needed:
+                heapq.heappush(self.ready[later], table.admission[slot])
+
+    def _store_index(self, store: str) -> int:
+        if store not in self.store_names:
+            self.store_names.append(store)
+        return self.store_names.index(store)
+
+    def _score(self, slot: int) -> None:
+        one = self._evaluation_of(slot)
+        packed = self.tasks.scalars[slot] or b"\0\0"
+        layout = self.layouts[int.from_bytes(packed[:2], "little")]
+        rewards = scalars.column(layout, "reward", self.tasks.samples[slot], packed[2:])
+        if rewards is None or not len(rewards):
+            self._drop(slot, "no sample was scored")
+            return
+        rows = next(each.rows for each in self.plan.evals if each.name == one.name)
+        one.scores[bisect_left(rows, self.tasks.index[slot])] = float(np.mean(rewards, dtype=np.float64))
+        self.tasks.move(slot, TaskState.SCORED)
+        self._end_of_evaluation_task(one)
+        self._collect(slot)

@@ -1,0 +1,155 @@
+"""Leases: who gets which block of tasks with which version, and what happens when a lease is lost. Pure."""
+
+from __future__ import annotations
+
+import heapq
+
+from proto.messages import (
+    ErrorCode,
+    LeaseGrant,
+    LeaseRequest,
+)
+from services.scheduler.leases import Lease
+from services.scheduler.ledger import FAILURE, TRAIN_SPLIT, Ledger
+from services.scheduler.plan import stage_index
+from services.scheduler.tasks import TaskState
+from shared.rpc.errors import RpcError
+from shared.rundir import service_name
+
+
+class Granting(Ledger):
+    """The verbs of leasing."""
+
+    def stage(self, request: LeaseRequest) -> int:
+        """Index of the stage a request is about. Raises RpcError when it cannot be served, ever."""
+        stage = stage_index(self.plan, request.stage)
+        if stage < 0:
+            known = ", ".join(each.name for each in self.plan.stages)
+            raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: this run has {known}")
+        if request.max_tasks < 1:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"max_tasks {request.max_tasks}: ask for 1 or more")
+        return stage
+
+    def lease(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
+        """Give a block of tasks, the oldest first; None (and no change) when there is nothing to give."""
+        stage = self.stage(request)
+        if self.finished:
+            return None
+        if stage > 0:
+            slots = self._pop_ready(stage, request.max_tasks)
+            return self._grant(stage, request, call, slots, None) if slots else None
+        return self._lease_evaluation(request, call) or self._lease_rollout(request, call)
+
+    def _lease_evaluation(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
+        for one in self.evaluations.open.values():
+            if one.waiting:
+                most = request.max_tasks
+                if self.plan.block_rows:
+                    most = min(most, max(self.plan.block_rows // one.samples, 1))
+                slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
+                return self._grant(0, request, call, slots, one.version)
+        return None
+
+    def _lease_rollout(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
+        first = self._peek(0)
+        if first is None:
+            return None
+        step = self._step_of(first)
+        oldest = max(0, step - 1 - self.plan.staleness)
+        if self.plan.deterministic:
+            version = self.versions.at_step(oldest)
+        else:
+            version = self.versions.newest
+            if version is not None and version[1] < oldest:
+                version = None
+        if version is None:
+            return None
+        slots = self._pop_ready(0, request.max_tasks)
+        return self._grant(0, request, call, slots, version)
+
+    def _peek(self, stage: int) -> int | None:
+        """The oldest admission number that waits for `stage`."""
+        heap = self.ready[stage]
+        while heap:
+            if self._waits(stage, heap[0]):
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _pop_ready(self, stage: int, most: int) -> list[int]:
+        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step (and, in deterministic
+        mode, of one fixed block)."""
+        slots: list[int] = []
+        group = -1
+        while len(slots) < most:
+            admission = self._peek(stage)
+            if admission is None:
+                break
+            if stage == 0:
+                block = admission // self.plan.block_tasks if self.plan.deterministic else 0
+                key = self._step_of(admission) << 32 | block
+                if group not in (-1, key):
+                    break
+                group = key
+            heapq.heappop(self.ready[stage])
+            slot = self.window.slot(admission)
+            self.tasks.lease[slot] = self.leases.next_id
+            slots.append(slot)
+        return slots
+
+    def _grant(
+        self,
+        stage: int,
+        request: LeaseRequest,
+        call: tuple[int, int],
+        slots: list[int],
+        version: tuple[int, int] | None,
+    ) -> LeaseGrant:
+        holder = (request.service, request.instance)
+        lease = self.leases.add(stage, holder, request.incarnation, slots, version, call)
+        for slot in slots:
+            self.tasks.lease[slot] = lease.lease_id
+            if stage == 0:
+                self.tasks.move(slot, TaskState.LEASED)
+        return self.describe(lease)
+
+    def describe(self, lease: Lease, lease_s: float = 0.0) -> LeaseGrant:
+        """The grant of a live lease, again the same for a retry (`lease_s` is filled in by `state.py`)."""
+        stage = self.plan.stages[lease.stage]
+        slots = [slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id]
+        split = self.tasks.split[slots[0]] if slots else TRAIN_SPLIT
+        evaluation = next(
+            (e for e in self.evaluations.open.values() if e.split == split and e.version == lease.version), None
+        )
+        exact = self.plan.deterministic or evaluation is not None
+        oldest = 0
+        if lease.version is not None and slots:
+            oldest = lease.version[1]
+            if not exact:
+                oldest = max(0, self._step_of(self.tasks.admission[slots[0]]) - 1 - self.plan.staleness)
+        return LeaseGrant(
+            lease_id=lease.lease_id,
+            stage=stage.name,
+            split=self.tasks.splits[split],
+            lease_s=lease_s,
+            batch=self.meta(slots, needs=stage.needs),
+            min_step=oldest,
+            exact=exact and lease.stage == 0,
+            group_size=evaluation.samples if evaluation else self.plan.group_size,
+            block_rows=self.plan.block_rows if lease.stage == 0 else 0,
+            weights=self.versions.get(lease.version) if lease.version is not None else None,
+        )
+
+    def expire(self, lease_id: int) -> bool:
+        """No progress: the tasks go back, and it counts as a failed attempt of theirs."""
+        lease = self.leases.get(lease_id)
+        if lease is not None:
+            self._give_up(lease, FAILURE)
+        return lease is not None
+
+    def _give_up(self, lease: Lease, cost: int) -> None:
+        for slot in lease.slots:
+            if self.tasks.lease[slot] == lease.lease_id:
+                self._retry(slot, cost, f"lease of {service_name(*lease.holder)} was lost")
+        self.leases.remove(lease)
+        self._free_versions()

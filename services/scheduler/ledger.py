@@ -1,0 +1,283 @@
+"""What the journal rebuilds, and what every verb does to it: counts, room, retries, clears, rows. Pure.
+
+No clock, no I/O, no open calls. The verbs (durable events) are in granting, accepting and stepping; `core.py` joins
+them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from proto.messages import (
+    BatchMeta,
+    BatchPart,
+    ErrorCode,
+    PutTask,
+    Register,
+    TaskHandle,
+    WeightsRef,
+)
+from services.scheduler import scalars
+from services.scheduler.admission import Window
+from services.scheduler.collection import ClearQueues
+from services.scheduler.evaluations import Evaluation, Evaluations
+from services.scheduler.events import (
+    Configure,
+    Effect,
+    SaveEval,
+    Tell,
+    WriteRow,
+)
+from services.scheduler.leases import Holder, Leases
+from services.scheduler.plan import EpochOrder, Plan, due
+from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState, TaskTable
+from services.scheduler.versions import Versions
+from shared.rpc.errors import RpcError
+from shared.stages import TRAIN, WEIGHTS
+
+STORE = "batch-store"
+FAILURE = 4
+"""What one failed attempt costs a task ..."""
+DEATH = 1
+"""... and what the death of its holder costs: a killed process is rarely the task's fault, a task that always kills
+its process still ends after `FAILURE` times as many deaths as attempts."""
+TRAIN_SPLIT = 0
+
+
+class Ledger:
+    """Tasks, leases, versions, evaluations and steps of one run. `out` collects the effects of the verbs."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.order = EpochOrder(plan)
+        self.out: list[Effect] = []
+        self.tasks = TaskTable(len(plan.stages), [TRAIN, *(each.name for each in plan.evals)])
+        self.window = Window()
+        self.leases = Leases()
+        self.clears = ClearQueues()
+        self.versions = Versions()
+        self.evaluations = Evaluations()
+        self.ready: list[list[int]] = [[] for _ in plan.stages]
+        """Heaps of admission numbers that wait for a lease, by stage; stale entries are skipped when popped."""
+        makers = {key: i for i, stage in enumerate(plan.stages) for key in stage.makes}
+        self._needed = [sum({1 << makers[key] for key in stage.needs}) for stage in plan.stages]
+        """By stage: bits of the stages that make what it needs."""
+        self.registry: dict[Holder, Register] = {}
+        self.store_names: list[str] = []
+        self.layouts: list[scalars.Layout] = []
+        self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
+        self.batches: dict[int, list[int]] = {}
+        """Slots of each journaled step, in batch order, until they are collected."""
+        self.driver = 0
+        self.old_drivers: list[int] = []
+        self.lineage = 0
+        self.batched_step = 0
+        self.committed_step = 0
+        self.checkpoint_step = -1
+        self.finished = False
+        self.position = 0
+        self.uncovered_bytes = 0
+        """Bytes of trained tasks that wait for a checkpoint."""
+        self.dropped = 0
+        self.dropped_reported = 0
+        self.batch_dropped = 0
+        """Drops between the last two batches."""
+        self.waiting_rows: dict[int, dict[str, float]] = {}
+        self.next_row = 0 if plan.evals else 1
+
+    @property
+    def limit_bytes(self) -> int:
+        return sum(row.limit_bytes for (service, _), row in self.registry.items() if service == STORE)
+
+    def meta(self, slots: Iterable[int], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
+        """Handles of tasks; parts are the stages that make a key of `needs` (None: all that are leased stages)."""
+        used = [
+            i for i, stage in enumerate(self.plan.stages) if needs is None or any(key in needs for key in stage.makes)
+        ]
+        table = self.tasks
+        handles = [
+            TaskHandle(
+                table.task_id(slot),
+                table.fence[slot],
+                table.samples[slot],
+                table.tokens[slot],
+                table.nbytes[slot],
+                [table.store[i][slot] for i in used],
+            )
+            for slot in slots
+        ]
+        parts = [BatchPart(self.plan.stages[i].name, list(self.plan.stages[i].makes)) for i in used]
+        return BatchMeta(tasks=handles, parts=parts, stores=list(self.store_names) if used else [])
+
+    def waiting_for(self, stage: int) -> list[int]:
+        """Admission numbers that wait for `stage`, in order; sorted, so a heap as well."""
+        return sorted({admission for admission in self.ready[stage] if self._waits(stage, admission)})
+
+    def _waits(self, stage: int, admission: int) -> bool:
+        if admission < self.window.head:
+            return False
+        slot = self.window.slot(admission)
+        if slot < 0 or self.tasks.lease[slot] or self.tasks.done[slot] >> stage & 1:
+            return False
+        return stage == 0 or self.tasks.done[slot] & self._needed[stage] == self._needed[stage]
+
+    def _step_of(self, admission: int) -> int:
+        """The step that will consume this task, or an earlier one if tasks before it are dropped later."""
+        return self.batched_step + 1 + self.window.rank(admission) // self.plan.tasks_per_step
+
+    def _retry(self, slot: int, cost: int, reason: str) -> None:
+        """An attempt is over without a result: tombstone its fence, back to PENDING, or dropped after too many."""
+        failures = self.tasks.failures[slot] + cost
+        if failures >= FAILURE * self.config.attempts:
+            self._drop(slot, f"{self.config.attempts} attempts failed, the last: {reason}")
+            return
+        self.tasks.failures[slot] = failures
+        self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
+        self.tasks.reset_attempt(slot)
+        admission = self.tasks.admission[slot]
+        if admission == EVALUATION:
+            self._evaluation_of(slot).waiting.append(slot)
+        else:
+            heapq.heappush(self.ready[0], admission)
+
+    def _drop(self, slot: int, reason: str) -> None:
+        """The task can never be trained on or scored."""
+        task_id = self.tasks.task_id(slot)
+        self.tasks.move(slot, TaskState.DROPPED)
+        self.out.append(Tell("scheduler/dropped", {"task": task_id, "reason": reason[:200]}))
+        if self.tasks.admission[slot] == EVALUATION:
+            one = self._evaluation_of(slot)
+            one.dropped += 1
+            self._end_of_evaluation_task(one)
+        else:
+            self.dropped += 1
+            self.window.mark_dropped(self.tasks.admission[slot])
+        self._collect(slot)
+
+    def _evaluation_of(self, slot: int) -> Evaluation:
+        return self.evaluations.open[self.tasks.splits[self.tasks.split[slot]], self.tasks.epoch[slot]]
+
+    def _end_of_evaluation_task(self, one: Evaluation) -> None:
+        one.left -= 1
+        if one.left:
+            return
+        self.evaluations.finish(one)
+        step = one.version[1]
+        scored = len(one.scores) - one.dropped
+        self.out.append(SaveEval(one.name, step, one.accuracy, scored, one.dropped))
+        self.out.append(Tell("eval", {"step": step, f"eval/{one.name}/accuracy": one.accuracy}))
+        self._write_rows()
+
+    def evaluated(self, step: int) -> dict[str, float] | None:
+        """Results of the evaluations due at version `step`; None while some are missing."""
+        done = self.evaluations.done.get(step, {})
+        wanted = [each.name for each in due(self.plan, self.config.steps, step)]
+        return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
+
+    def _admit(self) -> None:
+        """Admit train tasks up to the bound of DESIGN, while there is room for all the bytes they may need.
+
+        Room never keeps back the tasks of the very next step: a run that waits for room it makes itself stands still.
+        """
+        left = (self.config.steps - self.batched_step) * self.plan.tasks_per_step
+        bound = min(self.plan.max_live - self._open_batch_tasks(), left)
+        if self.window.live >= bound or self.finished:
+            return
+        bound = min(bound, max(self._room_for_tasks(), self.plan.tasks_per_step))
+        while self.window.live < bound:
+            epoch, row = self.order.at(self.position)
+            self.position += 1
+            slot = self.tasks.add(TRAIN_SPLIT, epoch, row, self.window.tail)
+            heapq.heappush(self.ready[0], self.window.admit(slot))
+
+    def _open_batch_tasks(self) -> int:
+        return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0
+
+    def _room_for_tasks(self) -> int:
+        """How many tasks the stores have room for, besides those of the open batch."""
+        if not self.plan.task_bytes:
+            return self.plan.max_live
+        free = self.limit_bytes - self._weight_bytes() - self.uncovered_bytes
+        return free // self.plan.task_bytes - self._open_batch_tasks()
+
+    def _weight_bytes(self) -> int:
+        newest = self.versions.newest_ref
+        one = max(self.plan.weight_bytes, newest.nbytes if newest else 0)
+        return max(self.versions.nbytes, self.plan.weight_versions * one)
+
+    def _wants_checkpoint(self, batch_bytes: int) -> bool:
+        """Whether the trained bytes that no checkpoint covers are about to be in the way of admission."""
+        if not self.plan.task_bytes or self.config.collect_at_commit:
+            return False
+        spare = self.limit_bytes - self._weight_bytes() - self.plan.max_live * self.plan.task_bytes
+        return self.uncovered_bytes + batch_bytes > 0.8 * spare
+
+    def _collect_steps(self, last: int) -> None:
+        for step in [step for step in self.batches if step <= min(last, self.committed_step)]:
+            for slot in self.batches.pop(step):
+                self.uncovered_bytes -= self.tasks.nbytes[slot]
+                self._collect(slot)
+
+    def _collect(self, slot: int) -> None:
+        """Tombstone at every store; COLLECTED when all have acknowledged."""
+        self.tasks.lease[slot] = 0
+        waits = self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=True)
+        self.tasks.clears[slot] = waits
+        if not waits:
+            self._collected(slot)
+
+    def _collected(self, slot: int) -> None:
+        self.clears.collected += 1
+        self.tasks.remove(slot)
+
+    def cleared(self, store: str, count: int) -> bool:
+        """A store has acknowledged the first `count` clears of its queue."""
+        for task_id, _, last in self.clears.pop(store, count):
+            slot = self.tasks.find(task_id)
+            if last and slot != NO_SLOT:
+                self.tasks.clears[slot] -= 1
+                if not self.tasks.clears[slot]:
+                    self._collected(slot)
+        return True
+
+    def _free_versions(self) -> None:
+        if len(self.versions) < 2:
+            return
+        named = self.leases.versions() | self.evaluations.named()
+        oldest = max(0, self.batched_step - self.plan.staleness) if self.plan.deterministic else None
+        for ref in self.versions.unnamed(named, oldest):
+            self._clear_weights(ref)
+
+    def _clear_weights(self, ref: WeightsRef) -> None:
+        self.clears.push(ref.task_id, ref.fence, last=False)
+
+    def is_stray(self, entry: PutTask) -> bool:
+        """Whether a store holds something that is neither accepted, nor under a live lease, nor a live version."""
+        split, epoch, index = entry.task_id.rsplit("/", 2)
+        if split == WEIGHTS:
+            version = (int(epoch), int(index))
+            ref = self.versions.get(version)
+            if ref is not None:
+                return entry.fence < ref.fence
+            newest = self.versions.newest
+            # a version that is put and not yet published is of the driver's lineage and not older than the newest
+            return newest is not None and (version[0] < self.lineage or version < newest)
+        slot = self.tasks.find(entry.task_id)
+        return slot == NO_SLOT or entry.fence < self.tasks.fence[slot]
+
+    def _write_rows(self) -> None:
+        """Let rows leave in step order, each with the evaluations due at its version."""
+        while self.next_row in self.waiting_rows:
+            results = self.evaluated(self.next_row)
+            if results is None:
+                return
+            row = self.waiting_rows.pop(self.next_row)
+            full = {"step": float(self.next_row), **row}
+            full.update({f"eval/{name}/accuracy": accuracy for name, accuracy in results.items()})
+            self.out.append(WriteRow(self.next_row, full))
+            self.next_row += 1
+
+    def check_driver(self, driver: int) -> None:
+        if driver != self.driver:
+            raise RpcError(ErrorCode.CONFLICT, f"driver {driver}: a newer driver has taken over, or GetRunInfo is due")

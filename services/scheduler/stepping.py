@@ -1,0 +1,190 @@
+"""The driver's side: batches, commits, versions, checkpoints. Pure; every step is batched and committed once."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    ErrorCode,
+    FinishRun,
+    GetRunInfo,
+    NextBatch,
+    PublishWeights,
+    RunInfo,
+    StepBatch,
+)
+from services.scheduler import scalars
+from services.scheduler.evaluations import Evaluation
+from services.scheduler.events import (
+    SaveStep,
+)
+from services.scheduler.granting import Granting
+from services.scheduler.plan import due
+from services.scheduler.tasks import EVALUATION, TaskState
+from shared.rpc.errors import RpcError
+
+
+class Stepping(Granting):
+    """The verbs of the driver."""
+
+    def run_info(self, request: GetRunInfo) -> RunInfo:
+        """A driver takes the run over; with `reload` a new lineage begins."""
+        if request.driver in self.old_drivers:
+            raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
+        if request.driver != self.driver:
+            if self.driver:
+                self.old_drivers.append(self.driver)
+            self.driver = request.driver
+        if request.reload:
+            self.lineage += 1
+            if self.config.collect_at_commit:
+                self._rewind(max(self.checkpoint_step, 0))
+        return RunInfo(
+            steps=self.config.steps,
+            committed_step=self.committed_step,
+            open_step=self.batched_step if self.batched_step > self.committed_step else 0,
+            lineage=self.lineage,
+            checkpoint_step=self.checkpoint_step,
+            stopping=self.finished,
+        )
+
+    def _rewind(self, step: int) -> None:
+        """Without replay (gc.after: commit) the steps after the checkpoint are trained again, on later tasks."""
+        for later in [each for each in self.batches if each > step]:
+            for slot in self.batches.pop(later):
+                self.tasks.move(slot, TaskState.DROPPED)
+                self.dropped += 1
+                self._collect(slot)
+        self.batched_step = self.committed_step = min(step, self.committed_step)
+
+    def batch(self, request: NextBatch) -> StepBatch | None:
+        """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
+        self.check_driver(request.driver)
+        step = request.step
+        if not 1 <= step <= self.config.steps:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"step {step}: this run has steps 1..{self.config.steps}")
+        if step > self.batched_step:
+            if step != self.committed_step + 1:
+                raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {self.committed_step + 1}")
+            return None
+        slots = self.batches.get(step)
+        if slots is None:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"step {step}: its tasks were collected, it cannot be replayed; load a later checkpoint "
+                "(gc.after: checkpoint keeps what replay needs)",
+            )
+        return self._step_batch(step, slots)
+
+    def form_batch(self, request: NextBatch) -> StepBatch | None:
+        """Consume the oldest tasks for the next step; None (and no change) while the oldest are not ready."""
+        if self.window.ready < self.plan.tasks_per_step:
+            return None
+        slots = self.window.take(self.plan.tasks_per_step)
+        for slot in slots:
+            self.tasks.move(slot, TaskState.BATCHED)
+            self.tasks.step[slot] = request.step
+        self.batches[request.step] = slots
+        self.batched_step = request.step
+        self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
+        self.batch_dropped = self.dropped - self.dropped_reported
+        self.dropped_reported = self.dropped
+        batch = self._step_batch(request.step, slots)
+        self._free_versions()
+        return batch
+
+    def _step_batch(self, step: int, slots: list[int]) -> StepBatch:
+        packed = [self.tasks.scalars[slot] or b"\0\0" for slot in slots]
+        columns = scalars.flatten(
+            self.layouts,
+            [
+                (int.from_bytes(data[:2], "little"), self.tasks.samples[slot], data[2:])
+                for slot, data in zip(slots, packed, strict=True)
+            ],
+        )
+        rewards = columns.get("reward")
+        return StepBatch(
+            step=step,
+            batch=self.meta(slots),
+            scalars=columns,
+            reward_mean_unfiltered=float(np.mean(rewards, dtype=np.float64))
+            if rewards is not None and len(rewards)
+            else 0.0,
+            samples_failed=sum(self.tasks.failed[slot] for slot in slots),
+            dropped=self.batch_dropped if step == self.batched_step else 0,
+            checkpoint_now=self._wants_checkpoint(sum(self.tasks.nbytes[slot] for slot in slots)),
+        )
+
+    def commit(self, request: CommitStep) -> bool:
+        """The step's tasks are TRAINED, exactly once. False (and no change): it was committed before."""
+        self.check_driver(request.driver)
+        if request.step <= self.committed_step:
+            return False
+        if request.step != self.batched_step:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"commit of step {request.step}: {self.committed_step} is committed, "
+                f"the open step is {self.batched_step if self.batched_step > self.committed_step else 'none'}",
+            )
+        self.committed_step = request.step
+        for slot in self.batches[request.step]:
+            self.tasks.move(slot, TaskState.TRAINED)
+            self.uncovered_bytes += self.tasks.nbytes[slot]
+        self.out.append(SaveStep(request.step, "TRAINED", None, request.metrics))
+        if self.config.collect_at_commit:
+            self._collect_steps(request.step)
+        row = {"policy/version": float(request.step), **request.metrics, "gc/tasks": float(self.clears.collected)}
+        if request.step >= self.next_row:
+            self.waiting_rows[request.step] = row
+        self._write_rows()
+        self._free_versions()
+        return True
+
+    def publish(self, request: PublishWeights) -> bool:
+        """A version can be loaded; evaluations of it begin."""
+        self.check_driver(request.driver)
+        ref = request.ref
+        if ref.lineage != self.lineage:
+            raise RpcError(ErrorCode.CONFLICT, f"weights of lineage {ref.lineage}: this driver has {self.lineage}")
+        old = self.versions.get((ref.lineage, ref.step))
+        if old is not None and old.fence > ref.fence:
+            raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over, it stands at {old.fence}")
+        self.versions.put(ref)
+        if old is not None and old.fence < ref.fence:
+            self._clear_weights(old)
+        self._open_evaluations((ref.lineage, ref.step))
+        if ref.step == 0 and self.next_row == 0:
+            self.waiting_rows.setdefault(0, {"policy/version": 0.0})
+        self._write_rows()
+        self._free_versions()
+        return True
+
+    def _open_evaluations(self, version: tuple[int, int]) -> None:
+        for each in due(self.plan, self.config.steps, version[1]):
+            if self.evaluations.known(each.name, version[1]):
+                continue
+            split = self.tasks.splits.index(each.name)
+            one = Evaluation(each.name, split, version, len(each.rows), each.samples)
+            self.evaluations.open[each.name, version[1]] = one
+            one.waiting = deque(self.tasks.add(split, version[1], row, EVALUATION) for row in each.rows)
+
+    def checkpoint(self, request: CheckpointSaved) -> bool:
+        """Collect what the oldest checkpoint that recovery may fall back to covers."""
+        self.check_driver(request.driver)
+        kept = sorted({*request.kept, request.step})[-self.config.keep_last :]
+        self.checkpoint_step = kept[-1]
+        self._collect_steps(kept[0])
+        if self._wants_checkpoint(0):
+            # No room for one more interval of replay: give up the older checkpoint's rather than stand still.
+            self._collect_steps(kept[-1])
+        return True
+
+    def finish(self, request: FinishRun) -> bool:
+        """The run is complete: no more leases."""
+        self.check_driver(request.driver)
+        self.finished = True
+        return True

@@ -1,0 +1,97 @@
+"""proto/SPEC.md says what the code does: catalogue, tables and numbers are compared, not trusted."""
+
+from __future__ import annotations
+
+import re
+
+from proto import blockfile, dtypes, envelope, inline, tensors
+from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
+from proto.messages import ErrorCode, Outcome
+from proto.registry import Request, all_messages
+from shared.rpc import client, mailbox, transport
+from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
+
+
+def section(number: int) -> str:
+    return SPEC.read_text().split(f"\n## {number} ")[1].split("\n## ")[0]
+
+
+def test_catalogue_is_in_step_with_the_code() -> None:
+    _, inside, _ = split_spec()
+    assert inside == catalogue(), "run: python -m tests.golden.catalogue"
+
+
+def test_every_message_has_a_route_or_is_an_answer() -> None:
+    names = {cls.__name__ for cls in all_messages().values()}
+    answers = {cls.REPLY.__name__ for cls in all_messages().values() if issubclass(cls, Request)} | {"Error"}
+    assert set(ROUTES) == names - answers
+
+
+def test_envelope_and_row_tables_add_up() -> None:
+    sizes = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "4 bytes": 4, "8 × u64": 64}
+    for number, total in ((2, envelope.SIZE), (4, tensors.ROW_BYTES)):
+        rows = re.findall(r"^\| (\d+) \| ([^|]+?) \| ", section(number), re.M)
+        at = 0
+        for offset, kind in rows:
+            assert int(offset) == at
+            at += sizes[kind]
+        assert at == total
+
+
+def test_element_types_are_those_of_the_table() -> None:
+    listed = re.findall(r"(\d+) \| (\w+)(?: \(0 or 1\))? \| (\d+)", section(5))
+    assert sorted((int(code), name, int(size)) for code, name, size in listed) == [
+        (row.code, row.name, row.itemsize) for row in dtypes.TABLE
+    ]
+
+
+def test_flags_versions_and_inline_types_are_the_codes() -> None:
+    assert "1 REPLY, 2 ONE_WAY, 4 TABLE" in section(2)
+    assert (envelope.FLAG_REPLY, envelope.FLAG_ONE_WAY, envelope.FLAG_TABLE) == (1, 2, 4)
+    assert f"version {envelope.MAJOR}.{envelope.MINOR}" in SPEC.read_text().splitlines()[0]
+    listed = re.search(r"one of `([^`]+)` and nothing else", section(3))
+    assert listed is not None
+    assert set(listed.group(1).replace("\\|", "|").split()) == inline.INLINE_TYPES
+
+
+def test_limits_are_the_codes() -> None:
+    units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    rows = dict(re.findall(r"^\| ([\w ,]+) \| (\d+ ?\w*) \| .+ \|$", section(7), re.M))
+    values = {name: int(text.split()[0]) * units[text.partition(" ")[2]] for name, text in rows.items()}
+    assert values == {
+        "body": CONTROL.body_bytes,
+        "raw frames, and tensors": CONTROL.frames,
+        "one raw frame": CONTROL.frame_bytes,
+        "one tensor": CONTROL.tensor_bytes,
+        "body, table and raw frames": CONTROL.total_bytes,
+        "inline array": MAX_INLINE_BYTES,
+        "dimensions": MAX_NDIM,
+    }
+    assert (BULK.body_bytes, BULK.frames, BULK.frame_bytes, BULK.total_bytes) == (1 << 20, 1024, 1 << 20, 1 << 30)
+
+
+def test_error_codes_and_outcomes_are_the_codes() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", section(6).split("Codes of `Error.code`")[1], re.M)
+    assert listed == [value for name, value in vars(ErrorCode).items() if name.isupper()]
+    assert (Outcome.DONE, Outcome.RETRY, Outcome.DROP) == (0, 1, 2)
+    assert "0 done, 1 retry (another attempt may succeed), 2 drop" in section(6)
+
+
+def test_numbers_of_the_rpc_layer_are_the_codes() -> None:
+    assert f"newest {mailbox.CACHED_REPLIES} answers and at most {mailbox.CACHED_REPLY_BYTES >> 20} MiB" in section(8)
+    assert f"first after {client.FIRST_RESEND_S:g} s plus" in section(8)
+    assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in section(8)
+    assert f"up to {client.LAST_RESEND_S:g} s" in section(8)
+    assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in section(1)
+    assert f"linger {transport.LINGER_MS} ms" in section(1)
+
+
+def test_block_file_numbers_are_the_codes() -> None:
+    text = section(9)
+    assert f"magic `{blockfile.MAGIC.decode()}`" in text
+    assert f"layout, {blockfile.LAYOUT} " in text
+    bounds = (blockfile.MAX_TASKS, blockfile.MAX_ROWS, blockfile.MAX_FILE_BYTES, blockfile.MAX_NAMES_BYTES)
+    powers = [bound.bit_length() - 1 for bound in bounds]
+    assert (
+        f"2^{powers[0]} tasks, 2^{powers[1]} rows,\n2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names" in text
+    )

@@ -1,0 +1,76 @@
+"""A shared-memory mount that something else fills: puts wait and then say so, and clearing still makes room."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, PutTask, StoreStats
+from shared.dataplane.client import TaskShards
+from shared.rpc.errors import RpcError
+from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of
+
+MOUNT_BYTES = 8 << 20
+MEMORY = 6 << 20
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={MOUNT_BYTES}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+
+
+def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
+    first, second = ([TaskShards(f"t/0/{i}", 1, {"a": np.full(2 << 20, i, np.uint8)})] for i in (1, 2))
+    store = StoreProcess(make_run(tmp_path, memory=MEMORY, shm_root=mount))
+    store.start()
+    junk = mount / "junk"
+
+    def fill() -> None:
+        with junk.open("wb", buffering=0) as stream:
+            try:
+                while stream.write(bytes(4096)):
+                    pass
+            except OSError:
+                return
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(first, store=STORE, deadline_s=10)
+            fill()
+            with pytest.raises(RpcError, match="enlarge it") as caught:
+                await peer.data.put(second, store=STORE, deadline_s=1)
+            assert caught.value.code == ErrorCode.BUSY
+            await peer.store.call(Clear(tasks=[PutTask("t/0/1", 1)]), Ack, deadline_s=10)
+            with pytest.raises(RpcError) as caught:
+                await peer.data.put(first, store=STORE, deadline_s=5)
+            assert caught.value.code == ErrorCode.COLLECTED
+            fill()
+            waiting = asyncio.ensure_future(peer.data.put(second, store=STORE, deadline_s=20))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            junk.unlink()
+            await waiting
+            stats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
+            assert stats.bytes <= MEMORY
+            assert stats.shards == 1
+
+    try:
+        asyncio.run(main())
+    finally:
+        store.kill()
+        store.run.remove_volatile()

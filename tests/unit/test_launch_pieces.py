@@ -1,0 +1,144 @@
+"""Small parts of the launcher: progress, logs, sweeping what killed runs left, merging two views of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import preflight
+from launch.logs import Follower, last_lines, readable, tail
+from launch.progress import Metrics, accuracy_lines, duration
+from launch.status import _merge
+from proto.messages import ProcessRow, ServiceRow
+from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
+from shared.topology import load
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
+
+
+def write_row(path: Path, **row: float) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_progress_is_read_as_rows_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, steps=10)
+    assert not metrics.poll(0.0)
+    write_row(path, **{"step": 0, "eval/heldout/accuracy": 0.25})
+    write_row(path, **{"step": 1, "reward/mean": 0.5})
+    assert metrics.poll(1.0)
+    write_row(path, **{"step": 2, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
+    metrics.poll(3.0)
+    write_row(path, **{"step": 3, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
+    metrics.poll(5.0)
+    assert "step 3/10  reward 0.750  eval heldout 0.250 (step 0)  1,234 tok/s" in metrics.text()
+    assert metrics.eta_s() == pytest.approx(14.0)  # 2 s a step
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    path.write_text('{"step": 1}\n{"st')
+    assert list(follower.new_lines()) == ['{"step": 1}']
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert list(follower.new_lines()) == ['{"step": 2}']
+
+
+def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, accuracy in ((0, 0.4), (5, 0.5), (10, 0.7)):
+        write_row(path, **{"step": step, "eval/heldout/accuracy": accuracy})
+    (line,) = accuracy_lines(Metrics(path, steps=10))
+    assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.6, "10s"), (192.4, "3m12s"), (7260.0, "2h01m")])
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_log_lines_become_readable_with_their_trace() -> None:
+    line = json.dumps(
+        {
+            "service": "rollout",
+            "instance": 1,
+            "incarnation": 5,
+            "event": "service failed",
+            "level": "error",
+            "timestamp": "2026-01-02T03:04:05.678901Z",
+            "lease": 7,
+            "exception": "Traceback\nValueError: no",
+        }
+    )
+    assert (
+        readable(line)
+        == "03:04:05.678 ERROR   rollout/1                service failed  lease=7\nTraceback\nValueError: no"
+    )
+    assert readable("not json") == "not json"
+
+
+def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    (run.logs / "rollout-0.out").write_text("Traceback\nImportError: no torch\n")
+    assert last_lines(run, ("rollout", 0), 10)[-1] == "ImportError: no torch"
+    assert tail(run.logs / "nothing.jsonl", 5) == []
+    run.remove_volatile()
+
+
+def test_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shm = tmp_path / "shm"
+    dead, young, living = (RunDir.create(tmp_path / name, shm_root=shm) for name in ("dead", "young", "living"))
+    for run in (dead, young):
+        os.close(run.hold())
+    lock = living.hold()
+    for run in (dead, living):
+        for folder in (run.shm, run.sockets):
+            os.utime(folder, (0, time.time() - 2 * ABANDONED_S))
+    assert set(sweep_abandoned(shm)) == {dead.shm, dead.sockets}
+    assert [run.shm.exists() and run.sockets.exists() for run in (dead, young, living)] == [False, True, True]
+    os.close(lock)
+
+
+def test_status_joins_what_supervisor_and_scheduler_know() -> None:
+    registered = [
+        ServiceRow("rollout", 0, "READY", 11, "host-a", 5, 0.5, 100),
+        ServiceRow("reference", 0, "READY", 12, "host-b", 6, 0.25, 200),
+        ServiceRow("monitor", 0, "READY", 13, "host-a", 7, 9.0, 300),
+    ]
+    supervised = [
+        ProcessRow("rollout", 0, "READY", 11, 5, 2, "", 110),
+        ProcessRow("monitor", 0, "STARTING", 14, 8, 1, "", 310),
+    ]
+    rows = {row["service"]: row for row in _merge(registered, supervised)}
+    assert (rows["rollout"]["restarts"], rows["rollout"]["heartbeat_age_s"], rows["rollout"]["rss_bytes"]) == (
+        2,
+        0.5,
+        110,
+    )
+    assert (rows["reference"]["restarts"], rows["reference"]["host"]) == (None, "host-b")
+    assert rows["monitor"]["heartbeat_age_s"] is None, "the heartbeat of an earlier life says nothing"
+
+
+def test_threads_come_from_the_topology() -> None:
+    topology = load(QUICKSTART, ["services.rollout.threads=3"])
+    assert preflight.threads_of(topology, "rollout") == 3
+    assert preflight.threads_of(topology, "scheduler") == 1
+
+
+def test_port_in_use_is_found(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        topology = load(QUICKSTART, [f"services.monitor.port={port}"], check_supported=False)
+        assert any(str(port) in line for line in preflight.check(topology, "t.yaml").errors)

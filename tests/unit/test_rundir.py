@@ -1,0 +1,147 @@
+"""The run directory: made once, opened by everyone, its shared memory swept when nobody lives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.rpc.errors import RpcError
+from shared.rundir import MAX_IPC_PATH_BYTES, RunDir, newest_run, parse_service_name, service_name, sweep_abandoned
+
+
+@pytest.fixture
+def shm_root(tmp_path: Path) -> Path:
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def run(tmp_path: Path, shm_root: Path):
+    made = RunDir.create(tmp_path / "runs" / "first", shm_root=shm_root)
+    yield made
+    made.remove_volatile()
+
+
+def test_opened_run_is_the_created_one(run: RunDir) -> None:
+    opened = RunDir.open(run.path)
+    assert opened == run
+    assert opened.name == "first"
+    assert run.logs.is_dir()
+    assert run.checkpoints.is_dir()
+    assert run.keys.stat().st_mode & 0o777 == 0o700
+    assert run.sockets.stat().st_mode & 0o777 == 0o700
+    assert run.shm.stat().st_mode & 0o777 == 0o700
+
+
+def test_directory_that_holds_a_run_is_not_made_again(run: RunDir, shm_root: Path) -> None:
+    with pytest.raises(RpcError, match=rf"run directory {run.path}: holds a run already"):
+        RunDir.create(run.path, shm_root=shm_root)
+
+
+def test_reopened_run_has_fresh_sockets_and_shared_memory_and_keeps_the_rest(run: RunDir, shm_root: Path) -> None:
+    (run.checkpoints / "step-1").mkdir()
+    (run.shm / "old").write_bytes(b"x")
+    again = RunDir.reopen(run.path, shm_root=shm_root)
+    try:
+        assert again.path == run.path
+        assert again.sockets != run.sockets
+        assert not run.sockets.exists()
+        assert not run.shm.exists()
+        assert (again.checkpoints / "step-1").is_dir()
+        assert RunDir.open(run.path) == again
+    finally:
+        again.remove_volatile()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"sockets": "/x"}'])
+def test_directory_that_is_no_run_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RpcError, match=rf"run directory {tmp_path}: not a run"):
+        RunDir.open(tmp_path)
+
+
+def test_every_socket_path_fits(run: RunDir) -> None:
+    longest = run.endpoint("policy-trainer-worker", 9999).removeprefix("ipc://")
+    assert Path(longest) == run.socket_file("policy-trainer-worker", 9999)
+    assert len(os.fsencode(longest)) <= MAX_IPC_PATH_BYTES
+
+
+def test_too_long_temporary_directory_is_refused_with_the_remedy(
+    tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(RpcError, match=r"ipc paths end at 107; set TMPDIR to a shorter path"):
+        RunDir.create(tmp_path / "run", shm_root=shm_root)
+    assert list(deep.iterdir()) == []
+
+
+def long_ago(run: RunDir) -> None:
+    """As if the run had been begun in 1970."""
+    for folder in (run.shm, run.sockets):
+        os.utime(folder, (0, 0))
+
+
+@pytest.fixture
+def alone(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep looks for sockets in a temporary directory of this test's own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_sweep_takes_runs_that_nobody_holds_and_no_others(run: RunDir, shm_root: Path) -> None:
+    (shm_root / "somebody-else").mkdir()
+    long_ago(run)
+    assert sweep_abandoned(shm_root) == []  # never held: cannot be told to be ours
+    held = run.hold()
+    long_ago(run)
+    assert sweep_abandoned(shm_root) == []
+    second = run.hold()
+    os.close(held)
+    assert sweep_abandoned(shm_root) == []
+    os.close(second)
+    assert sweep_abandoned(shm_root) == [run.shm]
+    assert not run.shm.exists()
+    assert (shm_root / "somebody-else").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_sweep_leaves_a_young_run_alone(run: RunDir, shm_root: Path) -> None:
+    os.close(run.hold())
+    assert sweep_abandoned(shm_root) == []
+    assert run.shm.exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_lock_of_a_holder_ends_with_its_process(run: RunDir, shm_root: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        run.hold()
+        os._exit(0)
+    os.waitpid(child, 0)
+    long_ago(run)
+    assert sweep_abandoned(shm_root) == [run.shm]
+
+
+def test_newest_run_is_the_one_begun_last(run: RunDir, tmp_path: Path, shm_root: Path) -> None:
+    with pytest.raises(RpcError, match="no run there"):
+        newest_run(tmp_path / "elsewhere")
+    later = RunDir.create(tmp_path / "runs" / "a-later", shm_root=shm_root)
+    try:
+        now = (run.path / "run.json").stat().st_mtime_ns
+        os.utime(later.path / "run.json", ns=(now + 10**9, now + 10**9))
+        (tmp_path / "runs" / "not-a-run").mkdir()
+        assert newest_run(tmp_path / "runs") == later.path
+    finally:
+        later.remove_volatile()
+
+
+def test_service_names_come_apart_again() -> None:
+    assert parse_service_name(service_name("policy-trainer", 3)) == ("policy-trainer", 3)
+    assert parse_service_name("rollout") == ("rollout", -1)
+    for name in ("", "/1", "rollout/x", "rollout/-1", "rollout/1/2"):
+        with pytest.raises(RpcError, match="write NAME or NAME/INSTANCE"):
+            parse_service_name(name)

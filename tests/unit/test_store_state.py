@@ -1,0 +1,106 @@
+"""The store's index and its files, without a bus: bounds, pages, and what a torn list of tombstones leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto import blockfile
+from proto.blockfile import Layout
+from proto.messages import ErrorCode, PutTask
+from services.batch_store import state as state_module
+from services.batch_store.files import StoreFiles
+from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, StoreState
+from shared.rpc.errors import RpcError
+
+
+def sealed(state: StoreState, put_id: str, task_ids: list[str], fence: int = 1) -> None:
+    layout = Layout([(task_id, fence, {"a": np.zeros(1)}) for task_id in task_ids])
+    state.begin(put_id, layout.file_bytes, [PutTask(task_id, fence) for task_id in task_ids], 0.0)
+    table = blockfile.parse(layout.head([1] * len(task_ids)), layout.file_bytes)
+    assert state.seal(put_id, table)
+
+
+def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
+    state = StoreState("store", 1 << 30, 1)
+    sealed(state, "0" * 32, ["t/0/0", "t/0/1"])
+    state.clear([PutTask("t/0/0", 1)])
+    for first in range(0, 2 * MAX_TOMBSTONES, 8192):
+        state.clear([PutTask(f"old/0/{first + i}", 1) for i in range(8192)])
+    assert len(state.tombstones) <= MAX_TOMBSTONES
+    assert state.tombstones["t/0/0"] == 1  # a restart would find it in the file beside t/0/1
+    assert f"old/0/{2 * MAX_TOMBSTONES - 1}" in state.tombstones
+    assert "old/0/0" not in state.tombstones
+
+
+def test_inventory_comes_in_pages_that_hold_every_task_once() -> None:
+    state = StoreState("store", 1 << 30, 1)
+    names = [f"t/0/{i}" for i in range(2 * PAGE_TASKS + 5)]
+    sealed(state, "0" * 32, names)
+    found: list[str] = []
+    cursor, pages = 0, 0
+    while True:
+        page, cursor = state.inventory(cursor)
+        found.extend(task.task_id for task in page)
+        pages += 1
+        if not cursor:
+            break
+    assert found == names
+    assert pages == 3
+
+
+def test_put_that_holds_other_tasks_than_were_granted_is_refused() -> None:
+    state = StoreState("store", 1 << 30, 1)
+    layout = Layout([("t/0/1", 1, {"a": np.zeros(1)})])
+    state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
+    with pytest.raises(RpcError, match="other tasks") as caught:
+        state.seal("0" * 32, blockfile.parse(layout.head([1]), layout.file_bytes))
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+
+
+def test_open_put_id_with_another_size_is_a_conflict() -> None:
+    state = StoreState("store", 1 << 30, 1)
+    state.begin("0" * 32, 5000, [PutTask("t/0/2", 1)], 0.0)
+    with pytest.raises(RpcError) as caught:
+        state.begin("0" * 32, 5001, [PutTask("t/0/2", 1)], 0.0)
+    assert caught.value.code == ErrorCode.CONFLICT
+
+
+def test_grant_is_overdue_only_after_its_time() -> None:
+    state = StoreState("store", 1 << 30, 1)
+    state.begin("0" * 32, 5000, [PutTask("t/0/2", 1)], 100.0)
+    assert state.overdue(100.0 + state_module.GRANT_S) == []
+    assert state.overdue(100.1 + state_module.GRANT_S) == ["0" * 32]
+
+
+def test_torn_last_tombstone_is_dropped_and_the_list_stays_usable(tmp_path: Path) -> None:
+    files = StoreFiles("store", tmp_path / "s")
+    files.entomb([PutTask("t/0/1", 4), PutTask("t/0/2", 5)])
+    files.close()
+    with (tmp_path / "s" / "tombstones").open("a") as stream:
+        stream.write("6 t/0/")
+    files = StoreFiles("store", tmp_path / "s")
+    assert files.tombstones() == [PutTask("t/0/1", 4), PutTask("t/0/2", 5)]
+    files.entomb([PutTask("t/0/3", 6)])
+    assert files.tombstones()[-1] == PutTask("t/0/3", 6)
+    files.close()
+
+
+def test_list_of_tombstones_is_rewritten_when_it_has_grown_out_of_date(tmp_path: Path) -> None:
+    files = StoreFiles("store", tmp_path)
+    for fence in range(6000):
+        files.entomb([PutTask("t/0/1", fence)])
+    files.compact({"t/0/1": 5999})
+    files.entomb([PutTask("t/0/2", 1)])
+    assert files.tombstones() == [PutTask("t/0/1", 5999), PutTask("t/0/2", 1)]
+    files.close()
+
+
+def test_directory_has_one_owner(tmp_path: Path) -> None:
+    files = StoreFiles("store", tmp_path)
+    with pytest.raises(RpcError, match="served by another process"):
+        StoreFiles("store", tmp_path)
+    files.close()
+    StoreFiles("store", tmp_path).close()

@@ -1,0 +1,114 @@
+"""What the driver computes itself: advantages, token weights, and the metrics row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proto.messages import BatchMeta, OptimStepDone, StepBatch, TaskHandle
+from services.policy_trainer import batches
+from services.policy_trainer.advantages import grpo
+from services.policy_trainer.driver import check_rewards
+from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.token_weights import sample_weights
+from shared.rpc.errors import RpcError
+
+COUNTS = np.array([3, 0, 5, 2], np.int32)
+
+
+def test_grpo_divides_by_the_groups_own_deviation() -> None:
+    rewards = np.array([1.0, 0.0, 0.0, 5.0, 7.0], np.float32)
+    found = grpo(rewards, np.array([0, 0, 0, 1, 1]), scale="std")
+    first = (rewards[:3] - 1 / 3) / (np.std(rewards[:3], ddof=1) + 1e-6)
+    second = (rewards[3:] - 6) / (np.std(rewards[3:], ddof=1) + 1e-6)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [*first, *second], rtol=1e-6)
+
+
+def test_grpo_without_scale_only_subtracts_the_mean() -> None:
+    found = grpo(np.array([1.0, 0.0, 4.0, 4.0]), np.array([0, 0, 1, 1]), scale="none")
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_a_group_of_equal_rewards_or_of_one_has_no_advantage() -> None:
+    assert grpo(np.array([2.0, 2.0, 9.0]), np.array([0, 0, 1]), scale="std").tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 10, 0, 1 / 10, 1 / 10]),
+        ("seq_mean_token_mean", [1 / 9, 0, 1 / 15, 1 / 6]),
+        ("seq_mean_token_sum", [1 / 3, 0, 1 / 3, 1 / 3]),
+        ("dr_grpo", [1 / 32, 0, 1 / 32, 1 / 32]),
+    ],
+)
+def test_token_weights_follow_the_table(aggregation: str, expected: list[float]) -> None:
+    np.testing.assert_allclose(sample_weights(aggregation, COUNTS, max_new_tokens=8), expected, rtol=1e-6)
+
+
+def test_means_weigh_to_one() -> None:
+    for aggregation in ("token_mean", "seq_mean_token_mean"):
+        assert float((sample_weights(aggregation, COUNTS, max_new_tokens=8) * COUNTS).sum()) == pytest.approx(1.0)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="token_sum"):
+        sample_weights("token_sum", COUNTS, max_new_tokens=8)
+    with pytest.raises(ValueError, match="max"):
+        grpo(np.zeros(2), np.zeros(2, int), scale="max")
+
+
+def step_batch(rewards: list[float]) -> StepBatch:
+    tasks = [TaskHandle("train/0/7", 1, 2, 10, 0, []), TaskHandle("train/0/9", 1, 2, 12, 0, [])]
+    return StepBatch(
+        step=5,
+        batch=BatchMeta(tasks=tasks),
+        scalars={
+            "reward": np.array(rewards, np.float32),
+            "length": np.array([3, 4, 5, 4], np.int32),
+            "loss_tokens": np.array([3, 4, 5, 4], np.int32),
+            "truncated": np.array([0, 0, 1, 0], np.uint8),
+            "version_min": np.array([4, 3, 3, 4], np.int32),
+        },
+        reward_mean_unfiltered=0.25,
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_not_finite_names_its_task(bad: float) -> None:
+    with pytest.raises(RpcError, match="train/0/9") as caught:
+        check_rewards(step_batch([1, 0, bad, 0]))
+    assert "train/0/7" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_mini_batches_carry_their_own_samples() -> None:
+    parts = batches.split(step_batch([1, 0, 0, 1]).batch, 1)
+    assert [[task.task_id for task in meta.tasks] for meta, _ in parts] == [["train/0/7"], ["train/0/9"]]
+    assert [samples for _, samples in parts] == [slice(0, 2), slice(2, 4)]
+
+
+def test_row_is_made_of_sums_over_calls() -> None:
+    metrics = StepMetrics(step=5)
+    for _ in range(2):
+        metrics.add_sums(
+            {"tokens": 8.0, "policy": 0.5, "kl": 0.25, "entropy": 4.0, "clipped": 2.0, "mismatch": 0.8, "version": 28.0},
+            seconds=0.5,
+        )
+    metrics.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
+    row = metrics.row(step_batch([1, 0, 0, 0]), step_s=2.0)
+    assert row["loss/policy"] == 1.0
+    assert row["loss/kl"] == 0.5
+    assert row["policy/entropy"] == 0.5
+    assert row["policy/clip_fraction"] == 0.25
+    assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
+    assert row["rollout/staleness_mean"] == pytest.approx(0.5)
+    assert row["rollout/staleness_max"] == 1.0
+    assert row["rollout/length_mean"] == 4.0
+    assert row["rollout/truncated_fraction"] == 0.25
+    assert row["reward/mean"] == 0.25
+    assert row["policy/version"] == 5.0
+    assert row["time/forward_backward"] == 1.0
+    assert row["throughput/samples_per_s"] == 2.0
+    assert row["throughput/tokens_per_s"] == 8.0

@@ -1,0 +1,258 @@
+"""Checkpoints, export and the order of calls: what a worker must still know after it was killed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from proto.messages import ErrorCode, LossSpec, OptimStep
+from proto.tensors import Array
+from services.policy_trainer.worker import checkpoint
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.checkpoint import State
+from services.policy_trainer.worker.export import export
+from services.policy_trainer.worker.lane import Lane
+from shared.rpc.errors import RpcError
+from shared.topology.algorithm import Optimizer
+from tests.unit.tiny_models import make_model, ragged
+
+LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("qwen3", head_dim=12, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def backend(folder: Path, dtype: str = "float32", **options: Any) -> TorchBackend:
+    optimizer = Optimizer(lr=1e-2, weight_decay=0.01, **options)
+    return TorchBackend(folder, dtype, optimizer, max_tokens=4096, threads=1)
+
+
+def train(made: TorchBackend, step: int) -> None:
+    ids, lengths, mask = ragged(step)
+    flat: dict[str, Array] = {
+        "token_ids": ids,
+        "lengths": lengths,
+        "loss_mask": mask,
+        "versions": np.zeros(len(ids), np.int32),
+        "rollout_logprobs": np.full(len(ids), -2.0, np.float32),
+    }
+    rng = np.random.default_rng(step)
+    advantages = rng.normal(size=len(ids)).astype(np.float32)
+    made.forward_backward(LOSS, flat, advantages, np.full(len(ids), 1 / mask.sum(), np.float32))
+    made.step(step)
+
+
+def state(made: TorchBackend, step: int) -> State:
+    return State(step, made.weights_state(), made.optimizer_state())
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_path: Path, dtype: str) -> None:
+    straight = backend(folder, dtype)
+    for step in (1, 2, 3):
+        train(straight, step)
+    checkpoint.save(tmp_path / "c", state(straight, 3), keep_last=2)
+    resumed = backend(folder, dtype)
+    loaded = checkpoint.load(tmp_path / "c", 3)
+    resumed.load_state(loaded.weights, loaded.optimizer)
+    for step in (4, 5, 6):
+        train(straight, step)
+        train(resumed, step)
+    assert same_bits(straight.weights(), resumed.weights())
+    assert same_bits(straight.optimizer_state(), resumed.optimizer_state())
+
+
+def test_restart_is_the_model_directory_with_fresh_optimizer_state(folder: Path) -> None:
+    made, fresh = backend(folder), backend(folder)
+    train(made, 1)
+    assert not same_bits(made.weights(), fresh.weights())
+    made.restart()
+    train(made, 1)
+    train(fresh, 1)
+    assert same_bits(made.weights(), fresh.weights())
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before_it_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = backend(folder)
+    train(made, 1)
+    before = state(made, 1)
+    checkpoint.save(tmp_path, before, keep_last=1)
+    train(made, 2)
+    real = checkpoint._sync
+
+    def interrupted_after(calls: int) -> Any:
+        left = [calls]
+
+        def sync(path: Path) -> None:
+            real(path)
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        return sync
+
+    for calls in range(1, 5):  # both weight files, the manifest, the folder: all before the rename
+        monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, state(made, 2), keep_last=1)
+        assert checkpoint.steps(tmp_path) == [1]
+        assert same_bits(checkpoint.load(tmp_path, 1).weights, before.weights)
+    monkeypatch.setattr(checkpoint, "_sync", real)
+    checkpoint.save(tmp_path, state(made, 2), keep_last=1)
+    assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == ["step-2"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Path, name: str) -> None:
+    made = backend(folder)
+    train(made, 1)
+    path = checkpoint.save(tmp_path, state(made, 1), keep_last=1) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(RpcError) as caught:
+        checkpoint.load(tmp_path, 1)
+    assert caught.value.code == ErrorCode.CONFLICT
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(RpcError, match="there are: none") as caught:
+        checkpoint.load(tmp_path, 4)
+    assert caught.value.code == ErrorCode.MISSING
+
+
+def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> None:
+    made = backend(folder)
+    for step in range(1, 8):
+        checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=3)
+    assert checkpoint.steps(tmp_path) == [3, 6, 7]
+
+
+def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    made = backend(folder)
+    before = made.weights_state()
+    strange = dict(before)
+    strange["model.norm.weight"] = torch.zeros(7)
+    with pytest.raises(RpcError, match=r"model\.norm\.weight"):
+        made.load_state(strange, {})
+    assert same_bits(made.weights(), before)
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_untouched(folder: Path) -> None:
+    made = backend(folder)
+    train(made, 1)
+    weights, optimizer = made.weights_state(), made.optimizer_state()
+    next(iter(made.model.parameters())).grad = torch.full_like(next(iter(made.model.parameters())), torch.nan)
+    with pytest.raises(RpcError, match="step 2 refused, weights untouched: gradient norm is nan"):
+        made.step(2)
+    assert same_bits(made.weights(), weights)
+    assert same_bits(made.optimizer_state(), optimizer)
+    train(made, 2)
+
+
+def test_warm_up_is_linear_and_then_constant(folder: Path) -> None:
+    made = backend(folder, warmup_steps=4)
+    assert [made.learning_rate(step) for step in (1, 2, 4, 9)] == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
+
+
+def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -> None:
+    optimizer = Optimizer(lr=1e-6)
+    made = TorchBackend(folder, "bfloat16", optimizer, max_tokens=4096, threads=1)
+    before = made.optimizer_state() | {}
+    train(made, 1)
+    masters = {name: value for name, value in made.optimizer_state().items() if name.startswith("master/")}
+    assert masters
+    assert not before or all(not torch.equal(masters[name], before[name]) for name in masters)
+
+
+def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    made = backend(folder)
+    train(made, 1)
+    for _ in range(2):
+        export(made.model, folder, tmp_path / "export")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    ids = torch.tensor([[5, 9, 11]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, made.model(ids).logits)
+    assert (tmp_path / "export" / "tokenizer.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "model"]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (tmp_path / "export").iterdir())
+    shutil.rmtree(tmp_path / "export")
+
+
+class FakeCall:
+    """Notes how it was answered; the lane needs nothing else of a call."""
+
+    def __init__(self) -> None:
+        self.error: RpcError | None = None
+
+    def fail(self, error: RpcError) -> None:
+        self.error = error
+
+
+def step_call(driver: int, order: int) -> OptimStep:
+    return OptimStep(driver=driver, order=order, step=1, last=True)
+
+
+def refused(lane: Lane, driver: int, order: int) -> str:
+    with pytest.raises(RpcError) as caught:
+        lane.add(step_call(driver, order), FakeCall())  # type: ignore[arg-type]
+    return caught.value.code
+
+
+async def _orders(lane: Lane, count: int) -> list[int]:
+    return [(await lane.next())[0].order for _ in range(count)]
+
+
+def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None:
+    import asyncio
+
+    lane = Lane()
+    lane.take_over(7)
+    for order in (3, 1, 2):
+        lane.add(step_call(7, order), FakeCall())  # type: ignore[arg-type]
+    assert asyncio.run(_orders(lane, 3)) == [1, 2, 3]
+    assert refused(lane, 7, 2) == ErrorCode.CONFLICT
+
+
+def test_a_worker_refuses_an_older_driver_and_one_it_does_not_know() -> None:
+    lane = Lane()
+    assert refused(lane, 7, 1) == ErrorCode.LOST
+    lane.take_over(7)
+    waiting = FakeCall()
+    lane.add(step_call(7, 1), waiting)  # type: ignore[arg-type]
+    lane.take_over(8)
+    assert waiting.error is not None
+    assert refused(lane, 7, 2) == ErrorCode.CONFLICT
+    with pytest.raises(RpcError, match="was replaced"):
+        lane.take_over(7)
+
+
+def test_nothing_runs_after_a_failed_call_until_the_driver_takes_over_again() -> None:
+    lane = Lane()
+    lane.take_over(7)
+    waiting = FakeCall()
+    lane.add(step_call(7, 2), waiting)  # type: ignore[arg-type]
+    lane.fail("no gradient", epoch=lane.epoch)
+    assert waiting.error is not None
+    assert refused(lane, 7, 3) == ErrorCode.LOST
+    lane.take_over(7)
+    lane.fail("of an earlier epoch", epoch=lane.epoch - 1)
+    lane.add(step_call(7, 4), FakeCall())  # type: ignore[arg-type]
