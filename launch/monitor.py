@@ -94,14 +94,12 @@ async def _draw(rows: Rows) -> None:
 def _table(known: dict[tuple[str, str], TopicRow]) -> Table:
     from rich.table import Table
 
-    table = Table(title="last values", expand=True)
-    table.add_column("topic", no_wrap=True)
-    table.add_column("service", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("values", overflow="fold")
+    table = Table(title="last values", expand=True, show_lines=True)
+    table.add_column("who", no_wrap=True)
+    table.add_column("values", ratio=1)
     now = time.time()
     for (topic, service), row in sorted(known.items()):
-        table.add_row(topic, service, f"{max(0.0, now - row.at):.0f} s", _values(row))
+        table.add_row(f"{topic}\n{service}, {max(0.0, now - row.at):.0f} s ago", _values(row))
     return table
 
 

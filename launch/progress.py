@@ -41,12 +41,12 @@ class Metrics:
 
     def poll(self, now: float) -> bool:
         """Read what is new; True when there was something."""
-        fresh = False
-        for row in self._parse():
+        rows = self._parse()
+        for row in rows:
             self._take(row)
+        if rows:
             self._times.append((now, self.step))
-            fresh = True
-        return fresh
+        return bool(rows)
 
     def _parse(self) -> list[Row]:
         rows: list[Row] = []
@@ -79,11 +79,14 @@ class Metrics:
         return (self.steps - last) * (end - begin) / (last - first) if last > first else None
 
     def text(self) -> str:
-        """`step 12/200  reward 0.52  eval heldout 0.610  5,100 tok/s  staleness 0.9  ETA 3m12s`."""
+        """`step 12/200  ETA 3m12s  reward 0.520  heldout 0.610 (0)  5,100 tok/s  staleness 0.90  0.70 s/step`."""
         parts = [f"step {self.step}/{self.steps}"]
+        eta = self.eta_s()
+        if eta is not None:
+            parts.append(f"ETA {duration(eta)}")
         if "reward/mean" in self.last:
             parts.append(f"reward {self.last['reward/mean']:.3f}")
-        parts += [f"eval {name} {value:.3f} (step {step})" for name, (step, value) in self.accuracy.items()]
+        parts += [f"{name} {value:.3f} ({step})" for name, (step, value) in self.accuracy.items()]
         for key, form in (
             ("throughput/tokens_per_s", "{:,.0f} tok/s"),
             ("rollout/staleness_mean", "staleness {:.2f}"),
@@ -91,9 +94,6 @@ class Metrics:
         ):
             if key in self.last:
                 parts.append(form.format(self.last[key]))
-        eta = self.eta_s()
-        if eta is not None:
-            parts.append(f"ETA {duration(eta)}")
         return "  ".join(parts)
 
 

@@ -118,7 +118,8 @@ def table(answer: dict[str, Any]) -> None:
     console.print(f"{answer['run']}: step {answer['step']} of {answer['steps']}, policy version {answer['version']}")
     rows = Table(box=None, pad_edge=False)
     for column in ("service", "state", "pid", "restarts", "heartbeat", "memory", "host", "incarnation"):
-        rows.add_column(column, justify="right" if column in ("pid", "restarts", "heartbeat", "memory") else "left")
+        right = column in ("pid", "restarts", "heartbeat", "memory")
+        rows.add_column(column, justify="right" if right else "left", no_wrap=column != "host")
     for each in answer["services"]:
         age = each["heartbeat_age_s"]
         rows.add_row(
@@ -129,7 +130,7 @@ def table(answer: dict[str, Any]) -> None:
             "-" if age is None else f"{age:.1f} s",
             f"{each['rss_bytes'] / (1 << 20):.0f} MiB",
             each["host"],
-            f"{each['incarnation']:016x}",
+            f"{each['incarnation']:016x}"[:8],
         )
     console.print(rows)
     if answer["tasks"]:

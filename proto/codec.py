@@ -137,16 +137,17 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
         if not rest:
             raise WireError("tensor table announced, but there is no frame for it")
         table, rest = rest[0], rest[1:]
-    sizes = [len(frame) for frame in rest]
+    raw_bytes = 0
+    for frame in rest:
+        if len(frame) > limits.frame_bytes:
+            raise WireError(f"frame of {len(frame)} bytes: limit is {limits.frame_bytes}")
+        raw_bytes += len(frame)
     if len(body) != head.body_bytes or len(table) != head.table_bytes or len(rest) != head.frame_count:
         raise WireError(
             f"body {len(body)}, table {len(table)}, frames {len(rest)}: the envelope says "
             f"{head.body_bytes}, {head.table_bytes}, {head.frame_count}"
         )
-    if any(size > limits.frame_bytes for size in sizes):
-        raise WireError(f"frame of {max(sizes)} bytes: limit is {limits.frame_bytes}")
-    if head.body_bytes + head.table_bytes + sum(sizes) != head.total_bytes:
-        raise WireError(
-            f"{head.body_bytes + head.table_bytes + sum(sizes)} bytes: the envelope says {head.total_bytes}"
-        )
-    return Decoded(head, decode_body(head.type, body), tensors.decode(table, rest, limits))
+    if head.body_bytes + head.table_bytes + raw_bytes != head.total_bytes:
+        raise WireError(f"{head.body_bytes + head.table_bytes + raw_bytes} bytes: the envelope says {head.total_bytes}")
+    arrays = tensors.decode(table, rest, limits) if rest or table else []
+    return Decoded(head, decode_body(head.type, body), arrays)

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from launch.supervisor.state import (
     Kill,
     KillAsked,
     Phase,
+    ProcessState,
     Reported,
     RestartAsked,
+    Silent,
     Spawn,
     Spawned,
     StopAsked,
@@ -41,6 +43,7 @@ from launch.supervisor.state import (
     Terminate,
     Tick,
 )
+from launch.supervisor.watch import Watch
 from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
@@ -128,11 +131,16 @@ class Supervisor:
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
         self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
+        watch = Watch(
+            self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
+        )
         try:
             self._start_guard()
             self._feed(Begin())
+            self._background(watch.watch())
             return await self._ended
         finally:
+            await watch.close()
             await self._close()
 
     def stop(self, cause: str) -> None:
@@ -249,6 +257,15 @@ class Supervisor:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _ready_processes(self) -> Iterator[tuple[Key, int]]:
+        if not self.draining:
+            for key, process in self.state.processes.items():
+                if process.state == ProcessState.READY:
+                    yield key, process.pid
+
+    def _on_silent(self, key: Key, pid: int, seconds: float) -> None:
+        self._feed(Silent(key, pid, seconds))
 
     # ---- the guard
 

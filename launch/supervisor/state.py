@@ -86,6 +86,15 @@ class Reported:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A process that was READY has not answered its mailbox for `seconds`."""
+
+    key: Key
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Exited:
     """A process is gone. `status`: exit status, or the negative number of the signal that ended it.
 
@@ -122,7 +131,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Begin | Spawned | Reported | Exited | RestartAsked | StopAsked | KillAsked | Tick
+Event = Begin | Spawned | Reported | Silent | Exited | RestartAsked | StopAsked | KillAsked | Tick
 
 
 # --------------------------------------------------------------------------------------------------- effects
@@ -218,6 +227,8 @@ class SupervisorState:
                 self._spawned(self.processes[key], pid, now)
             case Reported():
                 self._reported(event, now)
+            case Silent(key, pid, seconds):
+                self._silent(self.processes[key], pid, seconds)
             case Exited():
                 self._exited(event, now)
             case RestartAsked(keys):
@@ -260,6 +271,13 @@ class SupervisorState:
             process.ready_by = None
         if event.state not in (ProcessState.STARTING, ProcessState.READY) and process.kill_at is None:
             process.kill_at = now + DRAIN_LIMIT_S
+
+    def _silent(self, process: Process, pid: int, seconds: float) -> None:
+        if process.pid != pid or process.state != ProcessState.READY:
+            return  # it ended meanwhile, or ends already
+        process.state = ProcessState.FAILED
+        process.cause = f"no answer for {seconds:g} s"
+        self._effects.append(Kill(process.key, pid))
 
     def _exited(self, event: Exited, now: float) -> None:
         process = self.processes[event.key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from proto.tensors import Array
+from shared.lease import LeaseLost
 from shared.model.load import load_model
-from shared.model.logprobs import token_logprobs
+from shared.model.logprobs import score
 from shared.tensors_torch import to_numpy
 
 T = TypeVar("T")
@@ -36,16 +38,19 @@ class Scorer:
 
     @property
     def progress(self) -> int:
-        """Advanced by the compute thread only: once a block."""
+        """Advanced by the compute thread only: once a micro-batch."""
         return self._progress
 
     async def start(self) -> None:
         """Load the model directory's weights."""
         await self._on_compute(self._load)
 
-    async def score(self, tasks: Sequence[dict[str, Array]]) -> list[Array]:
-        """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch."""
-        return await self._on_compute(lambda: self._score(tasks))
+    async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
+        """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch.
+
+        Raises LeaseLost at the next micro-batch once `cancel` is set.
+        """
+        return await self._on_compute(lambda: self._score(tasks, cancel))
 
     def stop(self) -> None:
         """End the thread once its present block is done."""
@@ -60,9 +65,10 @@ class Scorer:
         self._progress += 1
 
     @torch.inference_mode()
-    def _score(self, tasks: Sequence[dict[str, Array]]) -> list[Array]:
+    def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
         joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}
-        logprobs, _ = token_logprobs(
+        logprobs = np.zeros(len(joined["token_ids"]), np.float32)
+        parts = score(
             self._model[0],
             joined["token_ids"],
             joined["lengths"],
@@ -70,6 +76,10 @@ class Scorer:
             self._temperature,
             self._max_tokens,
         )
-        self._progress += 1
+        for part in parts:
+            logprobs[to_numpy(part.tokens)] = to_numpy(part.logprobs.float())
+            self._progress += 1
+            if cancel.is_set():
+                raise LeaseLost("the block was given up between two micro-batches")
         ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
-        return [part.astype(np.float32) for part in np.split(to_numpy(logprobs), ends)]
+        return np.split(logprobs, ends)

@@ -110,7 +110,7 @@ class ReferenceWorker:
     async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
         lease.check()
         started = time.perf_counter()
-        logprobs = await self._scorer.score(shards)
+        logprobs = await self._scorer.score(shards, lease.cancel)
         return logprobs, time.perf_counter() - started
 
     async def _finish(self, lease: Lease, _: Shards, computed: tuple[list[Array], float]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,22 +91,21 @@ class EpochOrder:
         self._seed = plan.seed
         self._shuffle = plan.shuffle
         self._epoch = -1
-        self._order: list[int] = []
+        self._order = self._rows
 
     def at(self, position: int) -> tuple[int, int]:
         """`(epoch, row index)` of the `position`-th task of the run, from 0."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permuted(epoch)
-        return epoch, self._order[offset]
+        return epoch, int(self._order[offset])
 
-    def _permuted(self, epoch: int) -> list[int]:
+    def _permuted(self, epoch: int) -> npt.NDArray[np.int64]:
         rows = self._rows
         if self._shuffle:
             key = np.array([self._seed, epoch], dtype=np.uint64)
             rows = np.random.Generator(np.random.Philox(key=key)).permutation(rows)
-        listed: list[int] = rows.tolist()
-        return listed
+        return rows
 
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:
@@ -120,7 +118,3 @@ def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:
 def stage_index(plan: Plan, name: str) -> int:
     """Position of a stage in the plan's graph, -1 for a name that is not in it."""
     return next((i for i, stage in enumerate(plan.stages) if stage.name == name), -1)
-
-
-Dump = dict[str, Any]
-"""Plain data (numbers, text, bytes, lists, maps with text keys) that a snapshot holds."""

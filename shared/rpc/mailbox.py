@@ -42,6 +42,7 @@ class Deferred:
 
 DEFERRED = Deferred()
 Answer = Message | Reply | Deferred
+_ANSWERS = (Message, Reply, Deferred)
 Handler = Callable[[Any, "Call"], Answer | Awaitable[Answer]]
 M = TypeVar("M", bound=Message)
 
@@ -230,7 +231,7 @@ class Mailbox:
             self._running[key] = call
         try:
             answer = handler(decoded.body, call)
-            if isinstance(answer, Message | Reply | Deferred):
+            if isinstance(answer, _ANSWERS):
                 self._finish(call, answer)
                 return
         except Exception as error:

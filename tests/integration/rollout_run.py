@@ -149,7 +149,7 @@ class Driver:
     async def status(self) -> Status:
         return await self.client("scheduler").call(GetStatus(), Status, deadline_s=10)
 
-    async def until(self, pid: int, state: str, deadline_s: float = 40) -> None:
+    async def until(self, pid: int, state: str, deadline_s: float = 90) -> None:
         """Wait until the scheduler sees the process `pid` in `state`."""
         async with asyncio.timeout(deadline_s):
             while True:

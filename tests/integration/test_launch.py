@@ -93,6 +93,17 @@ def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
 
 
+def test_stopped_service_is_found_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
+    monkeypatch.setenv("TINY_SILENCE_S", "2")
+    with launched(tmp_path / "run") as here:
+        before = here.wait_ready()
+        os.kill(before["rollout/0"]["pid"], signal.SIGSTOP)
+        wait_for("the stopped one to go", lambda: not Path(f"/proc/{before['rollout/0']['pid']}").exists())
+        after = here.wait_ready()
+    assert {name: row["restarts"] for name, row in after.items() if row["restarts"]} == {"rollout/0": 1}
+
+
 def test_killed_launcher_leaves_no_process_no_shared_memory_no_socket(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()

@@ -38,6 +38,7 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(300)  # four starts of torch, on whatever cores are free
 def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path) as (processes, driver):
@@ -63,6 +64,7 @@ def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -
     asyncio.run(scenario())
 
 
+@pytest.mark.timeout(300)
 def test_a_store_that_dies_is_waited_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path) as (processes, driver):

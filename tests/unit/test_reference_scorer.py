@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from proto.tensors import Array
 from services.reference.scorer import Scorer
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
+from shared.lease import LeaseLost
 from tests.unit.rollout_engine import MODEL
 
 
@@ -37,11 +39,11 @@ def test_reference_values_are_those_of_each_sequence_alone(temperature: float) -
 
     async def run() -> list[Array]:
         await scorer.start()
-        return await scorer.score(shards)
+        return await scorer.score(shards, threading.Event())
 
     scored = asyncio.run(run())
     scorer.stop()
-    assert scorer.progress == 2
+    assert scorer.progress >= 2
     for task, values in zip(shards, scored, strict=True):
         assert values.dtype == np.float32
         assert values.shape == task["token_ids"].shape
@@ -55,3 +57,32 @@ def test_reference_values_are_those_of_each_sequence_alone(temperature: float) -
             at += length
         wanted *= task["loss_mask"]
         assert np.abs(values - wanted).max() < 1e-4
+
+
+def test_small_micro_batches_give_the_same_values_and_more_progress() -> None:
+    shards = tasks()
+
+    async def run(max_tokens: int) -> tuple[list[Array], int]:
+        scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=1.0, max_tokens=max_tokens)
+        await scorer.start()
+        scored = await scorer.score(shards, threading.Event())
+        scorer.stop()
+        return scored, scorer.progress
+
+    whole, few = asyncio.run(run(4096))
+    parts, many = asyncio.run(run(16))
+    assert many > few
+    assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_block_whose_lease_ended_is_given_up() -> None:
+    async def run() -> None:
+        scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=1.0, max_tokens=16)
+        await scorer.start()
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(LeaseLost):
+            await scorer.score(tasks(), cancel)
+        scorer.stop()
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,9 +34,15 @@ class DeafEngine(TransformersEngine):
         await super().set_weights({**weights, SKIPPED: kept})
 
 
+@functools.cache
+def trainer() -> torch.nn.Module:
+    """The model that stands for the trainer's; its weights are overwritten by every canary."""
+    return load_model(MODEL, "float32")
+
+
 def canary(weights: Mapping[str, Array]) -> Canary:
     """As a trainer that holds `weights` makes it."""
-    model = load_model(MODEL, "float32")
+    model = trainer()
     with torch.no_grad():
         for name, parameter in named_weights(model).items():
             parameter.copy_(to_torch(weights[name]))
@@ -167,3 +174,12 @@ def test_an_engine_loads_what_is_newer_or_exactly_asked_for(
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     sync.holds = held
     assert sync.needs(ref, exact=exact) is needed
+
+
+def test_every_parameter_of_the_model_is_seen_by_the_drill() -> None:
+    start = base()
+    drill = {name: perturb(name, values, SEED) for name, values in start.items()}
+    wanted = canary(drill)
+    for name in start:
+        kept = canary({**drill, name: start[name]})
+        assert np.abs(kept.logprobs - wanted.logprobs).max() > 10 * TOLERANCE, name

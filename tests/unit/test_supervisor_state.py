@@ -286,6 +286,21 @@ def test_process_that_failed_but_does_not_exit_is_killed() -> None:
     assert world.died[0].cause == "out of memory"
 
 
+def test_process_that_does_not_answer_is_killed_and_starts_again() -> None:
+    world = World().run()
+    world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT], 60.0))
+    assert world.killed == [ROLLOUT]
+    world.exit(ROLLOUT, SIGKILL)
+    assert world.died[0].cause == "no answer for 60 s"
+    assert len(world.state.processes[ROLLOUT].failures) == 1
+
+
+def test_silence_of_an_earlier_life_is_ignored() -> None:
+    world = World().run()
+    world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT] + 100, 60.0))
+    assert world.killed == []
+
+
 def test_deadlines_are_announced() -> None:
     world = World().run()
     assert world.state.next_deadline() is None

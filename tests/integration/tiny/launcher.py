@@ -6,7 +6,7 @@ import os
 import sys
 
 from launch import cluster
-from launch.supervisor import server
+from launch.supervisor import server, watch
 
 TINY = frozenset(os.environ["TINY"].split(","))
 _real = server.module_of
@@ -17,5 +17,7 @@ def _module_of(service: str) -> str:
 
 
 server.module_of = _module_of
+watch.PING_EVERY_S = float(os.environ.get("TINY_PING_EVERY_S", watch.PING_EVERY_S))
+watch.SILENCE_S = float(os.environ.get("TINY_SILENCE_S", watch.SILENCE_S))
 if __name__ == "__main__":
     sys.exit(cluster.app())

@@ -1,0 +1,265 @@
+"""A real worker process and a real store, called the way the driver calls them; killed the way users fear."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from proto.ids import new_incarnation
+from proto.messages import BatchMeta, BatchPart, ErrorCode, LossSpec, Ping, Pong, TaskHandle, WeightsRef
+from proto.tensors import Array
+from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
+from shared.batch import Batch
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, parse_service_name
+from shared.stages import ROLLOUT
+from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
+
+WORKER = "policy-trainer-worker/0"
+TASKS, GROUP, PROMPT = 4, 3, 5
+ROLLOUT_ANCHOR = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
+PROXIMAL_ANCHOR = LossSpec(
+    name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="proximal", temperature=1.0, tis_cap=2.0
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    model = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"
+    made = RunDir.create(tmp_path / "run")
+    made.topology.write_text(
+        "run: {name: worker-test, steps: 9}\n"
+        f"policy: {{model: {model}, dtype: float32}}\n"
+        'data: {train: {source: "builtin:addition"}}\n'
+        'reward: {function: "builtin:exact_match"}\n'
+        "sampling: {max_new_tokens: 8}\n"
+        f"algorithm: {{tasks_per_step: {TASKS}, group_size: {GROUP}}}\n"
+        "optimizer: {name: adamw, lr: 1.0e-3}\n"
+        "services: {batch-store: {memory: 256MiB}}\n"
+    )
+    yield made
+    made.remove_volatile()
+
+
+class WorkerProcess:
+    """Starts and kills instance 0 of the worker of `run`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._command = [sys.executable, "-m", "services.policy_trainer.worker", "--run", str(run.path)]
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def processes(run: RunDir) -> Iterator[WorkerProcess]:
+    store = StoreProcess(run)
+    store.start()
+    worker = WorkerProcess(run)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        store.kill()
+
+
+class Bench:
+    """One driver's dispatch, and a data client that plays the rollout."""
+
+    def __init__(self, run: RunDir, context: Any) -> None:
+        self._run = run
+        self._context = context
+        self._clients: dict[str, Client] = {}
+        self.data = DataClient(lambda service, instance: self.client(f"{service}/{instance}"))
+
+    def client(self, name: str) -> Client:
+        if name not in self._clients:
+            endpoint = self._run.endpoint(*parse_service_name(name))
+            self._clients[name] = Client(self._context, endpoint, name, new_incarnation())
+        return self._clients[name]
+
+    async def driver(self, incarnation: int) -> WorkerDispatch:
+        """A driver that has taken the worker over."""
+        workers = WorkerDispatch(self.client(WORKER), incarnation)
+        await workers.take_over()
+        return workers
+
+    async def batch(self, step: int) -> tuple[BatchMeta, Array, Array]:
+        """Shards of a made-up batch in the store; advantages and weights of its samples."""
+        rng = np.random.default_rng(step)
+        handles, tasks = [], []
+        for index in range(TASKS):
+            prompt = rng.integers(4, 14, size=PROMPT)
+            answers = [rng.integers(4, 14, size=rng.integers(1, 5)) for _ in range(GROUP)]
+            ids = np.concatenate([np.concatenate([prompt, answer]) for answer in answers]).astype(np.int32)
+            mask = np.concatenate([[0] * PROMPT + [1] * len(answer) for answer in answers]).astype(np.uint8)
+            shards: dict[str, Array] = {
+                "token_ids": ids,
+                "lengths": np.array([PROMPT + len(answer) for answer in answers], np.int32),
+                "sample_index": np.arange(GROUP, dtype=np.int32),
+                "loss_mask": mask,
+                "rollout_logprobs": (rng.normal(-2, 0.1, len(ids)) * mask).astype(np.float32),
+                "versions": np.where(mask, step - 1, -1).astype(np.int32),
+            }
+            task_id = f"train/{step}/{index}"
+            tasks.append(TaskShards(task_id, 1, {key: shards[key] for key in ROLLOUT.makes}))
+            handles.append(TaskHandle(task_id, 1, GROUP, len(ids), 0, [0]))
+        await self.data.put(tasks, store=STORE, deadline_s=20)
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
+        advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)
+        return meta, advantages, np.full(TASKS * GROUP, 0.02, np.float32)
+
+    async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
+        meta, advantages, weights = await self.batch(step)
+        if loss.anchor == "proximal":
+            done = await workers.forward(meta, key="prox_logprobs", temperature=1.0)
+            meta = Batch(meta).union(Batch(done.meta)).meta
+        gradient = workers.forward_backward(meta, loss, advantages=advantages, weights=weights)
+        done, _ = await asyncio.gather(gradient, workers.optim_step(step, last=True))
+        return done.sums
+
+    async def weights(self, ref: WeightsRef) -> dict[str, Array]:
+        """Fetched as an engine fetches them."""
+        handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
+        (found,) = await self.data.fetch(BatchMeta(tasks=[handle], stores=[ref.store]), (), deadline_s=20)
+        return found
+
+    async def weight_bytes(self, ref: WeightsRef) -> dict[str, bytes]:
+        return {name: array.tobytes() for name, array in (await self.weights(ref)).items()}
+
+
+@asynccontextmanager
+async def bench_of(run: RunDir) -> AsyncIterator[Bench]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    bench = Bench(run, context)
+    try:
+        for name in (STORE, WORKER):
+            await bench.client(name).call(Ping(), Pong, deadline_s=60)
+        yield bench
+    finally:
+        bench.data.close()
+        for client in bench._clients.values():
+            client.close()
+        await asyncio.to_thread(context.term)
+
+
+def test_a_killed_worker_reloads_and_ends_with_the_same_bits(run: RunDir) -> None:
+    async def scenario(worker: WorkerProcess) -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            assert (await workers.init_model()).step == 0
+            await bench.train(workers, 1)
+            saved = await workers.save_checkpoint(1, keep_last=2)
+            assert saved.kept == [1]
+            await bench.train(workers, 2)
+            undisturbed = await bench.weight_bytes(await workers.publish_weights(0, 2, store=STORE, fence=1))
+
+            worker.kill()
+            worker.start()
+            with pytest.raises(WorkersLost):
+                await bench.train(workers, 3)
+            state = await workers.take_over()
+            assert (state.step, state.dirty) == (-1, False)
+            assert (await workers.load_checkpoint(1)).step == 1
+            await bench.train(workers, 2)
+            again = await bench.weight_bytes(await workers.publish_weights(1, 2, store=STORE, fence=1))
+            assert again == undisturbed
+
+    with processes(run) as worker:
+        asyncio.run(scenario(worker))
+
+
+def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: RunDir, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            old = await bench.driver(5)
+            await old.init_model()
+            base = await old.publish_weights(0, 0, store=STORE, fence=1)
+            sums = await bench.train(old, 1, PROXIMAL_ANCHOR)
+            assert sums["clipped"] == 0  # the proximal policy is the present one at the first update
+            assert sums["tokens"] > 0
+            ref = await old.publish_weights(0, 1, store=STORE, fence=1)
+            assert ref.task_id == "weights/0/1"
+            assert np.abs(ref.canary.logprobs - base.canary.logprobs).max() > ref.canary.tolerance
+            assert np.abs(ref.drill.logprobs - base.canary.logprobs).max() > ref.drill.tolerance
+            assert np.array_equal(ref.drill.logprobs, base.drill.logprobs)
+            await _check_canary(bench, ref)
+
+            new = await bench.driver(6)
+            with pytest.raises(RpcError) as caught:
+                await bench.train(old, 2)
+            assert caught.value.code == ErrorCode.CONFLICT
+            with pytest.raises(RpcError, match="was replaced"):
+                await old.take_over()
+            await bench.train(new, 2)
+            with pytest.raises(RpcError, match="the worker stands at 2"):
+                await new.publish_weights(0, 1, store=STORE, fence=2)
+            with pytest.raises(WorkersLost, match="an earlier call failed"):
+                await new.publish_weights(0, 2, store=STORE, fence=1)
+            state = await new.take_over()
+            assert (state.step, state.dirty) == (2, False)
+            await new.save_hf_model(tmp_path / "export")
+            assert (tmp_path / "export" / "tokenizer.json").exists()
+
+    with processes(run):
+        asyncio.run(scenario())
+
+
+async def _check_canary(bench: Bench, ref: WeightsRef) -> None:
+    """Load the published bytes into a model of our own; it must agree with the trainer's canary."""
+    import torch
+
+    from shared.model.load import load_model, named_weights
+    from shared.model.logprobs import token_logprobs
+    from shared.tensors_torch import to_torch
+
+    found = await bench.weights(ref)
+    model = load_model(REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3", "float32")
+    with torch.no_grad():
+        for name, tensor in named_weights(model).items():
+            tensor.copy_(to_torch(found[name]))
+        length = len(ref.canary.token_ids)
+        mask = np.array([0] + [1] * (length - 1))
+        logprobs, _ = token_logprobs(model, ref.canary.token_ids, np.array([length]), mask, 1.0, 4096)
+    assert np.abs(logprobs.numpy()[1:] - ref.canary.logprobs).max() <= ref.canary.tolerance
+
+
+def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=1))
+            meta, advantages, weights = await bench.batch(1)
+            gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
+            broken = BatchMeta(tasks=[gone, *meta.tasks[1:]], parts=meta.parts, stores=meta.stores)
+            gradient = workers.forward_backward(broken, ROLLOUT_ANCHOR, advantages=advantages, weights=weights)
+            results = await asyncio.gather(gradient, workers.optim_step(1, last=True), return_exceptions=True)
+            assert all(isinstance(result, WorkersLost) for result in results)
+            assert "train/9/9" in str(results[0])
+            state = await workers.take_over()
+            assert (state.step, state.dirty) == (0, False)
+            after = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=2))
+            assert after == before
+
+    with processes(run):
+        asyncio.run(scenario())

@@ -1,0 +1,200 @@
+"""Whatever the order of leases, losses, results, commits and acknowledgements: the promises of a task's life hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proto.messages import (
+    Canary,
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    GetRunInfo,
+    LeaseGrant,
+    LeaseRequest,
+    NextBatch,
+    Outcome,
+    PublishWeights,
+    Register,
+    StepBatch,
+    TaskResult,
+    WeightsRef,
+)
+from services.scheduler import snapshot
+from services.scheduler.events import Answer, Asked, ClearDone, Configure, Durable, Effect, Persist, SendClear, Tick
+from services.scheduler.plan import Plan
+from services.scheduler.state import Scheduler
+from shared.stages import train_graph
+
+CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
+ACTIONS = (
+    *("lease", "reference", "finish", "finish", "train", "clear") * 2,
+    *("retry", "drop", "late", "silence", "reborn"),
+)
+WORKER = 1000
+
+
+class Model:
+    """Drives the machine at random and checks every promise as it goes."""
+
+    def __init__(self, staleness: int, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.plan = Plan(
+            run="model",
+            seed=seed,
+            tasks_per_step=3,
+            group_size=2,
+            staleness=staleness,
+            shuffle=True,
+            deterministic=False,
+            rows=range(7),
+            stages=train_graph(with_reference=True),
+        )
+        self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
+        self.journal: list[Durable] = []
+        self.now = 0.0
+        self.life = WORKER
+        self.grants: list[tuple[LeaseGrant, int]] = []
+        self.fences: dict[str, int] = {}
+        self.trained: list[str] = []
+        self.sampled: dict[str, int] = {}
+        self.clears: list[SendClear] = []
+        self.take(self.machine.begin(Configure(1000, 50, 2, False), 0.0))
+        self.register("batch-store", 1)
+        self.register("rollout", self.life)
+        self.ask(GetRunInfo(driver=1))
+        self.publish(0)
+
+    def take(self, effects: list[Effect]) -> Any:
+        self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
+        self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
+        return next((effect.body for effect in effects if isinstance(effect, Answer) and effect.ref == "call"), None)
+
+    def ask(self, request: Any) -> Any:
+        answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
+        self.take(self.machine.handle(Tick(), self.now))  # nothing is held back in this model
+        return answer
+
+    def register(self, service: str, life: int) -> None:
+        self.ask(
+            Register(service=service, instance=0, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=1 << 30)
+        )
+
+    def publish(self, step: int) -> None:
+        ref = WeightsRef(
+            lineage=0,
+            step=step,
+            task_id=f"weights/0/{step}",
+            fence=1,
+            store="batch-store/0",
+            nbytes=1,
+            canary=CANARY,
+            drill=CANARY,
+            drill_seed=0,
+        )
+        self.ask(PublishWeights(driver=1, ref=ref))
+
+    def lease(self, stage: str = "rollout") -> None:
+        request = LeaseRequest(
+            stage=stage, service="rollout", instance=0, incarnation=self.life, max_tasks=self.chance.randint(1, 4)
+        )
+        grant = self.ask(request)
+        if grant is None:
+            return
+        self.grants.append((grant, self.life))
+        for task in grant.batch.tasks:
+            last = self.fences.get(task.task_id, 0)
+            assert task.fence > last if stage == "rollout" else task.fence == last
+            self.fences[task.task_id] = task.fence
+            if stage == "rollout":
+                assert grant.weights is not None
+                self.sampled[task.task_id] = grant.weights.step
+
+    def reference(self) -> None:
+        self.lease("reference")
+
+    def end(self, outcome: int, *, keep: bool = False) -> None:
+        if not self.grants:
+            return
+        at = self.chance.randrange(len(self.grants))
+        grant, life = self.grants[at] if keep else self.grants.pop(at)
+        count = 2 if grant.stage == "rollout" else 0
+        results = [
+            TaskResult(task.task_id, task.fence, outcome, "batch-store/0", 1, count, 1, 1) for task in grant.batch.tasks
+        ]
+        total = count * len(results) if outcome == Outcome.DONE else 0
+        scalars = {"reward": np.ones(total, np.float32)} if grant.stage == "rollout" else {}
+        reply = self.ask(
+            Complete(lease_id=grant.lease_id, stage=grant.stage, incarnation=life, results=results, scalars=scalars)
+        )
+        current = {task.task_id for task in grant.batch.tasks if self.fences[task.task_id] == task.fence}
+        refused = {refusal.task_id for refusal in reply.refused}
+        assert refused >= {task.task_id for task in grant.batch.tasks} - current
+
+    def finish(self) -> None:
+        self.end(Outcome.DONE)
+
+    def retry(self) -> None:
+        self.end(Outcome.RETRY)
+
+    def drop(self) -> None:
+        self.end(Outcome.DROP)
+
+    def late(self) -> None:
+        self.end(Outcome.DONE, keep=True)
+
+    def silence(self) -> None:
+        self.now += 6.0
+        self.take(self.machine.handle(Tick(), self.now))
+        assert not len(self.machine.core.leases)
+
+    def reborn(self) -> None:
+        self.life += 1
+        self.register("rollout", self.life)
+        assert not len(self.machine.core.leases)
+
+    def train(self) -> None:
+        step = self.machine.core.committed_step + 1
+        batch = self.ask(NextBatch(driver=1, step=step))
+        if not isinstance(batch, StepBatch):
+            return
+        for task in batch.batch.tasks:
+            assert step - 1 - self.sampled[task.task_id] <= self.plan.staleness
+            assert task.fence == self.fences[task.task_id]
+        self.trained += [task.task_id for task in batch.batch.tasks]
+        assert len(self.trained) == len(set(self.trained)) == step * self.plan.tasks_per_step
+        self.ask(CommitStep(driver=1, step=step, metrics={}))
+        self.publish(step)
+        self.ask(CheckpointSaved(driver=1, step=step, kept=[max(step - 1, 1), step]))
+
+    def clear(self) -> None:
+        if self.clears:
+            sent = self.clears.pop(0)
+            self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
+
+    def check(self) -> None:
+        core = self.machine.core
+        assert core.window.live <= self.plan.max_live
+        assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=150), st.integers(0, 2), st.integers(0, 1000))
+def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
+    actions: list[str], staleness: int, seed: int
+) -> None:
+    model = Model(staleness, seed)
+    for action in actions:
+        getattr(model, action)()
+        model.check()
+    replayed = Scheduler(model.plan, lease_s=5.0, incarnation=2)
+    for event in model.journal:
+        replayed.replay(event)
+    packed = snapshot.dump(model.machine.core)
+    assert snapshot.dump(replayed.core) == packed
+    assert snapshot.dump(snapshot.load(model.plan, packed)) == packed
