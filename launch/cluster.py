@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import place, preflight
-from launch.logs import last_lines
+from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, module_of
 from launch.supervisor.server import EVENTS, Supervisor
@@ -120,7 +120,7 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
             screen.notice(
-                f"{service_name(*event.key)}: {event.cause}; starts again {when} (restart {event.restarts}), "
+                f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
                 f"log: {run.log_file(*event.key)}"
             )
 

@@ -82,3 +82,9 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def shorten(text: str, limit_chars: int = 200) -> str:
+    """`text` cut to one line of at most `limit_chars` characters; the log has the rest."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit_chars else f"{line[: limit_chars - 1]}…"

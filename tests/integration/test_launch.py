@@ -72,14 +72,16 @@ def test_first_services_are_ready_before_the_others_start(tmp_path: Path) -> Non
     assert set(names[2:]) == {"policy-trainer", "policy-trainer-worker", "rollout", "reference"}
 
 
-def test_light_services_are_ready_within_a_second_and_a_half(tmp_path: Path) -> None:
-    """Half a second is for a second process on the two cores; they take 0.4 s alone."""
-    with launched(tmp_path / "run") as here:
-        here.wait_ready()
-    log = [json.loads(line) for line in (here.path / "logs" / "supervisor-0.jsonl").read_text().splitlines()]
-    started = {entry["name"]: entry["timestamp"] for entry in log if entry["event"] == "started"}
-    seconds = [float(started[name][17:-1]) for name in ("scheduler/0", "rollout/0")]
-    assert (seconds[1] - seconds[0]) % 60 < 1.5
+@pytest.mark.parametrize("service", ["scheduler", "batch_store", "monitor"])
+def test_light_service_takes_less_than_a_second_of_cpu_to_import(service: str) -> None:
+    """CPU seconds, because wall-clock ones depend on what else the machine does. They take about 0.4."""
+    before = os.times()
+    subprocess.run(
+        [sys.executable, "-c", f"import services.{service}.server"], cwd=ROOT, env=environment(), timeout=60, check=True
+    )
+    after = os.times()
+    used_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert used_s < 1.0
 
 
 def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def test_loss_is_the_stated_formula(anchor: str, cap: float) -> None:
     )
     total, sums = token_loss(loss, torch.from_numpy(cur), data, torch.zeros(40))
     expected = [
-        w * by_hand(loss, *values)
-        for w, *values in zip(weights, cur, rollout, prox, ref, advantage, strict=True)
+        w * by_hand(loss, *values) for w, *values in zip(weights, cur, rollout, prox, ref, advantage, strict=True)
     ]
     assert float(total) == pytest.approx(sum(expected), rel=1e-12)
     assert float(sums["loss"]) == pytest.approx(float(sums["policy"]) + loss.kl_coef * float(sums["kl"]), rel=1e-12)

@@ -93,7 +93,15 @@ def test_row_is_made_of_sums_over_calls() -> None:
     metrics = StepMetrics(step=5)
     for _ in range(2):
         metrics.add_sums(
-            {"tokens": 8.0, "policy": 0.5, "kl": 0.25, "entropy": 4.0, "clipped": 2.0, "mismatch": 0.8, "version": 28.0},
+            {
+                "tokens": 8.0,
+                "policy": 0.5,
+                "kl": 0.25,
+                "entropy": 4.0,
+                "clipped": 2.0,
+                "mismatch": 0.8,
+                "version": 28.0,
+            },
             seconds=0.5,
         )
     metrics.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
