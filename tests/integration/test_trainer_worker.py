@@ -131,8 +131,8 @@ class Bench:
     async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
         meta, advantages, weights = await self.batch(step)
         if loss.anchor == "proximal":
-            done = await workers.forward(meta, key="prox_logprobs", temperature=1.0)
-            meta = Batch(meta).union(Batch(done.meta)).meta
+            part = await workers.forward(meta, key="prox_logprobs", temperature=1.0)
+            meta = Batch(meta).union(Batch(part.meta)).meta
         gradient = workers.forward_backward(meta, loss, advantages=advantages, weights=weights)
         done, _ = await asyncio.gather(gradient, workers.optim_step(step, last=True))
         return done.sums

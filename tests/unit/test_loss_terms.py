@@ -59,7 +59,7 @@ def test_importance_weight_of_the_proximal_anchor_carries_no_gradient() -> None:
     ones = torch.ones(3, dtype=torch.float64)
     data = TokenData(rollout=ones * -2.0, advantages=ones, weights=ones, versions=ones, prox=prox.detach(), ref=None)
     total, _ = token_loss(spec("proximal", tis_cap=2.0, kl_estimator="", kl_coef=0.0), cur, data, ones)
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     assert cur.grad is not None
     assert cur.grad.tolist() == [-2.0, -2.0, -2.0]  # exp(prox - rollout) = e, cut at 2
 
@@ -70,7 +70,7 @@ def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
     rollout = torch.tensor([-1.0, 0.0], dtype=torch.float64)  # ratios e and 1
     data = TokenData(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None)
     total, sums = token_loss(spec("rollout", kl_estimator="", kl_coef=0.0), cur, data, ones)
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     assert float(sums["clipped"]) == 1
     assert cur.grad is not None
     assert cur.grad.tolist() == [0.0, -1.0]
@@ -155,6 +155,6 @@ def test_gradient_is_that_of_the_formula_written_plainly(tmp_path: Path) -> None
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * advantage)
     gain = gain * (tensors["prox"] - tensors["rollout"]).exp().clamp(max=loss.tis_cap)
     delta = tensors["ref"] - cur
-    ((loss.kl_coef * (delta.exp() - delta - 1) - gain) * weight).sum().backward()
+    ((loss.kl_coef * (delta.exp() - delta - 1) - gain) * weight).sum().backward()  # type: ignore[no-untyped-call]
     wanted = gradient(made)
     assert float((found - wanted).norm() / wanted.norm()) <= 1e-9

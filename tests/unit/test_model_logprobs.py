@@ -1,4 +1,4 @@
-"""Log-probs of ragged sequences equal those of every sequence alone, values and gradients, for several architectures."""
+"""Log-probs of ragged sequences equal those of every sequence alone, values and gradients, in several models."""
 
 from __future__ import annotations
 

@@ -15,7 +15,11 @@ sequences = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=7), min_si
 
 def flat(rows: list[list[int]]) -> tuple[Array, Array, Array]:
     mask = [0 if position == 0 else 1 for row in rows for position in range(len(row))]
-    return np.array(sum(rows, []), np.int32), np.array([len(row) for row in rows], np.int32), np.array(mask, np.uint8)
+    return (
+        np.concatenate(rows).astype(np.int32),
+        np.array([len(row) for row in rows], np.int32),
+        np.array(mask, np.uint8),
+    )
 
 
 def visible(batch: MicroBatch) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Small randomly initialised models of several architectures, and a padded scoring of their sequences written plainly."""
+"""Small randomly initialised models of several architectures, and a plain scoring of one sequence at a time."""
 
 from __future__ import annotations
 

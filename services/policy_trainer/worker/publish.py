@@ -14,7 +14,11 @@ from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
-"""Largest absolute difference of a canary log-prob between trainer and engine, by the weights' dtype."""
+"""Largest absolute difference of a canary log-prob between trainer and engine, by the weights' dtype.
+
+Four times (float32: eight times) the largest seen over 20 canaries of the quickstart's model between the trainer's
+scoring and transformers' own prefill and token-by-token decode: 1.2e-5, 0.062, 0.0069.
+"""
 PUT_S = 300.0
 
 

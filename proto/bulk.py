@@ -1,0 +1,85 @@
+"""Frames of the bulk sockets between hosts: credit one way, chunks the other. It must never trust a head it gets.
+
+A message is two frames, head and payload. Head, 40 bytes, little-endian:
+
+    0   4s   magic "RLBC"            8   u32  epoch of the key, 0 in clear
+    4   u8   version, 1              12  u32  index of the chunk, 0 in credit
+    5   u8   kind                    16  u64  counter, from 1, one sequence a stream, direction and epoch
+    6   u16  flags                   24  16s  stream id
+
+The payload of CREDIT is up to MAX_RANGES pairs `from u32, count u32` of chunks to send; of CHUNK its bytes; GONE has an
+empty one. In a stream with a secret the payloads of CREDIT and CHUNK are AES-128-GCM ciphertext with the tag behind it,
+and the head is the associated data (SPEC section 11).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from proto.errors import WireError
+from proto.tensors import Buffer
+
+MAGIC = b"RLBC"
+VERSION = 1
+CREDIT, CHUNK, GONE = 1, 2, 3
+FLAG_RESET = 1
+"""Credit: forget what was asked for and not sent yet."""
+FLAG_CLOSE = 2
+"""Credit: the reader is done with the stream."""
+TAG_BYTES = 16
+MIN_CHUNK_BYTES = 1 << 16
+MAX_CHUNK_BYTES = 1 << 20
+MAX_RANGES = 64
+
+_HEAD = struct.Struct("<4sBBHIIQ16s")
+_RANGE = struct.Struct("<II")
+HEAD_BYTES = _HEAD.size
+MAX_CREDIT_BYTES = MAX_RANGES * _RANGE.size + TAG_BYTES
+
+
+class Head(NamedTuple):
+    """A checked head."""
+
+    kind: int
+    flags: int
+    epoch: int
+    index: int
+    counter: int
+    stream_id: bytes
+
+
+def pack_head(head: Head) -> bytes:
+    """The 40 bytes."""
+    return _HEAD.pack(MAGIC, VERSION, *head)
+
+
+def unpack_head(data: Buffer) -> Head:
+    """Raises WireError."""
+    if len(data) != HEAD_BYTES:
+        raise WireError(f"bulk head of {len(data)} bytes: must be {HEAD_BYTES}")
+    magic, version, kind, flags, epoch, index, counter, stream_id = _HEAD.unpack(data)
+    if magic != MAGIC or version != VERSION:
+        raise WireError(f"bulk head {bytes(magic)!r} version {version}: must be {MAGIC!r} version {VERSION}")
+    if kind not in (CREDIT, CHUNK, GONE) or flags & ~(FLAG_RESET | FLAG_CLOSE) or (flags and kind != CREDIT):
+        raise WireError(f"bulk head of kind {kind} with flags {flags:#x}: not defined in version {VERSION}")
+    return Head(kind, flags, epoch, index, counter, stream_id)
+
+
+def pack_ranges(ranges: Sequence[tuple[int, int]]) -> bytes:
+    """`(from, count)` pairs, MAX_RANGES at most."""
+    if len(ranges) > MAX_RANGES:
+        raise WireError(f"credit of {len(ranges)} ranges: limit is {MAX_RANGES}; send it in parts")
+    return b"".join(_RANGE.pack(*each) for each in ranges)
+
+
+def unpack_ranges(data: Buffer, chunks: int) -> list[tuple[int, int]]:
+    """Raises WireError for what does not lie in a stream of so many chunks."""
+    if len(data) % _RANGE.size or len(data) > MAX_RANGES * _RANGE.size:
+        raise WireError(f"credit of {len(data)} bytes: pairs of 4-byte numbers, {MAX_RANGES} at most")
+    ranges = list(_RANGE.iter_unpack(data))
+    for first, count in ranges:
+        if not count or first + count > chunks:
+            raise WireError(f"credit for chunks {first}+{count}: the stream has {chunks}")
+    return ranges
