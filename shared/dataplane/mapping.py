@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -70,32 +70,50 @@ class TableCache:
         return table
 
 
+class SharedMapping:
+    """A read-only mapping of one file, which pins it: it is not deleted while this or a view of `data` lives."""
+
+    def __init__(self, path: str, cache: TableCache) -> None:
+        """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
+        self.data = _map_named(path, mmap.ACCESS_READ)
+        self.table = cache.get(path, self.data)
+
+
 class BlockMapping:
     """One mapping of one file; lives as long as this object or any array made by it."""
 
     def __init__(self, path: str, cache: TableCache) -> None:
         """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
-        descriptor = lock_named(path, os.O_RDONLY)
-        if descriptor is None:
-            raise FileNotFoundError(path)
-        try:
-            self._data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+        self._data = _map_named(path, mmap.ACCESS_COPY)
         self._table = cache.get(path, self._data)
 
     def arrays(self, task_id: str, fence: int, keys: Sequence[str] | None) -> dict[str, Array]:
         """The shards of one task that are here, all of them or those in `keys`; writable, private views."""
-        index = self._table.index.get((task_id, fence))
-        if index is None:
-            return {}
-        found: dict[str, Array] = {}
-        wanted = None if keys is None else frozenset(keys)
-        for shard in self._table.shards(index):
-            if wanted is not None and shard.key not in wanted:
-                continue
-            if shard.nbytes:
-                found[shard.key] = np.ndarray(shard.shape, shard.dtype.numpy, buffer=self._data, offset=shard.offset)
-            else:
-                found[shard.key] = np.empty(shard.shape, shard.dtype.numpy)
-        return found
+        return views(self._table, self._data, task_id, fence, keys)
+
+
+def views(table: Table, data: mmap.mmap, task_id: str, fence: int, keys: Iterable[str] | None) -> dict[str, Array]:
+    """The shards of one task in a mapped file, all of them or those in `keys`, without a copy."""
+    index = table.index.get((task_id, fence))
+    if index is None:
+        return {}
+    found: dict[str, Array] = {}
+    wanted = None if keys is None else frozenset(keys)
+    for shard in table.shards(index):
+        if wanted is not None and shard.key not in wanted:
+            continue
+        if shard.nbytes:
+            found[shard.key] = np.ndarray(shard.shape, shard.dtype.numpy, buffer=data, offset=shard.offset)
+        else:
+            found[shard.key] = np.empty(shard.shape, shard.dtype.numpy)
+    return found
+
+
+def _map_named(path: str, access: int) -> mmap.mmap:
+    descriptor = lock_named(path, os.O_RDONLY)
+    if descriptor is None:
+        raise FileNotFoundError(path)
+    try:
+        return mmap.mmap(descriptor, 0, access=access)
+    finally:
+        os.close(descriptor)  # the mapping keeps a duplicate, hence the lock

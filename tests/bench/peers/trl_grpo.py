@@ -23,9 +23,11 @@ sampled tokens are not computed twice, as one generation serves one update.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +157,10 @@ def main() -> None:
                 "samples_per_s": SAMPLES_PER_STEP * (args.steps - args.warm_up) / measured_s,
                 "measured_steps": args.steps - args.warm_up,
                 "measured_s": measured_s,
-                "step_s": [round(end - begin, 4) for begin, end in zip(ends_s, ends_s[1:], strict=False)],
+                "step_s": [round(end - begin, 4) for begin, end in itertools.pairwise(ends_s)],
                 "reward_mean": [round(value, 4) for value in reward.reward_mean],
                 "length_mean": [round(value, 3) for value in reward.length_mean],
+                "trl": metadata.version("trl"),
                 "threads": torch.get_num_threads(),
                 "micro_batch": args.micro_batch,
                 "attention": args.attention,

@@ -1,0 +1,89 @@
+"""What one stream sends: pinned files and where each chunk's bytes lie in them. It must never outlive its pins.
+
+The files are mapped under a shared lock, as any reader maps them: while a stream is open (or a frame of it waits to be
+sent) what it reads stays, even when its tasks are collected; the bytes stay counted.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import xxhash
+
+from proto import excerpt
+from proto.excerpt import Excerpt, Pick
+from proto.messages import ErrorCode, Located, PutTask
+from shared.dataplane.mapping import SharedMapping, TableCache
+from shared.rpc.errors import RpcError
+
+
+class StreamSource:
+    """The block file that a stream is, as pieces of others. Immutable: any thread."""
+
+    def __init__(self, made: Excerpt, files: Sequence[mmap.mmap], chunk_bytes: int) -> None:
+        self.total_bytes = made.total_bytes
+        self.head_bytes = len(made.head)
+        self.head_checksum = xxhash.xxh3_64_intdigest(made.head)
+        self.covered = made.covered
+        self.chunk_bytes = chunk_bytes
+        self.chunks = -(-made.total_bytes // chunk_bytes)
+        views = [memoryview(made.head), *map(memoryview, files)]
+        # run 0 is the head
+        self._views = [views[0], *(views[number + 1] for number in made.files)]
+        self._sources = [0, *made.sources]
+        self._targets = [0, *made.targets]
+        self._lengths = [len(made.head), *made.lengths]
+        self._gap = memoryview(bytes(64))
+
+    def size(self, index: int) -> int:
+        """Bytes of chunk `index`."""
+        return min(self.chunk_bytes, self.total_bytes - index * self.chunk_bytes)
+
+    def pieces(self, index: int) -> list[memoryview]:
+        """Views which, one after the other, are chunk `index`; one view wherever its bytes lie together."""
+        at = index * self.chunk_bytes
+        end = at + self.size(index)
+        found: list[memoryview] = []
+        run = bisect_right(self._targets, at) - 1
+        while at < end:
+            begin, length = self._targets[run], self._lengths[run]
+            if at < begin + length:
+                upto = min(end, begin + length)
+                source = self._sources[run] + at - begin
+                found.append(self._views[run][source : source + upto - at])
+            else:  # the zeros that bring the next run to its alignment
+                upto = min(end, self._targets[run + 1])
+                found.append(self._gap[: upto - at])
+            at = upto
+            if at >= begin + length and run + 1 < len(self._targets) and at >= self._targets[run + 1]:
+                run += 1
+        return found
+
+
+def pin(
+    name: str,
+    located: Located,
+    tasks: Sequence[PutTask],
+    keys: Sequence[str],
+    max_bytes: int,
+    chunk_bytes: int,
+    cache: TableCache,
+) -> StreamSource:
+    """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
+
+    Raises FileNotFoundError when a file was collected meanwhile (locate again), RpcError(missing) naming the shards.
+    """
+    mappings = [SharedMapping(path, cache) for path in located.files]
+    tables = [mapping.table for mapping in mappings]
+    picks = [
+        Pick(task.task_id, task.fence, [(place, tables[place].index[task.task_id, task.fence]) for place in places])
+        for task, places in zip(tasks, located.places, strict=True)
+    ]
+    made = excerpt.make(tables, picks, keys, max_bytes)
+    if made is None:
+        names = excerpt.missing_keys(tables, picks, keys)
+        some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names[:1024])
+    return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
