@@ -156,6 +156,8 @@ class Register(Request, frozen=True, kw_only=True):
     endpoint: str
     limit_bytes: int = 0
     """A batch store's memory limit (plus spill, when there is one); 0 for everyone else."""
+    data_id: str = ""
+    """A batch store's: names what it holds. Another one under the same name means that the former data is lost."""
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
@@ -616,6 +618,8 @@ class Cleared(Message, frozen=True, kw_only=True):
     serial: int
     whole: bool
     tasks: list[PutTask] = []
+    more: bool = False
+    """There is more than one answer holds: ask again."""
 
 
 @message(74)

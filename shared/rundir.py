@@ -20,6 +20,7 @@ SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
+_SPILL_LINK = "spill"
 ABANDONED_S = 60.0
 """Volatile directories younger than this are never swept: a service that was killed may be about to come back."""
 
@@ -151,10 +152,19 @@ class RunDir:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return descriptor
 
+    @property
+    def spill_link(self) -> Path:
+        """Leads to what the batch stores have spilled to disk, when they have."""
+        return self.shm / _SPILL_LINK
+
     def remove_volatile(self) -> None:
-        """Delete sockets and shared memory; what is mapped stays readable to who mapped it."""
+        """Delete sockets, shared memory and spilled data; what is mapped stays readable to who mapped it."""
         shutil.rmtree(self.sockets, ignore_errors=True)
-        shutil.rmtree(self.shm, ignore_errors=True)
+        self.remove_shards()
+
+    def remove_shards(self) -> None:
+        """Delete shared memory and what was spilled from it."""
+        _remove_shards(self.shm)
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
@@ -169,6 +179,13 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
     return gone
+
+
+def _remove_shards(shm: Path) -> None:
+    link = shm / _SPILL_LINK
+    if link.is_symlink():
+        shutil.rmtree(link.resolve(), ignore_errors=True)
+    shutil.rmtree(shm, ignore_errors=True)
 
 
 def _old(folder: Path) -> bool:
@@ -188,7 +205,7 @@ def _remove_unowned(folder: Path) -> bool:
     except BlockingIOError:
         return False
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_shards(folder)
         return True
     finally:
         os.close(descriptor)

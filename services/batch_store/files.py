@@ -1,7 +1,7 @@
-"""The files of one store: create, seal, retire, delete, find again. Names are the truth that survives a kill.
+"""The files of one store: create, seal, copy, retire, delete, find again. Names are the truth that survives a kill.
 
-`<put id>.tmp` granted, `<put id>.blk` sealed, `*.dead` zombie, `tombstones` one line a tombstone, appended before
-anything else happens. It must never delete a file that somebody maps: a lock of the reader (or producer) says so.
+`<put id>.tmp` granted, `<put id>.part` being copied to disk, `<put id>.blk` sealed (on disk, when it is in both
+places), `*.dead` zombie, `tombstones` one line a tombstone, appended before anything else happens. It must never delete a file that somebody maps: a lock of the reader (or producer) says so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,24 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
-from services.batch_store.state import Retire, held_bytes
+from services.batch_store.state import Place, Retire, held_bytes
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"
 _LOCK = "store.lock"
+_IDENTITY = "identity"
 _VERIFY_BYTES = 4 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_COPY_BYTES = 16 << 20
+_ENDINGS = (".tmp", ".part", ".dead", ".blk")
+_ROOM = (
+    (
+        "memory",
+        "enlarge the mount (mount -o remount,size=…, docker --shm-size) or name another folder as "
+        "services.batch-store.directory",
+    ),
+    ("spill_limit", "free some or name another folder as services.batch-store.spill"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +49,21 @@ class Found:
     nbytes: int
     table: Table | None
     why: str = ""
+    place: Place = Place.MEMORY
+    doubled: bool = False
 
 
 class StoreFiles:
-    """One directory, owned by one process at a time."""
+    """One directory in memory, and maybe one on disk, owned by one process at a time."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, spill: Path | None = None) -> None:
         """Raises RpcError(conflict) when another process serves the directory."""
         self._name = name
         self._directory = directory
+        self._folders = [directory] if spill is None else [directory, spill]
+        """By `Place`."""
+        if spill is not None:
+            spill.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not _try_lock(self._lock):
@@ -52,24 +71,40 @@ class StoreFiles:
             raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
         self._journal = os.open(directory / _TOMBSTONES, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._journal_lines = 0
-        self._zombies: dict[str, int] = {}
-        """Name -> our descriptor, by which we learn that nobody else has one."""
+        self.identity = self._identify(directory / _IDENTITY)
+        """Made with the directory: a store that comes up with another one has lost what was put before."""
+        self._zombies: dict[str, tuple[str, int]] = {}
+        """Name -> path and our descriptor, by which we learn that nobody else has one."""
 
-    def check_room(self, limit_bytes: int) -> None:
-        """Raises RpcError(bad_request) when the mount cannot hold `limit_bytes` (what is here already included)."""
-        mount = os.statvfs(self._directory)
-        here = sum(held_bytes(entry.stat().st_size) for entry in os.scandir(self._directory))
-        room = mount.f_bavail * mount.f_frsize + here
-        if room < limit_bytes:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"{self._name}: services.batch-store.memory is {limit_bytes} bytes, {self._directory.parent.parent} "
-                f"has room for {room}; lower it, enlarge the mount (mount -o remount,size=…, docker --shm-size) "
-                "or name another folder as services.batch-store.directory",
-            )
+    @staticmethod
+    def _identify(path: Path) -> str:
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            scratch = path.with_suffix(".new")
+            scratch.write_text(secrets.token_hex(16))
+            scratch.replace(path)
+            return path.read_text()
 
-    def path(self, name: str) -> str:
-        return str(self._directory / name)
+    def check_room(self, limits: Sequence[int]) -> None:
+        """Raises RpcError(bad_request) when a mount cannot hold its limit (what is here already included).
+
+        `limits`: bytes by `Place`.
+        """
+        for place, folder in enumerate(self._folders):
+            mount = os.statvfs(folder)
+            here = sum(held_bytes(entry.stat().st_size) for entry in os.scandir(folder))
+            room = mount.f_bavail * mount.f_frsize + here
+            if room < limits[place]:
+                key, remedy = _ROOM[place]
+                raise RpcError(
+                    ErrorCode.BAD_REQUEST,
+                    f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, {folder.parent.parent} "
+                    f"has room for {room}; lower it, {remedy}",
+                )
+
+    def path(self, name: str, place: Place = Place.MEMORY) -> str:
+        return str(self._folders[place] / name)
 
     # ---- one file
 
@@ -102,20 +137,57 @@ class StoreFiles:
         finally:
             os.close(descriptor)
 
+    # ---- the spill
+
+    def copy_to_disk(self, put_id: str) -> bool:
+        """Copy a sealed file under an unfinished name, to the last byte on disk and verified. Slow: use a thread.
+
+        False: the file was collected before it could be opened. Raises OSError (the disk is full, or refuses) and
+        WireError (what the disk gives back is not what was put); the unfinished file is gone then.
+        """
+        path = self.path(f"{put_id}.part", Place.DISK)
+        try:
+            source = os.open(self.path(f"{put_id}.blk"), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            target = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                _copy(source, target)
+                _verify(target, _read_table(target))
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(target)
+        finally:
+            os.close(source)
+        return True
+
+    def finish_copy(self, put_id: str) -> None:
+        """Give the copy its sealed name: from here on a restart finds the file on disk."""
+        os.rename(self.path(f"{put_id}.part", Place.DISK), self.path(f"{put_id}.blk", Place.DISK))
+
+    def drop_copy(self, put_id: str) -> None:
+        """Nobody wants the copy any more; nobody could have found it."""
+        os.unlink(self.path(f"{put_id}.part", Place.DISK))
+
     # ---- zombies
 
     def retire(self, effect: Retire) -> None:
         """Rename: from here on nobody can find the file."""
-        descriptor = os.open(self.path(effect.source), os.O_RDWR | os.O_CLOEXEC)
-        os.rename(self.path(effect.source), self.path(effect.target))
-        self._zombies[effect.target] = descriptor
+        source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
+        descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
+        os.rename(source, target)
+        self._zombies[effect.target] = (target, descriptor)
 
     def reap(self) -> list[str]:
         """Delete the zombies that nobody maps; returns their names."""
-        gone = [name for name, descriptor in self._zombies.items() if _try_lock(descriptor)]
+        gone = [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
         for name in gone:
-            os.unlink(self.path(name))
-            os.close(self._zombies.pop(name))
+            path, descriptor = self._zombies.pop(name)
+            os.unlink(path)
+            os.close(descriptor)
         return gone
 
     # ---- tombstones
@@ -162,33 +234,58 @@ class StoreFiles:
 
     def scan(self) -> list[Found]:
         """Every file of the former life, sealed ones verified to the last byte, oldest first. Slow: use a thread."""
-        entries = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self._directory)]
+        entries: list[tuple[int, int, str]] = []
+        for place, folder in enumerate(self._folders):
+            # disk before memory at the same age: of a file in both places the copy on disk is the one to keep
+            entries += [(entry.stat().st_mtime_ns, -place, entry.name) for entry in os.scandir(folder)]
         found: list[Found] = []
-        for _, name in sorted(entries):
-            if name.endswith((".tmp", ".dead", ".blk")):
-                found.append(self._examine(name))
+        spilled: set[str] = set()
+        for _, place, name in sorted(entries):
+            if not name.endswith(_ENDINGS):
+                continue
+            one = self._examine(name, Place(-place), doubled=name in spilled)
+            if one.place == Place.DISK and one.table is not None:
+                spilled.add(name)
+            found.append(one)
         return found
 
-    def _examine(self, name: str) -> Found:
-        descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+    def _examine(self, name: str, place: Place, *, doubled: bool) -> Found:
+        descriptor = os.open(self.path(name, place), os.O_RDONLY | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(descriptor).st_size
             if not name.endswith(".blk"):
-                return Found(name, nbytes, None, "not sealed")
+                return Found(name, nbytes, None, "not sealed", place)
+            if doubled:
+                return Found(name, nbytes, None, "copied to disk already", place, doubled=True)
             try:
                 table = _read_table(descriptor)
                 _verify(descriptor, table)
             except WireError as error:
-                return Found(name, nbytes, None, str(error))
-            return Found(name, nbytes, table)
+                return Found(name, nbytes, None, str(error), place)
+            return Found(name, nbytes, table, "", place)
         finally:
             os.close(descriptor)
 
     def close(self) -> None:
         """Let go of every descriptor; the files stay."""
-        for descriptor in (*self._zombies.values(), self._journal, self._lock):
+        for descriptor in (*(each for _, each in self._zombies.values()), self._journal, self._lock):
             os.close(descriptor)
         self._zombies.clear()
+
+
+def _copy(source: int, target: int) -> None:
+    """All of `source`, durable, with its times (the order after a restart), and read back from the disk."""
+    status = os.fstat(source)
+    os.posix_fallocate(target, 0, status.st_size)  # a full disk says so before the first byte
+    at = 0
+    while at < status.st_size:
+        sent = os.sendfile(target, source, at, min(_COPY_BYTES, status.st_size - at))
+        if not sent:
+            raise WireError(f"block file of {status.st_size} bytes ends at {at}")
+        at += sent
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.fsync(target)
+    os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _try_lock(descriptor: int) -> bool:

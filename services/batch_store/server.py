@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 
 import msgspec
 
@@ -25,8 +24,9 @@ from proto.messages import (
     PutSealed,
     StoreStats,
 )
-from services.batch_store.files import Found, StoreFiles
-from services.batch_store.state import Retire, StoreState
+from services.batch_store.files import FULL, Found, StoreFiles
+from services.batch_store.spill import Spiller, spill_folder
+from services.batch_store.state import RETRY_AFTER_S, Place, Retire, StoreState
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.descriptors import raise_descriptor_limit
@@ -47,7 +47,9 @@ class StoreService(Service):
         super().__init__(run, instance, supervisor)
         self._parent = os.getppid()
         settings = topology.load(run.topology).services.batch_store
-        self.index = StoreState(self.name, settings.memory, self.incarnation)
+        self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
+        self._spill_root = settings.spill
+        self._spiller: Spiller | None = None
         self._files: StoreFiles | None = None
         self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
         handle = self.mailbox.handle
@@ -60,12 +62,21 @@ class StoreService(Service):
 
     # ---- life-cycle
 
+    def bind(self) -> str:
+        """Take the directory first: its identity is part of the registration."""
+        folder = f"{self.NAME}-{self.instance}"
+        spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
+        self._files = StoreFiles(self.name, self.run.shm / folder, spill)
+        self._spiller = Spiller(self.name, self.index, self._files) if spill is not None else None
+        return super().bind()
+
     async def start(self) -> None:
         """Find the files of a former life again, then answer."""
         raise_descriptor_limit()
-        files = StoreFiles(self.name, self.run.shm / f"{self.NAME}-{self.instance}")
-        self._files = files
-        files.check_room(self.index.limit_bytes)
+        files = self._files
+        if files is None:
+            raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
+        files.check_room(self.index.limits)
         self.index.recall(files.tombstones())
         for found in await asyncio.to_thread(files.scan):
             self._recover(files, found)
@@ -87,20 +98,26 @@ class StoreService(Service):
             if self.loop.time() - emitted >= EMIT_S:
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
+                stats |= {"spilled_bytes": self.index.used(Place.DISK), "memory_bytes": self.index.used(Place.MEMORY)}
                 self.telemetry.emit("store", {name: float(value) for name, value in stats.items()})
 
     async def drain(self) -> None:
         """Keep the files: a restarted store serves them. Only the end of the run's supervisor is their end too."""
         if self._supervisor and os.getppid() != self._parent:
-            shutil.rmtree(self.run.shm, ignore_errors=True)
+            self.run.remove_shards()
 
     async def close(self) -> None:
         await super().close()
+        if self._spiller is not None:
+            await self._spiller.close()
         if self._files is not None:  # no handler runs any more
             self._files.close()
 
     def registration(self) -> messages.Register:
-        return msgspec.structs.replace(super().registration(), limit_bytes=self.index.limit_bytes)
+        identity = self._files.identity if self._files is not None else ""
+        return msgspec.structs.replace(
+            super().registration(), limit_bytes=self.index.limit_bytes, data_id=identity
+        )
 
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
@@ -108,12 +125,12 @@ class StoreService(Service):
 
     def _recover(self, files: StoreFiles, found: Found) -> None:
         if found.table is not None:
-            for effect in self.index.recover(found.name.removesuffix(".blk"), found.nbytes, found.table):
+            for effect in self.index.recover(found.name.removesuffix(".blk"), found.nbytes, found.table, found.place):
                 files.retire(effect)
             return
-        if found.name.endswith(".blk"):
+        if found.name.endswith(".blk") and not found.doubled:
             self.log.error("damaged file dropped", file=found.name, bytes=found.nbytes, why=found.why)
-        files.retire(self.index.recover_refuse(found.name, found.nbytes))
+        files.retire(self.index.recover_refuse(found.name, found.nbytes, found.place))
 
     async def _ready(self) -> StoreFiles:
         """The files, once a former life's were found again; the wait is bounded by the caller's deadline."""
@@ -134,12 +151,17 @@ class StoreService(Service):
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
         files = await self._ready()
         self._reap(files)
+        if self._spiller is not None:
+            await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
         if self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time()):
             try:
                 return PutGrant(path=files.create(request.put_id, request.nbytes))
-            except OSError:
+            except OSError as error:
                 self.index.forget(request.put_id)
-                raise
+                if error.errno not in FULL:
+                    raise
+                text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
+                raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
         return PutGrant(path=files.path(f"{request.put_id}.tmp"))
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
@@ -167,7 +189,8 @@ class StoreService(Service):
     async def _locate(self, request: Locate, call: Call) -> Located:
         files = await self._ready()
         put_ids, places = self.index.locate(request.tasks)
-        return Located(files=[files.path(f"{put_id}.blk") for put_id in put_ids], places=places)
+        paths = [files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids]
+        return Located(files=paths, places=places)
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
         files = await self._ready()

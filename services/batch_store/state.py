@@ -3,22 +3,28 @@ the bytes it answers for pass the limit.
 
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
+    sealed in memory --copied--> sealed on disk, and its file in memory a zombie
 
 A file that leaves is a zombie first: renamed so that nobody finds it, counted until the kernel says that nobody maps
-it. There is no way back from zombie to sealed: the name is never used again.
+it. There is no way back from zombie to sealed: the name is never used again; nor from disk to memory. Memory and disk
+have a limit each.
 """
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import islice
 
 from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask, StoreStats
 from shared.rpc.errors import RpcError
+from shared.stages import WEIGHTS
 
 GRANT_S = 5.0
 """A grant that nobody writes to is taken back after so long: its producer died."""
@@ -26,7 +32,17 @@ RETRY_AFTER_S = 0.2
 MAX_TOMBSTONES = 65536
 PAGE_TASKS = 4096
 PAGE_BYTES = 4096
+SCAN_FILES = 256
+"""How many of the oldest files are looked at for one that fits the rest of the spill."""
 _PUT_ID = re.compile(r"[0-9a-f]{32}")
+_WEIGHTS = f"{WEIGHTS}/"
+
+
+class Place(IntEnum):
+    """Where a file lies."""
+
+    MEMORY = 0
+    DISK = 1
 
 
 def held_bytes(nbytes: int) -> int:
@@ -40,6 +56,7 @@ class Retire:
 
     source: str
     target: str
+    place: Place = Place.MEMORY
 
 
 @dataclass(slots=True)
@@ -58,6 +75,7 @@ class Sealed:
     nbytes: int
     table: Table
     alive: set[int]
+    place: Place = Place.MEMORY
 
 
 @dataclass(slots=True)
@@ -71,9 +89,10 @@ class Held:
 class StoreState:
     """The index of one store. Methods are events; they return effects or raise RpcError for the caller."""
 
-    def __init__(self, name: str, limit_bytes: int, incarnation: int) -> None:
-        """`incarnation` keeps the names of zombies apart from those of a former life."""
-        self.limit_bytes = limit_bytes
+    def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int = 0) -> None:
+        """Limits of memory and of the spill folder. `incarnation` keeps zombies' names apart from a former life's."""
+        self.limits = (memory_bytes, spill_bytes)
+        """By `Place`."""
         self.tombstones: dict[str, int] = {}
         """task id -> highest fence that was cleared; oldest first, bounded by MAX_TOMBSTONES."""
         self._name = name
@@ -81,10 +100,23 @@ class StoreState:
         self._grants: dict[str, Grant] = {}
         self._sealed: dict[str, Sealed] = {}
         self._tasks: dict[str, Held] = {}
-        self._zombies: dict[str, int] = {}
-        self._bytes = self._zombie_bytes = self._shards = 0
+        self._zombies: dict[str, tuple[Place, int]] = {}
+        self._movable: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
+        """Sealed files in memory, oldest first: those of tasks, those of weights (which spill last)."""
+        self._moving: dict[str, int] = {}
+        self._used = [0, 0]
+        self._zombie_bytes = self._shards = 0
         self._serial = self._retired = 0
         self._puts = self._clears = self._busy = 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory and spill together."""
+        return sum(self.limits)
+
+    def used(self, place: Place) -> int:
+        """Bytes that lie there or are promised there, in whole pages."""
+        return self._used[place]
 
     # ---- puts
 
@@ -143,7 +175,7 @@ class StoreState:
 
     def forget(self, put_id: str) -> None:
         """A grant whose file could not be made."""
-        self._bytes -= held_bytes(self._grants.pop(put_id).nbytes)
+        self._used[Place.MEMORY] -= held_bytes(self._grants.pop(put_id).nbytes)
 
     def overdue(self, now: float) -> list[str]:
         """Grants old enough to be abandoned, unless their producer still holds its lock."""
@@ -172,6 +204,10 @@ class StoreState:
             )
         return list(numbers), places
 
+    def place(self, put_id: str) -> Place:
+        """Where a sealed file lies."""
+        return self._sealed[put_id].place
+
     def inventory(self, cursor: int) -> tuple[list[PutTask], int]:
         """One page of (task, fence) that are sealed, and the cursor of the next one (0: none)."""
         page: list[PutTask] = []
@@ -186,9 +222,9 @@ class StoreState:
         return page, 0
 
     def stats(self) -> StoreStats:
-        """Exact counts. Bytes in whole pages."""
+        """Exact counts. Bytes in whole pages, of memory and spill together."""
         return StoreStats(
-            bytes=self._bytes,
+            bytes=sum(self._used),
             limit_bytes=self.limit_bytes,
             shards=self._shards,
             tasks=len(self._tasks),
@@ -227,9 +263,51 @@ class StoreState:
 
     def reaped(self, target: str) -> None:
         """Nobody maps this zombie any more and it was deleted."""
-        nbytes = held_bytes(self._zombies.pop(target))
-        self._bytes -= nbytes
+        place, nbytes = self._zombies.pop(target)
+        self._used[place] -= nbytes
         self._zombie_bytes -= nbytes
+
+    # ---- the spill
+
+    def lacks_room(self, put_id: str, nbytes: int) -> bool:
+        """Would this put be refused for want of memory that a spill could make?"""
+        need = held_bytes(nbytes)
+        memory, _ = self.limits
+        return put_id not in self._grants and need <= memory < self._used[Place.MEMORY] + need
+
+    def begin_move(self) -> str | None:
+        """Choose the oldest sealed file that fits the spill, weights last, and take its room there. None: nothing can."""
+        free = self.limits[Place.DISK] - self._used[Place.DISK]
+        if free <= 0:
+            return None
+        for order in self._movable:
+            for put_id in islice(order, SCAN_FILES):
+                nbytes = held_bytes(self._sealed[put_id].nbytes)
+                if nbytes <= free:
+                    del order[put_id]
+                    self._moving[put_id] = nbytes
+                    self._used[Place.DISK] += nbytes
+                    return put_id
+        return None
+
+    def wanted(self, put_id: str) -> bool:
+        """Is a file that is being moved still sealed? Its tasks may have been cleared meanwhile."""
+        return put_id in self._sealed
+
+    def end_move(self, put_id: str) -> Retire:
+        """The copy on disk has its sealed name: it is the file from here on, the one in memory a zombie."""
+        nbytes = self._sealed[put_id].nbytes
+        del self._moving[put_id]
+        self._sealed[put_id].place = Place.DISK
+        return self._retire(f"{put_id}.blk", nbytes, Place.MEMORY)
+
+    def give_up_move(self, put_id: str, *, retry: bool) -> None:
+        """There is no copy on disk. `retry`: the file may be tried again."""
+        self._used[Place.DISK] -= self._moving.pop(put_id)
+        if retry and put_id in self._sealed:
+            order = self._order_of(self._sealed[put_id].table)
+            order[put_id] = None
+            order.move_to_end(put_id, last=False)
 
     # ---- after a restart
 
@@ -239,23 +317,26 @@ class StoreState:
             fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
             self.tombstones[task.task_id] = fence
 
-    def recover(self, put_id: str, nbytes: int, table: Table) -> list[Retire]:
-        """A sealed file of the former life, its checksums verified. Its cleared tasks stay cleared."""
-        self._bytes += held_bytes(nbytes)
+    def recover(self, put_id: str, nbytes: int, table: Table, place: Place = Place.MEMORY) -> list[Retire]:
+        """A sealed file of the former life, its checksums verified. Its cleared tasks stay cleared.
+
+        Oldest first. A file that was found on disk and in memory is recovered once: the other one is refused.
+        """
+        self._used[place] += held_bytes(nbytes)
         alive = {
             i
             for i, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
             if self.tombstones.get(task_id, -1) < fence
         }
         if not alive:
-            return [self._retire(f"{put_id}.blk", nbytes)]
-        self._index(put_id, nbytes, table, alive)
+            return [self._retire(f"{put_id}.blk", nbytes, place)]
+        self._index(put_id, nbytes, table, alive, place)
         return []
 
-    def recover_refuse(self, name: str, nbytes: int) -> Retire:
-        """An unsealed, damaged or dead file of the former life, which somebody may still map."""
-        self._bytes += held_bytes(nbytes)
-        return self._retire(name, nbytes)
+    def recover_refuse(self, name: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
+        """An unsealed, damaged, dead or doubled file of the former life, which somebody may still map."""
+        self._used[place] += held_bytes(nbytes)
+        return self._retire(name, nbytes, place)
 
     # ---- inside
 
@@ -271,25 +352,27 @@ class StoreState:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
         if nbytes <= HEADER_BYTES:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} of {nbytes} bytes: a file has more")
-        if held_bytes(nbytes) > self.limit_bytes:
+        if held_bytes(nbytes) > self.limits[Place.MEMORY]:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: put of {nbytes} bytes can never fit in {self.limit_bytes}; "
+                f"{self._name}: put of {nbytes} bytes can never fit in {self.limits[Place.MEMORY]}; "
                 "put in parts or raise services.batch-store.memory",
             )
 
     def _reserve(self, nbytes: int) -> None:
-        """Take room or raise busy. What spills to disk will make room here."""
+        """Take room in memory or raise busy."""
         need = held_bytes(nbytes)
-        if self._bytes + need > self.limit_bytes:
+        memory, disk = self.limits
+        if self._used[Place.MEMORY] + need > memory:
             self._busy += 1
+            spill = f"{self._used[Place.DISK]} of {disk} of the spill" if disk else "spill is off"
             raise RpcError(
                 ErrorCode.BUSY,
-                f"{self._name}: put of {nbytes} bytes refused: {self._bytes} of {self.limit_bytes} in use; "
-                "raise services.batch-store.memory or checkpoint more often",
+                f"{self._name}: put of {nbytes} bytes refused: {self._used[Place.MEMORY]} of {memory} in use, {spill}; "
+                "raise services.batch-store.memory or spill_limit, or checkpoint more often",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._bytes += need
+        self._used[Place.MEMORY] += need
 
     def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
         names = [task.task_id for task in tasks if self.tombstones.get(task.task_id, -1) >= task.fence]
@@ -322,8 +405,10 @@ class StoreState:
             adds = adds or not known or bool(new)
         return adds
 
-    def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int]) -> None:
-        self._sealed[put_id] = Sealed(nbytes, table, alive)
+    def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Place = Place.MEMORY) -> None:
+        self._sealed[put_id] = Sealed(nbytes, table, alive, place)
+        if place == Place.MEMORY:
+            self._order_of(table)[put_id] = None
         for index in sorted(alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             held = self._tasks.get(task_id)
@@ -341,14 +426,18 @@ class StoreState:
         if sealed.alive:
             return []
         del self._sealed[put_id]
-        return [self._retire(f"{put_id}.blk", sealed.nbytes)]
+        self._order_of(sealed.table).pop(put_id, None)
+        return [self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)]
 
-    def _retire(self, source: str, nbytes: int) -> Retire:
+    def _order_of(self, table: Table) -> OrderedDict[str, None]:
+        return self._movable[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
+
+    def _retire(self, source: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
         self._retired += 1
         target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
-        self._zombies[target] = nbytes
+        self._zombies[target] = (place, held_bytes(nbytes))
         self._zombie_bytes += held_bytes(nbytes)
-        return Retire(source, target)
+        return Retire(source, target, place)
 
     def _forget_tombstones(self) -> None:
         """Keep the list bounded; a tombstone that a file on disk could contradict after a restart stays."""

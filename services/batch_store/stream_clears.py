@@ -38,7 +38,7 @@ class ClearLog:
             return Cleared(log=self._log, serial=self._serial, whole=False)
         begin = len(self._kept) - behind
         page = list(islice(self._kept, begin, begin + PAGE))
-        return Cleared(log=self._log, serial=serial + len(page), whole=True, tasks=page)
+        return Cleared(log=self._log, serial=serial + len(page), whole=True, tasks=page, more=len(page) < behind)
 
     async def later(self, log: int, serial: int, until: float) -> Cleared:
         """As `since`, but waits for something to say until loop time `until`."""

@@ -230,6 +230,7 @@ class StreamServer:
         tracker = socket.send(payload, zmq.DONTWAIT, copy=False, track=True)
         assert tracker is not None
         stream.sent.append(_Sent(tracker, len(payload), buffer))
+        stream.used = time.monotonic()
         stream.queued_bytes += len(payload)
         self._sent_bytes += len(payload)
         if buffer is not None:
@@ -257,7 +258,10 @@ class StreamServer:
         return self._free.pop() if self._free else bytearray(self.chunk_bytes + bulk.TAG_BYTES)
 
     def _let_go(self, stream: _Stream) -> None:
-        stream.queued_bytes -= self._reap_front(stream.sent)
+        nbytes = self._reap_front(stream.sent)
+        if nbytes:
+            stream.queued_bytes -= nbytes
+            stream.used = time.monotonic()
 
     def _reap_front(self, sent: deque[_Sent]) -> int:
         nbytes = 0

@@ -61,6 +61,19 @@ class Window:
         self._ready[admission - self._base] = 1
         self._advance()
 
+    def mark_unready(self, admission: int) -> None:
+        """A task that was ready (or not) has to be made again."""
+        self._ready[admission - self._base] = 0
+        if admission < self._prefix:
+            self._prefix = admission
+            before = range(self.head - self._base, admission - self._base)
+            self._ready_in_prefix = sum(self._ready[offset] for offset in before)
+
+    def members(self) -> list[tuple[int, int]]:
+        """(admission number, slot) of every live task of the window, in order."""
+        numbered = enumerate(self._slots[self.head - self._base :], self.head)
+        return [(admission, slot) for admission, slot in numbered if slot != _DROPPED]
+
     def mark_dropped(self, admission: int) -> None:
         self._slots[admission - self._base] = _DROPPED
         insort(self._dropped, admission)

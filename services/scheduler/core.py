@@ -31,11 +31,11 @@ from services.scheduler.events import (
     LeaseExpired,
 )
 from services.scheduler.ledger import DEATH, STORE
-from services.scheduler.stepping import Stepping
+from services.scheduler.store_loss import StoreLoss
 from shared.rundir import service_name
 
 
-class Core(Accepting, Stepping):
+class Core(Accepting, StoreLoss):
     """All verbs, and the one way in for events: live and replayed."""
 
     def apply(self, event: Durable) -> Any:
@@ -99,5 +99,7 @@ class Core(Accepting, Stepping):
                 if lease.incarnation != request.incarnation:
                     self._give_up(lease, DEATH)
         if request.service == STORE:
+            if self.lost_data(old, request):
+                self.lose_store(request)
             self.clears.add_store(service_name(*holder))
         return True

@@ -27,9 +27,9 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Mean over the scored rows, in row order whatever order they were scored in; 0 when there are none."""
+        """Mean over the scored rows, in row order whatever order they were scored in; NaN when there are none."""
         scored = [score for score in self.scores if not math.isnan(score)]
-        return math.fsum(scored) / len(scored) if scored else 0.0
+        return math.fsum(scored) / len(scored) if scored else math.nan
 
 
 class Evaluations:

@@ -42,10 +42,9 @@ class Granting(Ledger):
 
     def _lease_evaluation(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
         for one in self.evaluations.open.values():
-            if one.waiting:
-                most = request.max_tasks
-                if self.plan.block_rows:
-                    most = min(most, max(self.plan.block_rows // one.samples, 1))
+            if one.waiting and self.versions.get(one.version) is not None:
+                rows = self.plan.block_rows or request.max_tasks * self.plan.group_size
+                most = max(rows // one.samples, 1)  # as many rows as a training block has
                 slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
                 return self._grant(0, request, call, slots, one.version)
         return None

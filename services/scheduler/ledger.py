@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 
 from proto.messages import (
@@ -274,7 +275,8 @@ class Ledger:
                 return
             row = self.waiting_rows.pop(self.next_row)
             full = {"step": float(self.next_row), **row}
-            full.update({f"eval/{name}/accuracy": accuracy for name, accuracy in results.items()})
+            scored = {name: accuracy for name, accuracy in results.items() if not math.isnan(accuracy)}
+            full.update({f"eval/{name}/accuracy": accuracy for name, accuracy in scored.items()})
             self.out.append(WriteRow(self.next_row, full))
             self.next_row += 1
 

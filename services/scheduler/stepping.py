@@ -165,6 +165,9 @@ class Stepping(Granting):
 
     def _open_evaluations(self, version: tuple[int, int]) -> None:
         for each in due(self.plan, self.config.steps, version[1]):
+            begun = self.evaluations.open.get((each.name, version[1]))
+            if begun is not None:
+                begun.version = version  # the same step again, by a trainer that was reloaded
             if self.evaluations.known(each.name, version[1]):
                 continue
             split = self.tasks.splits.index(each.name)

@@ -50,6 +50,11 @@ class Versions:
         ]
         return [self._refs.pop(version) for version in gone]
 
+    def forget(self, store: str) -> None:
+        """Versions that lay in `store` are gone."""
+        self._refs = {version: ref for version, ref in self._refs.items() if ref.store != store}
+        self.newest = max(self._refs, default=None)
+
     @property
     def nbytes(self) -> int:
         return sum(ref.nbytes for ref in self._refs.values())

@@ -2,37 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from shared.topology.fields import Count, Pair, Section
 
-AdvantageName = Literal["grpo", "rloo", "reinforce", "reinforce_plus_plus"]
-LossName = Literal["ppo_clip", "gspo", "cispo"]
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo")
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
 # They subtract a statistic of the group, which a group of one does not have.
-GROUP_ADVANTAGES = ("grpo", "rloo")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
+# A reward's scale and offset change nothing in them.
+INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
+# What the losses of these names do with `clip` when it is left out: [low, high].
+CLIPS: dict[str, tuple[float, float]] = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+SAPO_TEMPERATURES = (1.0, 1.05)
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_function(name: str) -> bool:
+    """Whether a name is the import path of a user's own function (`my.module:fn`) rather than a builtin's name."""
+    return ":" in name
+
+
+def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in names and not _FUNCTION.fullmatch(value):
+            near = difflib.get_close_matches(value, names, n=1)
+            nearest = f", nearest {near[0]!r}" if near else ""
+            raise ValueError(
+                f"{value!r} is not one of {', '.join(names)}{nearest}; a function of your own is written my.module:fn"
+            )
+        return value
+
+    return check
 
 
 class Advantage(Section):
-    name: AdvantageName = Field(
-        default="grpo", description="estimator; grpo and rloo compare the samples of a group"
+    name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
+        default="grpo", description="estimator, or your own as my.module:fn; all but reinforce_pp compare a group"
     )
-    scale: Literal["std", "none"] = Field(
-        default="std", description="divide by the group's standard deviation, or not"
+    scale: Literal["std", "none"] | None = Field(
+        default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
     )
+    std_epsilon: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL has 1e-4)"
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
+
+
+class RatioMask(Section):
+    level: Literal["token", "sequence", "geometric"] = Field(
+        default="token",
+        description="what must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
+        "sequence, or its geometric mean over the sequence",
+    )
+    low: float = Field(default=0.5, ge=0, lt=1, description="least ratio that is trained on, from 0 to below 1")
+    high: float = Field(default=5.0, gt=1, description="greatest ratio that is trained on, above 1")
 
 
 class Loss(Section):
-    name: LossName = Field(default="ppo_clip", description="policy loss")
-    clip: Pair = Field(
-        default=(0.2, 0.2), description="[low, high]: the ratio is clipped to [1 - low, 1 + high]"
+    name: Annotated[str, AfterValidator(_builtin_or_function(LOSSES))] = Field(
+        default="ppo_clip", description="policy loss, or your own as my.module:fn"
     )
-    aggregation: Aggregation = Field(
-        default="token_mean", description="weights of the tokens of an optimizer batch"
+    clip: Pair | None = Field(
+        default=None,
+        description="[low, high]: the ratio is clipped to [1 - low, 1 + high]; default [0.2, 0.2] for ppo_clip, "
+        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; others have none",
     )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="ppo_clip: bound of the ratio where the advantage is negative, above 1, as 3.0"
+    )
+    clamp: Literal["upper", "both"] | None = Field(
+        default=None, description="cispo: clamp the ratio from above only (upper, the default) or on both sides"
+    )
+    temperatures: Pair | None = Field(
+        default=None,
+        description="sapo: [positive, negative] gate temperatures by the advantage's sign; default [1.0, 1.05]",
+    )
+    aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens of an optimizer batch")
     anchor: Anchor = Field(
         default="proximal",
         description="log-probs the ratio is taken against: proximal (the trainer's own at the step's start) "
@@ -40,36 +93,39 @@ class Loss(Section):
     )
     tis_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="cap C of the truncated importance weight exp(prox - rollout), above 0; "
-        "default 2.0 with anchor proximal, null with anchor rollout, which has no such weight",
+        description="cap C of the truncated importance weight exp(prox - rollout), above 0; default 2.0 with anchor "
+        "proximal and no ratio_mask, otherwise the weight is not truncated; anchor rollout has no such weight",
     )
+    ratio_mask: RatioMask | None = Field(
+        default=None, description="leave out tokens where engine and trainer disagree too much; left out: none"
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
 
 
 class KL(Section):
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="estimator of KL(policy, reference) a token"
-    )
-    place: Literal["loss", "reward"] = Field(
-        default="loss", alias="in", description="where the KL term is added"
-    )
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) a token")
+    place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
     coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
 
 
 class FilterZeroVariance(Section):
     max_refill: int = Field(
-        default=3, ge=0, description="how many times a filtered task is replaced within a step"
+        default=3, ge=1, description="replaces at most this many times tasks_per_step filtered tasks a step, 1 or more"
     )
+
+
+class OverlongPenalty(Section):
+    tokens: Count = Field(description="the last so many of max_new_tokens lose reward, linearly, 1 or more")
+    factor: float = Field(default=1.0, gt=0, description="what a sample of full length loses, above 0")
 
 
 class Algorithm(Section):
     tasks_per_step: Count = Field(description="tasks (prompts) a training step consumes, 1 or more")
-    group_size: Count = Field(description="samples of each task, 1 or more; 2 or more for grpo and rloo")
+    group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where a group is compared")
     mini_batch_tasks: Count = Field(
         default=1, description="tasks an update consumes; default tasks_per_step, must divide it"
     )
-    num_iterations: Count = Field(
-        default=1, description="passes over a step's tasks; the step still makes one version"
-    )
+    num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; left out: none")
@@ -79,6 +135,12 @@ class Algorithm(Section):
     entropy_coef: float = Field(default=0.0, ge=0, description="factor of the entropy bonus, 0 or more")
     overlong: Literal["keep", "mask"] = Field(
         default="keep", description="samples cut at max_new_tokens: train on them or not"
+    )
+    overlong_penalty: OverlongPenalty | None = Field(
+        default=None, description="soft punishment of long samples; left out: none"
+    )
+    normalise_rewards: Literal["none", "batch"] = Field(
+        default="none", description="rewards of a step to mean 0 and deviation 1 before anything else, or not"
     )
 
     @property

@@ -64,9 +64,7 @@ def _elements(file: Path) -> int:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _HEADER_LIMIT_BYTES:
-            raise ValueError(
-                f"{file} is not a safetensors file: header of {length} bytes, limit {_HEADER_LIMIT_BYTES}"
-            )
+            raise ValueError(f"{file} is not a safetensors file: header of {length} bytes, limit {_HEADER_LIMIT_BYTES}")
         raw = stream.read(length)
     try:
         header = json.loads(raw)

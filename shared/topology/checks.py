@@ -111,20 +111,14 @@ def _evaluation(topology: Topology) -> Found:
         if name == "train":
             yield ("data", "eval", name), "'train' is the name of the training split, use another"
         if each.temperature == 0 and each.samples > 1:
-            message = (
-                f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
-            )
+            message = f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
 
 
 def _lengths(topology: Topology) -> Found:
     """The longest sample (or, without max_prompt_tokens, completion) fits the positions and a micro-batch."""
     prompt, new = topology.data.train.max_prompt_tokens or 0, topology.sampling.max_new_tokens
-    said = (
-        f"{prompt} prompt tokens (data.train.max_prompt_tokens) and {new} new"
-        if prompt
-        else f"{new} new tokens"
-    )
+    said = f"{prompt} prompt tokens (data.train.max_prompt_tokens) and {new} new" if prompt else f"{new} new tokens"
     positions = _positions(topology.policy.model)
     if positions is not None and prompt + new > positions:
         message = f"{said} exceed the model's {positions} positions; lower one of them"
@@ -164,17 +158,13 @@ def _services(topology: Topology) -> Found:
             yield ("services", key, "gpus"), message
     store = services.batch_store
     if store.spill is None and store.spill_limit is not None:
-        message = (
-            f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
-        )
+        message = f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
         yield ("services", "batch-store", "spill_limit"), message
     if store.spill is not None and store.spill_limit is None:
         yield ("services", "batch-store", "spill"), f"{store.spill} has no limit, set spill_limit, as 500GiB"
     checkpoint = topology.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
-        message = (
-            f"{checkpoint.keep_every} is no multiple of every ({checkpoint.every}), so some would never exist"
-        )
+        message = f"{checkpoint.keep_every} is no multiple of every ({checkpoint.every}), so some would never exist"
         yield ("checkpoint", "keep_every"), f"{message}; use a multiple"
 
 
@@ -212,9 +202,7 @@ def _deterministic(topology: Topology) -> Found:
     if not topology.run.deterministic:
         return
     if topology.services.rollout.engine != "transformers":
-        message = (
-            f"{topology.services.rollout.engine} is not batch-invariant, run.deterministic needs transformers"
-        )
+        message = f"{topology.services.rollout.engine} is not batch-invariant, run.deterministic needs transformers"
         yield ("services", "rollout", "engine"), message
     if topology.consume != "order":
         yield ("consume",), f"{topology.consume} depends on timing, run.deterministic needs order"

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
+from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
+
 # One forward pass of the embedded engine is at its best from about here.
 _LEASE_SAMPLES = 256
 _TIS_CAP = 2.0
+_STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, loss.anchor, loss.tis_cap, services.reference, rollout.block_tasks."""
+    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
     tasks, group = algorithm.get("tasks_per_step"), algorithm.get("group_size")
     if _count(tasks):
         algorithm.setdefault("mini_batch_tasks", tasks)
+    _fill_advantage(algorithm)
     _fill_loss(data, algorithm)
     services = _section(data, "services")
     if services is None:
@@ -49,12 +53,31 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     if loss is None:
         return
     if "anchor" not in loss:
-        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get(
-            "mini_batch_tasks"
-        ) == algorithm.get("tasks_per_step")
-        loss["anchor"] = "rollout" if one_update and data.get("staleness", 1) == 0 else "proximal"
-    if loss["anchor"] == "proximal" and loss.get("tis_cap") is None:
+        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get("mini_batch_tasks") == algorithm.get(
+            "tasks_per_step"
+        )
+        on_policy = one_update and data.get("staleness", 1) == 0
+        # cross_entropy has no ratio: the forward pass for one would be for nothing
+        loss["anchor"] = "rollout" if on_policy or loss.get("name") == "cross_entropy" else "proximal"
+    if loss["anchor"] == "proximal" and loss.get("tis_cap") is None and loss.get("ratio_mask") is None:
         loss["tis_cap"] = _TIS_CAP
+    name = loss.get("name", "ppo_clip")
+    if name == "cispo" and loss.get("clamp") is None:
+        loss["clamp"] = "upper"
+    if isinstance(name, str) and name in CLIPS and loss.get("clip") is None:
+        loss["clip"] = list(CLIPS["ppo_clip" if loss.get("clamp") == "both" else name])
+    if name == "sapo" and loss.get("temperatures") is None:
+        loss["temperatures"] = list(SAPO_TEMPERATURES)
+
+
+def _fill_advantage(algorithm: dict[str, Any]) -> None:
+    advantage = _section(algorithm, "advantage")
+    if advantage is None or advantage.get("name", "grpo") != "grpo":
+        return
+    if advantage.get("scale") is None:
+        advantage["scale"] = "std"
+    if advantage["scale"] == "std" and advantage.get("std_epsilon") is None:
+        advantage["std_epsilon"] = _STD_EPSILON
 
 
 def _section(data: dict[str, Any], key: str) -> dict[str, Any] | None:

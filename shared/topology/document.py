@@ -107,9 +107,7 @@ class Document:
             return items
         return self._scalar(node, path)
 
-    def _mapping(
-        self, node: MappingNode, path: Path, label: str | None, above: tuple[int, ...]
-    ) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: Path, label: str | None, above: tuple[int, ...]) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             where = label or self._line(key_node)
@@ -157,9 +155,7 @@ def read(path: str | os.PathLike[str]) -> Document:
     except YAMLError as error:
         raise TopologyError([Problem(_mark(file, error), (), f"not YAML: {_reason(error)}")]) from error
     if not isinstance(node, MappingNode):
-        raise TopologyError(
-            [Problem(f"{file}:1", (), "must be a mapping with the keys run, policy, data, ...")]
-        )
+        raise TopologyError([Problem(f"{file}:1", (), "must be a mapping with the keys run, policy, data, ...")])
     document = Document(file)
     document.data = document._mapping(node, (), None, (id(node),))
     return document

@@ -138,9 +138,7 @@ def _node(path: Path) -> Mapping[str, Any]:
     node = _resolve(_schema())
     for part in path:
         items = node.get("items", {})
-        others: Any = node.get("additionalProperties") or next(
-            iter(node.get("patternProperties", {}).values()), {}
-        )
+        others: Any = node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), {})
         below = items if isinstance(part, int) else _properties(node).get(part, others)
         node = _resolve(below) if isinstance(below, Mapping) else {}
     return node

@@ -20,9 +20,7 @@ from shared.topology.schema import Topology
 from shared.topology.supported import unsupported
 
 
-def load(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_supported: bool = True
-) -> Topology:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_supported: bool = True) -> Topology:
     """The topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
     Relative paths count from the file's folder, in overrides too. `check_supported=False` leaves out the

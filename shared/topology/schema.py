@@ -28,24 +28,18 @@ class Run(Section):
         description="name of the run's folder: at most 64 letters, digits, dots, dashes and underscores",
     )
     steps: Count = Field(description="training steps, 1 or more")
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1"
-    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
 
 
 class ChatTemplate(Section):
-    add_generation_prompt: bool = Field(
-        default=True, description="end a templated prompt with the assistant's opening"
-    )
+    add_generation_prompt: bool = Field(default=True, description="end a templated prompt with the assistant's opening")
 
 
 class Policy(Section):
     model: ModelFolder = Field(description="folder of the model, or a hub name that lies in the local cache")
     dtype: Dtype = Field("float32", description="data type of the weights")
-    chat_template: ChatTemplate = Field(
-        default_factory=ChatTemplate, description="how messages become a prompt"
-    )
+    chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
 
 
 class TrainSet(Section):
@@ -93,9 +87,7 @@ class Reward(Section):
         if (self.function is None) == (not self.functions):
             raise ValueError("needs either function or functions (one or more), and not both")
         if self.functions and self.params:
-            raise ValueError(
-                "params belong to function and do nothing with functions, write them inside its items"
-            )
+            raise ValueError("params belong to function and do nothing with functions, write them inside its items")
         return self
 
     @property
@@ -120,9 +112,7 @@ class Topology(Section):
     data: Data = Field(description="training and evaluation sets")
     reward: Reward = Field(description="what a sample is worth")
     sampling: Sampling = Field(description="how training samples are drawn")
-    staleness: int = Field(
-        default=1, ge=0, description="most versions between sampling and training, 0 or more"
-    )
+    staleness: int = Field(default=1, ge=0, description="most versions between sampling and training, 0 or more")
     consume: Literal["order", "completion"] = Field(
         default="order", description="order in which a step takes its tasks"
     )

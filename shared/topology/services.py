@@ -57,9 +57,7 @@ class Reference(PolicyTrainer):
 
 class Rollout(Placed):
     instances: Count = Field(default=1, description="engines, 1 or more")
-    engine: Literal["transformers", "vllm", "openai"] = Field(
-        default="transformers", description="inference engine"
-    )
+    engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
@@ -98,9 +96,7 @@ class Services(Section):
         default=None, description="the frozen model; started if algorithm.kl.coef is above 0"
     )
     rollout: Rollout = Field(default_factory=Rollout, description="the sampling engines")
-    batch_store: BatchStore = Field(
-        default_factory=BatchStore, alias="batch-store", description="limits of the store"
-    )
+    batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
     monitor: Monitor = Field(default_factory=Monitor, description="telemetry")
 
 
@@ -132,9 +128,5 @@ class Placement(Section):
 
 
 class Lease(Section):
-    lease_s: Seconds = Field(
-        default=30.0, description="seconds without progress after which a lease is lost, above 0"
-    )
-    attempts: Count = Field(
-        default=3, description="leases of a task before it is dropped as failed, 1 or more"
-    )
+    lease_s: Seconds = Field(default=30.0, description="seconds without progress after which a lease is lost, above 0")
+    attempts: Count = Field(default=3, description="leases of a task before it is dropped as failed, 1 or more")

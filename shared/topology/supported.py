@@ -47,17 +47,6 @@ UNSUPPORTED = (
     Unsupported("run.deterministic", _any_of(True), "deterministic mode", "false"),
     Unsupported("reward.functions", _more_items_than(1), "a sum of several reward functions", "one function"),
     Unsupported("consume", _any_of("completion"), "consuming in completion order", "order"),
-    Unsupported("algorithm.advantage.name", _other_than("grpo"), "advantage {value}", "grpo"),
-    Unsupported("algorithm.advantage.scale", _other_than("std"), "advantage scale {value}", "std"),
-    Unsupported("algorithm.loss.name", _other_than("ppo_clip"), "loss {value}", "ppo_clip"),
-    Unsupported("algorithm.loss.aggregation", _other_than("token_mean"), "aggregation {value}", "token_mean"),
-    Unsupported("algorithm.kl.estimator", _other_than("k3"), "KL estimator {value}", "k3"),
-    Unsupported("algorithm.kl.in", _other_than("loss"), "KL in the {value}", "loss"),
-    Unsupported(
-        "algorithm.filter_zero_variance", _given, "filtering of zero-variance tasks", "no such section"
-    ),
-    Unsupported("algorithm.entropy_coef", _above(0), "an entropy bonus", "0"),
-    Unsupported("algorithm.overlong", _any_of("mask"), "masking of overlong samples", "keep"),
     Unsupported("services.*.backend", _any_of("megatron"), "backend megatron", "torch"),
     Unsupported("services.*.gpus", _above(1), "an instance on {value} GPUs", "0 or 1"),
     Unsupported("services.*.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
@@ -65,13 +54,8 @@ UNSUPPORTED = (
     Unsupported("services.*.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
     Unsupported("services.rollout.engine", _any_of("vllm", "openai"), "engine {value}", "transformers"),
-    Unsupported(
-        "services.rollout.engine_args", _more_items_than(0), "arguments of the engine", "no engine_args"
-    ),
-    Unsupported("services.batch-store.spill", _given, "spilling to disk", "more memory and no spill"),
-    Unsupported(
-        "services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"
-    ),
+    Unsupported("services.rollout.engine_args", _more_items_than(0), "arguments of the engine", "no engine_args"),
+    Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
     Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
     Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
     Unsupported("placement.colocate", _more_items_than(0), "colocation", "no colocate"),

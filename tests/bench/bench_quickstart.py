@@ -43,6 +43,9 @@ MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 SAMPLES_PER_STEP = 64 * 8
+# Steps that run after the last measured one: samples of (staleness + 1) steps may be under way, and at the end of a run
+# nothing more is sampled, so its last steps have less to do.
+COOL_DOWN = 2
 # How finely the arrival of a row is known; thousandths of what is measured.
 POLL_S = 0.05
 END_S = 30.0
@@ -155,14 +158,15 @@ def run_cluster(steps: int, folder: Path, limit_s: float, *, enough: Callable[[l
 
 
 def measure_cluster(steps: int, warm_up: int, limit_s: float) -> Side:
-    """Between the row of the last warm-up step and the last row; `steps` counts the warm-up too."""
+    """Between the row of the last warm-up step and the row of step `steps`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
-        arrivals = run_cluster(steps, Path(name), limit_s, enough=lambda _: False)
+        arrivals = run_cluster(steps + COOL_DOWN, Path(name), limit_s, enough=lambda _: False)[:steps]
     rows = [arrival.row for arrival in arrivals]
     seconds = arrivals[-1].at_s - arrivals[warm_up - 1].at_s
+    samples = sum(SAMPLES_PER_STEP - row["rollout/samples_failed"] for row in rows[warm_up:])
     return Side(
         name="rlbus quickstart",
-        wall_samples_per_s=SAMPLES_PER_STEP * (steps - warm_up) / seconds,
+        wall_samples_per_s=samples / seconds,
         median_samples_per_s=statistics.median(row["throughput/samples_per_s"] for row in rows[warm_up:]),
         steps=steps - warm_up,
         reward=statistics.fmean(row["reward/mean"] for row in rows[-10:]),

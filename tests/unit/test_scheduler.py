@@ -148,6 +148,11 @@ class Bench:
         )
         return self.ask(PublishWeights(driver=1, ref=ref))
 
+    def publish_again(self, step: int) -> Any:
+        """Under the lineage that the scheduler has opened since."""
+        self.lineage = self.machine.core.lineage
+        return self.publish(step)
+
     def lease(self, stage: str = "rollout", most: int = 4, instance: int = 0, life: int = 7) -> Any:
         return self.ask(LeaseRequest(stage=stage, service=stage, instance=instance, incarnation=life, max_tasks=most))
 

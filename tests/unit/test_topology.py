@@ -91,9 +91,7 @@ def test_plan_starts_each_process_after_those_it_needs(folder: Path) -> None:
 def test_resolved_file_reads_back_equal_from_another_folder(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    topology = load(
-        write(folder), ["sampling.stop=[\"\\n\", '1e5', 'true']", "services.batch-store.directory=./shm"]
-    )
+    topology = load(write(folder), ["sampling.stop=[\"\\n\", '1e5', 'true']", "services.batch-store.directory=./shm"])
     resolved = tmp_path_factory.mktemp("run") / "topology.yaml"
     topology.dump_resolved(resolved)
     assert load(resolved) == topology
@@ -121,9 +119,7 @@ def test_bad_yaml_names_its_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "- run", "run"])
 def test_document_must_be_a_mapping(folder: Path, text: str) -> None:
-    assert problems(write(folder, text)) == [
-        "t.yaml:1: must be a mapping with the keys run, policy, data, ..."
-    ]
+    assert problems(write(folder, text)) == ["t.yaml:1: must be a mapping with the keys run, policy, data, ..."]
 
 
 def test_every_duplicate_key_is_named_with_both_lines(folder: Path) -> None:
@@ -147,9 +143,7 @@ def test_alias_that_contains_itself_is_refused(folder: Path) -> None:
 
 
 def test_alias_of_a_value_is_read_in_both_places(folder: Path) -> None:
-    text = BASE.replace("tasks_per_step: 6", "tasks_per_step: &six 6").replace(
-        "steps: 3", "steps: 3, seed: 1"
-    )
+    text = BASE.replace("tasks_per_step: 6", "tasks_per_step: &six 6").replace("steps: 3", "steps: 3, seed: 1")
     topology = load(write(folder, text.replace("  group_size: 4", "  group_size: *six")))
     assert topology.algorithm.group_size == 6
 
@@ -177,9 +171,7 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
 
 def test_checks_say_nothing_about_the_default_behind_a_broken_value(folder: Path) -> None:
     [line] = problems(edited(folder, "clip: [0.2, 0.28]", "anchor: roll_out, tis_cap: 3.0"))
-    assert line.startswith(
-        "t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest"
-    )
+    assert line.startswith("t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest")
 
 
 # ------------------------------------------------------------------------------------------ overrides
@@ -262,9 +254,7 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
         ("placement.engine=ray", "placement.engine", "local"),
     ],
 )
-def test_option_without_effect_in_this_build_is_refused(
-    folder: Path, override: str, path: str, use: str
-) -> None:
+def test_option_without_effect_in_this_build_is_refused(folder: Path, override: str, path: str, use: str) -> None:
     [line] = problems(write(folder), override)
     assert line.startswith(f"--set {override}: {path}: not available in this version: ")
     assert line.endswith(f", use {use}")

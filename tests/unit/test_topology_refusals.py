@@ -117,8 +117,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "jsonl:rows.jsonl",
             "csv:rows.csv",
-            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name> or "
-            "jsonl:<path>",
+            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name> or jsonl:<path>",
         ),
         (
             'reward: {function: "builtin:exact_match"}',
@@ -128,8 +127,7 @@ def folder(tmp_path: Path) -> Path:
         (
             'function: "builtin:exact_match"}',
             'functions: [{function: "a:b"}], params: {x: 1}}',
-            "t.yaml:9: reward: params belong to function and do nothing with functions, write them inside "
-            "its items",
+            "t.yaml:9: reward: params belong to function and do nothing with functions, write them inside its items",
         ),
         (
             'function: "builtin:exact_match"}',
@@ -302,8 +300,7 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
     assert problems(path, check_supported=False) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts, use 'betta'",
-        "t.yaml:28: placement.colocate.1: 'monitor' is no service with GPUs, use policy-trainer, reference "
-        "or rollout",
+        "t.yaml:28: placement.colocate.1: 'monitor' is no service with GPUs, use policy-trainer, reference or rollout",
     ]
 
 
@@ -355,15 +352,11 @@ def test_model_folder_without_its_files_is_named(folder: Path, file: str, messag
     assert problems(write(folder)) == [f"t.yaml:3: policy.model: {folder}/model {message}"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}']
-)
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
 def test_weights_that_are_no_safetensors_are_named(folder: Path, content: bytes) -> None:
     (folder / "model" / "model.safetensors").write_bytes(content)
     [line] = problems(write(folder))
-    assert line.startswith(
-        f"t.yaml:3: policy.model: {folder}/model/model.safetensors is not a safetensors file"
-    )
+    assert line.startswith(f"t.yaml:3: policy.model: {folder}/model/model.safetensors is not a safetensors file")
 
 
 def test_missing_jsonl_file_is_named(folder: Path) -> None:
@@ -408,6 +401,4 @@ def test_memory_too_small_names_the_number_that_would_do(folder: Path) -> None:
     [line] = problems(write(folder), f"services.batch-store.memory={needed - 1}")
     assert line.startswith(f"--set services.batch-store.memory={needed - 1}: services.batch-store.memory: ")
     assert f"set at least {needed} (" in line
-    assert (
-        load(write(folder), [f"services.batch-store.memory={needed}"]).services.batch_store.memory == needed
-    )
+    assert load(write(folder), [f"services.batch-store.memory={needed}"]).services.batch_store.memory == needed

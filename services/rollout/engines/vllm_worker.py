@@ -1,0 +1,48 @@
+"""What runs inside a vLLM worker: it replaces the model's weights. Must never import vLLM itself, nor trust a reload.
+
+vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class PolicyWeights:
+    """A worker's methods for weight updates. Names must not be among those of vLLM's own worker."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
+        """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
+
+        Keeps none of the tensors. Only the canary says whether everything arrived.
+        """
+        self.reload_weights(weights_iterator=iter(weights.items()))
+        return rebuild_tied_heads(self.model_runner.get_model())
+
+
+def rebuild_tied_heads(model: nn.Module) -> int:
+    """Pack again what output heads computed from an embedding they share; returns how many.
+
+    vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter was
+    loaded *into that layer*: a tied head never is, goes on with the old packed weights, and nothing fails. Where
+    nothing is packed (GPUs) this changes nothing.
+    """
+    # The head stands after the embedding in every model: the first owner of a weight is the one that was loaded.
+    owners: dict[tuple[int, tuple[int, ...]], nn.Module] = {}
+    rebuilt = 0
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.numel() == 0:
+            continue
+        owner = owners.setdefault((weight.data_ptr(), tuple(weight.shape)), module)
+        method: Any = getattr(module, "quant_method", None)
+        if owner is not module and method is not None:
+            method.process_weights_after_loading(module)
+            rebuilt += 1
+    return rebuilt

@@ -1,0 +1,364 @@
+"""Fetches shards from stores of other hosts: opens streams, waits for them, keeps copies until they are cleared.
+
+A fetch gives whole, checked shards or raises; two that want the same shard at the same time move it once. It must
+never serve a copy of a task whose clearing the store has acknowledged before the fetch began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import structlog
+
+from proto.errors import WireError
+from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, StreamOpened
+from proto.tensors import Array
+from shared.dataplane.stream_arrival import Arrival, Arrived, ArrivedCopy
+from shared.dataplane.stream_cache import EVERY_KEY, StreamCache
+from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
+from shared.rpc.client import Client
+from shared.rpc.errors import DeadlineExceeded, RpcError
+
+STREAM_BYTES = 32 << 20
+"""A fetch is cut into streams of at most so many bytes (or one task), of which `STREAMS` run at a time."""
+STREAMS = 4
+OPEN_TASKS = 4096
+CACHE_BYTES = 256 << 20
+INFLIGHT_BYTES = 16 << 20
+CALL_S = 5.0
+WATCH_S = 20.0
+CORRUPT_TRIES = 3
+
+Wanted = tuple[PutTask, Sequence[str]]
+"""A task and the keys to fetch; no keys: all there are."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Shards of some tasks, under way from one store for whoever waits."""
+
+    store: str
+    tasks: list[PutTask]
+    keys: list[str]
+    waiters: int = 0
+    work: asyncio.Task[None] | None = None
+    arrived: list[tuple[int, int, Arrived]] = field(default_factory=list)
+    """First task, number of tasks, bytes."""
+    _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
+
+    def add(self, first: int, count: int, arrived: Arrived) -> None:
+        self.arrived.append((first, count, arrived))
+        for task in self.tasks[first : first + count]:
+            self._where[task.task_id, task.fence] = arrived
+
+    def where(self, task: PutTask) -> Arrived:
+        return self._where[task.task_id, task.fence]
+
+
+class StreamReader:
+    """One per process; belongs to the event loop of its clients."""
+
+    def __init__(
+        self,
+        client_of: Callable[[str], Client],
+        threads: Executor,
+        *,
+        plain: bool = False,
+        cache_bytes: int = CACHE_BYTES,
+        inflight_bytes: int = INFLIGHT_BYTES,
+    ) -> None:
+        """`client_of`: bus client of a store by name. `threads`: for what takes long.
+
+        `plain`: take streams in clear too; otherwise they are refused.
+        """
+        self._client_of = client_of
+        self._threads = threads
+        self._plain = plain
+        self.cache = StreamCache(cache_bytes)
+        self._receiver = Receiver(inflight_bytes)
+        self._slots = asyncio.Semaphore(STREAMS)
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._loads: set[Load] = set()
+        self._log = structlog.get_logger("stream")
+
+    @property
+    def counts(self) -> Counts:
+        """What was received, refused and asked for again so far."""
+        return self._receiver.counts
+
+    def close(self) -> None:
+        """End transfers, threads and sockets; what was fetched stays valid. Loop thread only."""
+        for task in self._watchers.values():
+            task.cancel()
+        for load in list(self._loads):
+            if load.work is not None:
+                load.work.cancel()
+        self._receiver.close()
+
+    async def fetch(self, store: str, wanted: Sequence[Wanted], deadline: float) -> list[dict[str, Array]]:
+        """The arrays of each wanted task, private to the caller; `deadline` in loop time.
+
+        Raises RpcError (missing and collected with `names`), DeadlineExceeded.
+        """
+        client = self._client_of(store)
+        await self._learn_cleared(store, client, deadline)
+        held: dict[int, dict[str, Arrived]] = {}
+        lacking = set(range(len(wanted)))
+        while lacking:
+            mine = self._begin(store, client, wanted, lacking)
+            loads: set[Load] = set()
+            for at in lacking:
+                task, keys = wanted[at]
+                shards = self.cache.shards(store, task)
+                for key in keys or (EVERY_KEY,):
+                    where = shards[key]
+                    if isinstance(where, Load):
+                        loads.add(where)
+                    else:
+                        self.cache.used(where)
+                held[at] = {}
+            sources = {at: dict(self.cache.shards(store, wanted[at][0])) for at in lacking}
+            await self._wait(loads, mine, store, deadline)
+            for at in list(lacking):
+                task, keys = wanted[at]
+                for key in keys or (EVERY_KEY,):
+                    where = sources[at][key]
+                    if isinstance(where, Load):
+                        if (task.task_id, task.fence) not in where._where:
+                            break  # that load failed, for reasons of its own: fetch this task ourselves
+                        where = where.where(task)
+                    held[at][key] = where
+                else:
+                    lacking.discard(at)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, _views, wanted, held)
+
+    # ---- loads
+
+    def _begin(self, store: str, client: Client, wanted: Sequence[Wanted], lacking: Iterable[int]) -> set[Load]:
+        """Start to fetch what is neither here nor under way; returns the loads begun."""
+        groups: dict[tuple[str, ...], list[PutTask]] = {}
+        seen: set[tuple[str, int, tuple[str, ...]]] = set()
+        for at in sorted(lacking):
+            task, keys = wanted[at]
+            shards = self.cache.shards(store, task)
+            absent = tuple(key for key in keys if key not in shards) if keys else ()
+            if (absent if keys else EVERY_KEY not in shards) and (task.task_id, task.fence, absent) not in seen:
+                seen.add((task.task_id, task.fence, absent))
+                groups.setdefault(absent, []).append(task)
+        mine: set[Load] = set()
+        for keys_, tasks in groups.items():
+            load = Load(store, tasks, list(keys_))
+            self.cache.expect(store, tasks, keys_, load)
+            load.work = asyncio.create_task(self._load(load, client))
+            load.work.add_done_callback(_seen)
+            self._loads.add(load)
+            mine.add(load)
+        return mine
+
+    async def _wait(self, loads: set[Load], mine: set[Load], store: str, deadline: float) -> None:
+        """Until all are over. Raises what went wrong with those that this fetch began."""
+        loop = asyncio.get_running_loop()
+        works = {load.work: load for load in loads if load.work is not None}
+        for load in loads:
+            load.waiters += 1
+        try:
+            pending = set(works)
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=max(0.0, deadline - loop.time()), return_when=asyncio.FIRST_EXCEPTION
+                )
+                for work in done:
+                    error = None if work.cancelled() else work.exception()
+                    if error is not None and works[work] in mine:
+                        raise error
+                if pending and loop.time() >= deadline:
+                    raise DeadlineExceeded(
+                        f"fetch from {store}: {sum(len(works[work].tasks) for work in pending)} tasks have not come in "
+                        "time; is the store's host reachable? (ctl status)"
+                    )
+        finally:
+            for load in loads:
+                load.waiters -= 1
+                if not load.waiters and load.work is not None and not load.work.done():
+                    self._give_up(load)
+
+    def _give_up(self, load: Load) -> None:
+        """Nobody waits any more."""
+        self.cache.forget(load.store, load.tasks, load)
+        assert load.work is not None
+        load.work.cancel()
+
+    async def _load(self, load: Load, client: Client) -> None:
+        at = 0
+        try:
+            async with asyncio.TaskGroup() as group:
+                while at < len(load.tasks):
+                    await self._slots.acquire()
+                    try:
+                        tasks = load.tasks[at : at + OPEN_TASKS]
+                        opened = await self._open(load, client, tasks, STREAM_BYTES)
+                    except BaseException:
+                        self._slots.release()
+                        raise
+                    group.create_task(self._stream(load, client, at, opened))
+                    at += opened.covered
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        finally:
+            self.cache.forget(load.store, load.tasks, load)
+            self._loads.discard(load)
+            self._watch(load.store, client)
+
+    async def _open(self, load: Load, client: Client, tasks: list[PutTask], max_bytes: int) -> StreamOpened:
+        """Asks until the store answers: those who wait have deadlines, this has not."""
+        request = OpenStream(tasks=tasks, keys=load.keys, max_bytes=max_bytes)
+        while True:
+            try:
+                opened = await client.call(request, StreamOpened, deadline_s=CALL_S)
+            except DeadlineExceeded:
+                continue
+            except RpcError as error:
+                if error.code == ErrorCode.BUSY:
+                    await asyncio.sleep(error.retry_after_s)
+                    continue
+                if error.code in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
+                    continue
+                raise _with_shard_names(error, load, tasks) from None
+            if not opened.secret and not self._plain:
+                raise RpcError(
+                    ErrorCode.BAD_REQUEST,
+                    f"{load.store} streams in clear and this reader does not: transport.encrypt_bulk must be the same "
+                    "on both sides",
+                )
+            if not 0 < opened.covered <= len(tasks):
+                raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks")
+            return opened
+
+    async def _stream(self, load: Load, client: Client, first: int, opened: StreamOpened) -> None:
+        """One stream to its end, opened again as often as it gets lost. Holds one of `_slots`."""
+        tasks = load.tasks[first : first + opened.covered]
+        corrupt = 0
+        arrival: Arrival | None = None
+        try:
+            while True:
+                if arrival is not None and not arrival.same(opened):
+                    arrival.drop()
+                    arrival = None
+                if arrival is None:
+                    arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES)
+                outcome, why = await self._receive(arrival, opened)
+                if outcome is Outcome.COMPLETE:
+                    arrived = arrival.take()
+                    arrival = None
+                    self._keep(load, first, tasks, arrived)
+                    return
+                self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
+                if outcome is Outcome.CORRUPT:
+                    arrival.drop()
+                    arrival = None
+                    corrupt += 1
+                    if corrupt >= CORRUPT_TRIES:
+                        names = [f"{task.task_id}#{key}" for task in tasks[:64] for key in load.keys or ("*",)]
+                        raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
+                opened = await self._open(load, client, tasks, 1 << 62)
+                if opened.covered != len(tasks):
+                    raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
+        finally:
+            if arrival is not None:
+                arrival.drop()
+            self._slots.release()
+
+    async def _receive(self, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
+        """Hand `arrival` to the receiving thread until that is done with it, also when this is cancelled."""
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[tuple[Outcome, str]] = loop.create_future()
+
+        def settle(outcome: Outcome, why: str) -> None:
+            loop.call_soon_threadsafe(_set, settled, (outcome, why))
+
+        incoming = Incoming.of(arrival, opened, settle)
+        self._receiver.add(incoming)
+        try:
+            return await asyncio.shield(settled)
+        except asyncio.CancelledError:
+            self._receiver.cancel(incoming)
+            await settled  # it may be writing to the memory right now
+            raise
+
+    def _keep(self, load: Load, first: int, tasks: list[PutTask], arrived: Arrived) -> None:
+        load.add(first, len(tasks), arrived)
+        self.cache.keep(load.store, tasks, load.keys, load, arrived)
+
+    # ---- clears
+
+    async def _learn_cleared(self, store: str, client: Client, deadline: float) -> None:
+        """Drop the copies of what the store has cleared up to now."""
+        loop = asyncio.get_running_loop()
+        more = True
+        while more:
+            state = self.cache.store(store)
+            request = GetCleared(log=state.log, serial=state.serial)
+            cleared = await client.call(request, Cleared, deadline_s=deadline - loop.time())
+            self.cache.apply(store, cleared)
+            more = cleared.more
+
+    def _watch(self, store: str, client: Client) -> None:
+        """Let the copies go when they are cleared, though nobody fetches any more."""
+        if self.cache.holds(store) and store not in self._watchers:
+            self._watchers[store] = asyncio.create_task(self._watching(store, client))
+
+    async def _watching(self, store: str, client: Client) -> None:
+        try:
+            while self.cache.holds(store):
+                state = self.cache.store(store)
+                request = GetCleared(log=state.log, serial=state.serial, wait=True)
+                try:
+                    self.cache.apply(store, await client.call(request, Cleared, deadline_s=WATCH_S))
+                except DeadlineExceeded:
+                    # the store is away: what it cleared meanwhile is unknown
+                    self.cache.drop_store(store)
+                except RpcError as error:
+                    self._log.warning("clears unknown, copies dropped", store=store, error=str(error))
+                    self.cache.drop_store(store)
+        finally:
+            self._watchers.pop(store, None)
+
+
+def _views(wanted: Sequence[Wanted], held: dict[int, dict[str, Arrived]]) -> list[dict[str, Array]]:
+    copies: dict[Arrived, ArrivedCopy] = {}
+    found: list[dict[str, Array]] = []
+    for at, (task, _) in enumerate(wanted):
+        arrays: dict[str, Array] = {}
+        by_source: dict[Arrived, list[str]] = {}
+        for key, arrived in held[at].items():
+            by_source.setdefault(arrived, []).append(key)
+        for arrived, keys in by_source.items():
+            if arrived not in copies:
+                copies[arrived] = arrived.copy()
+            arrays |= copies[arrived].arrays(task.task_id, task.fence, None if keys == [EVERY_KEY] else keys)
+        found.append(arrays)
+    return found
+
+
+def _seen(work: asyncio.Task[None]) -> None:
+    """Whoever began the load reports its failure; if they left, nobody needs to."""
+    if not work.cancelled():
+        work.exception()
+
+
+def _set(future: asyncio.Future[tuple[Outcome, str]], value: tuple[Outcome, str]) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _with_shard_names(error: RpcError, load: Load, tasks: Sequence[PutTask]) -> RpcError:
+    """The store names tasks it lacks; a reader asked for shards."""
+    if error.code != ErrorCode.MISSING:
+        return error
+    lacking = set(error.names)
+    names = [f"{task.task_id}#{key}" for task in tasks if task.task_id in lacking for key in load.keys or ("*",)]
+    return RpcError(error.code, str(error), names=names or list(error.names))

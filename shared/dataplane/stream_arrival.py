@@ -1,0 +1,184 @@
+"""The memory that one stream fills: chunks in any order, checked to the last byte. It must never show a part.
+
+The bytes lie in a nameless file, so that everyone who fetches them gets a copy-on-write mapping of the one copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from proto import blockfile, excerpt
+from proto.blockfile import Table
+from proto.bulk import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from proto.errors import WireError
+from proto.messages import PutTask, StreamOpened
+from proto.tensors import Array
+from shared.dataplane.mapping import views
+
+_HASH_BYTES = 4 << 20
+"""A shard larger than this is hashed while it arrives, not when it is complete."""
+
+
+class Arrived:
+    """A received block file that passed every check."""
+
+    def __init__(self, descriptor: int, table: Table) -> None:
+        self._descriptor = descriptor
+        self.table = table
+        self.nbytes = table.file_bytes
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def copy(self) -> ArrivedCopy:
+        """A private view of it, which costs memory only where it is written to."""
+        return ArrivedCopy(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), self.table)
+
+
+class ArrivedCopy:
+    """One copy-on-write mapping of an `Arrived`; lives as long as any array made by it."""
+
+    def __init__(self, data: mmap.mmap, table: Table) -> None:
+        self._data, self._table = data, table
+
+    def arrays(self, task_id: str, fence: int, keys: Iterable[str] | None) -> dict[str, Array]:
+        """The shards of one task, all of them or those in `keys`; writable, private views."""
+        return views(self._table, self._data, task_id, fence, keys)
+
+
+class Arrival:
+    """A stream on its way in. Belongs to the receiving thread once that has it."""
+
+    def __init__(self, opened: StreamOpened, tasks: Sequence[PutTask], keys: Sequence[str], max_bytes: int) -> None:
+        """Checks what the store announced against what was asked for. Raises WireError.
+
+        `tasks`: what the stream covers. Memory is taken as bytes come, not as they are announced.
+        """
+        if not MIN_CHUNK_BYTES <= opened.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise WireError(f"stream in chunks of {opened.chunk_bytes} bytes: {MIN_CHUNK_BYTES}..{MAX_CHUNK_BYTES}")
+        # head and padding are beyond what was asked for: less than this for each task and shard
+        slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES
+        if not 0 < opened.head_bytes <= opened.total_bytes <= min(max_bytes + slack, blockfile.MAX_FILE_BYTES):
+            raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: asked for {max_bytes}")
+        self.total_bytes, self.chunk_bytes = opened.total_bytes, opened.chunk_bytes
+        self.chunks = -(-opened.total_bytes // opened.chunk_bytes)
+        self._tasks, self._keys = tasks, keys
+        self._head = (opened.head_bytes, opened.head_checksum)
+        self._have = bytearray(self.chunks)
+        self._left = self.chunks
+        self._prefix = 0
+        self._table: Table | None = None
+        self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._row = self._hashed = 0
+        self._partial: xxhash.xxh3_64 | None = None
+        self._descriptor = os.memfd_create("rlbus-arrival", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, self.total_bytes)
+            self._data = mmap.mmap(self._descriptor, self.total_bytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._view = memoryview(self._data)
+
+    def same(self, opened: StreamOpened) -> bool:
+        """Is this the same stream, opened again? Then what arrived stays."""
+        return (opened.total_bytes, opened.chunk_bytes, opened.head_bytes, opened.head_checksum) == (
+            self.total_bytes,
+            self.chunk_bytes,
+            *self._head,
+        )
+
+    @property
+    def complete(self) -> bool:
+        return not self._left
+
+    def has(self, index: int) -> bool:
+        return self._have[index] == 1
+
+    def room(self, index: int) -> memoryview:
+        """Where chunk `index` belongs."""
+        begin = index * self.chunk_bytes
+        return self._view[begin : begin + self.chunk_bytes]
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Ranges [from, end) of chunks that are not here."""
+        ranges: list[tuple[int, int]] = []
+        at = self._have.find(0)
+        while at >= 0:
+            end = self._have.find(1, at)
+            end = self.chunks if end < 0 else end
+            ranges.append((at, end))
+            at = self._have.find(0, end)
+        return ranges
+
+    def arrived(self, index: int) -> None:
+        """Chunk `index` is in its room. Raises WireError when the bytes are not those that were put."""
+        self._have[index] = 1
+        self._left -= 1
+        if index == self._prefix:
+            end = self._have.find(0, index)
+            self._prefix = self.chunks if end < 0 else end
+            self._check(min(self.total_bytes, self._prefix * self.chunk_bytes))
+
+    def take(self) -> Arrived:
+        """What arrived, once it is complete; it is checked by then."""
+        assert self._table is not None
+        assert self.complete
+        assert self._row == len(self._rows[0])
+        descriptor, self._descriptor = self._descriptor, -1
+        self.drop()
+        return Arrived(descriptor, self._table)
+
+    def drop(self) -> None:
+        """Let go of the memory."""
+        self._view.release()
+        self._data.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _check(self, upto: int) -> None:
+        if self._table is None:
+            head_bytes, checksum = self._head
+            if upto < head_bytes:
+                return
+            head = self._view[:head_bytes]
+            if xxhash.xxh3_64_intdigest(head) != checksum:
+                raise WireError("stream: its head is not the one that was announced")
+            self._table = blockfile.parse(head, self.total_bytes)
+            self._check_content(self._table)
+            self._rows = excerpt.rows_of(self._table)
+        offsets, sizes, checksums = self._rows
+        while self._row < len(offsets):
+            begin, size = offsets[self._row], sizes[self._row]
+            if self._partial is None and begin + size <= upto:
+                digest = xxhash.xxh3_64_intdigest(self._view[begin : begin + size])
+            else:
+                if size <= _HASH_BYTES or begin >= upto:
+                    return
+                if self._partial is None:
+                    self._partial, self._hashed = xxhash.xxh3_64(), begin
+                end = min(begin + size, upto)
+                self._partial.update(self._view[self._hashed : end])
+                self._hashed = end
+                if end < begin + size:
+                    return
+                digest = self._partial.intdigest()
+                self._partial = None
+            if digest != checksums[self._row]:
+                raise WireError(f"stream: row {self._row} of {size} bytes does not have its checksum")
+            self._row += 1
+
+    def _check_content(self, table: Table) -> None:
+        """The head may be well-formed and yet not what was asked for."""
+        held = list(zip(table.task_ids, table.fences, strict=True))
+        if held != [(task.task_id, task.fence) for task in self._tasks]:
+            raise WireError(f"stream: holds {len(held)} tasks that are not the {len(self._tasks)} asked for")
+        if self._keys and (
+            set(table.keys) != set(self._keys) or table.row_count != len(held) * len(set(self._keys))
+        ):
+            raise WireError("stream: holds other keys than were asked for")

@@ -1,0 +1,92 @@
+"""The gate of one ZeroMQ context: answers libzmq's question (ZAP, RFC 27) who may connect, and as which role.
+
+It fails closed: an endpoint that was locked with `lock` takes nobody while no gate answers, and a stranger's key never
+gets past the handshake. What comes in is libzmq's own, but its contents (domain aside) were chosen by the peer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import structlog
+import zmq
+from zmq.utils import z85
+
+from shared.rpc.transport import Pump
+from shared.security.keys import KEY_CHARACTERS, Keyring
+from shared.security.roles import Role
+
+ENDPOINT = "inproc://zeromq.zap.01"
+VERSION = b"1.0"
+HANDSHAKE_MS = 10_000
+"""A peer that has not finished its handshake by then is disconnected."""
+LOGGED_REFUSALS = 20
+"""The first so many refusals are logged one by one; all are counted."""
+
+
+def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
+    """Before bind: make `socket` talk CURVE only, to peers whose role is at least `admits`."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
+    """Before connect: talk CURVE only, to whoever holds the secret key of the run's services."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+class Gate:
+    """One a context. Belongs to the event loop it was made on; must exist before the first locked bind."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keyring) -> None:
+        self.keys = keys
+        self.admitted: Counter[Role] = Counter()
+        self.refused: Counter[str] = Counter()
+        """By reason: `unknown_key`, `role`, `mechanism`, `malformed`."""
+        self._log = structlog.get_logger("gate")
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(ENDPOINT)
+        self._pump = Pump(socket, self._on_request)
+
+    def close(self) -> None:
+        """Nobody gets in any more."""
+        self._pump.close()
+
+    def _on_request(self, frames: list[bytes]) -> None:
+        if len(frames) < 8 or frames[1] or frames[2] != VERSION:
+            self.refused["malformed"] += 1
+            return
+        peer, _, _, number, domain, address = frames[:6]
+        role, reason = self._judge(domain, frames[7], frames[8:])
+        if role is not None:
+            self.admitted[role] += 1
+            answer = [b"200", b"OK", role.label.encode(), b""]
+        else:
+            self.refused[reason] += 1
+            if sum(self.refused.values()) <= LOGGED_REFUSALS:
+                self._log.warning("peer refused", reason=reason, address=address.decode("ascii", "replace")[:100])
+            answer = [b"400", b"refused", b"", b""]
+        self._pump.send([peer, b"", VERSION, number, *answer])
+
+    def _judge(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> tuple[Role | None, str]:
+        """The role of the peer, or None and why not."""
+        if mechanism != b"CURVE" or len(credentials) != 1:
+            return None, "mechanism"
+        role = self.keys.role_of(_z85(credentials[0]))
+        if role is None:
+            return None, "unknown_key"
+        try:
+            admits = Role.of_label(domain.decode("ascii", "replace"))
+        except ValueError:
+            return None, "role"
+        return (role, "") if role >= admits else (None, "role")
+
+
+def _z85(key: bytes) -> bytes:
+    return z85.encode(key) if len(key) * 5 == KEY_CHARACTERS * 4 else b""

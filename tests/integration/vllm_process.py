@@ -1,0 +1,195 @@
+"""One vLLM engine put through everything its tests judge, in a process of its own. Must never judge anything itself:
+vLLM patches torch, so the expected values are computed by the process that reads the answers.
+
+`python -m tests.integration.vllm_process MODEL CASE.json ANSWER.json`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import threading
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from proto.messages import Canary, WeightsRef
+from proto.tensors import Array
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engines import vllm_worker
+from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.weights_sync import WeightsSync
+from shared.drill import perturb
+from shared.rpc.errors import RpcError
+
+SEED = 7
+TOLERANCE = 1e-4
+
+
+class CancelLater(threading.Event):
+    """Set by being asked often: cancels in the middle of a block, between the same two steps every time."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__()
+        self._left = asked
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def plain(groups: list[list[Generation]]) -> list[list[dict[str, Any]]]:
+    return [
+        [
+            {"ids": each.token_ids.tolist(), "logprobs": each.logprobs.tolist(), "finish": each.finish_reason}
+            for each in group
+        ]
+        for group in groups
+    ]
+
+
+async def failure(work: Awaitable[object]) -> str:
+    """`Type: message` of what `work` raised, empty if nothing."""
+    try:
+        await work
+    except (RpcError, WeightsMismatch, GenerationCancelled) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Scenario:
+    def __init__(self, model: Path, case: dict[str, Any]) -> None:
+        self._model = model
+        self._case = case
+        self._prompts = [Prompt(f"train/0/{i}", ids) for i, ids in enumerate(case["prompts"])]
+        self._engine = self._made()
+        self._answer: dict[str, Any] = {}
+        self._base: dict[str, Array] = {}
+
+    def _made(self, **engine_args: Any) -> VllmEngine:
+        return VllmEngine(model=self._model, dtype="float32", threads=1, deterministic=False, engine_args=engine_args)
+
+    async def run(self) -> dict[str, Any]:
+        answer = self._answer
+        answer["refused"] = {
+            name: await failure(self._made(**arguments).start())
+            for name, arguments in self._case["refused_arguments"].items()
+        }
+        started = time.perf_counter()
+        await self._engine.start()
+        answer["start_s"] = time.perf_counter() - started
+        answer["sizes"] = [self._engine.vocab_size, self._engine.context_tokens]
+        self._base = await self._engine.base_weights()
+        await self._weights()
+        await self._sampling()
+        await self._interrupted()
+        answer["listening"] = [
+            each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN
+        ]
+        answer["children"] = len(psutil.Process().children())
+        answer["stats"] = self._engine.stats()
+        answer["max_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        await self._engine.stop()
+        return answer
+
+    async def _weights(self) -> None:
+        engine, answer = self._engine, self._answer
+        sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+        # First: with the repair left out. The drill itself must find it.
+        repair = vllm_worker.rebuild_tied_heads
+        vllm_worker.rebuild_tied_heads = lambda model: 0
+        answer["unrepaired"] = await failure(sync.load(*self._version(1)))
+        answer["held_unrepaired"] = sync.holds.step
+        vllm_worker.rebuild_tied_heads = repair
+        sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+        report = await sync.load(*self._version(1))
+        answer["canary_error"] = report.canary_error
+        answer["sync_s"] = report.seconds
+        ref, _ = self._version(1)
+        answer["stale"] = await failure(sync.load(ref, self._version(2)[1]))
+        weights = self._version(2)[1]
+        name = next(iter(weights))
+        renamed = {("model.other" if key == name else key): value for key, value in weights.items()}
+        answer["renamed"] = await failure(engine.set_weights(renamed))
+        answer["reshaped"] = await failure(engine.set_weights(weights | {name: weights[name][1:]}))
+        answer["retyped"] = await failure(engine.set_weights(weights | {name: weights[name].astype(np.float16)}))
+        answer["names"] = list(self._base)
+        await sync.load(*self._version(1))
+        await self._generate("first_version", SamplingParams(4, 1.0, 16, 0))
+        # The long prompt's first block, as version 1 read it, is in the prefix cache now.
+        answer["second_error"] = (await sync.load(*self._version(2))).canary_error
+
+    async def _sampling(self) -> None:
+        await self._generate("warm", SamplingParams(4, 1.0, 16, 0))
+        await self._generate("warm_again", SamplingParams(4, 1.0, 16, 0))
+        await self._generate("other_seed", SamplingParams(4, 1.0, 16, 1))
+        await self._generate("cold", SamplingParams(4, 0.7, 16, 0))
+        await self._generate("greedy", SamplingParams(2, 0.0, 16, 0))
+        await self._generate("stopped", SamplingParams(16, 1.0, 32, 0, stop=tuple(self._case["stop"])))
+        prompts = [Prompt(f"speed/0/{i}", [1, 10 + i % 20, 11, 12, 13]) for i in range(32)]
+        started = time.perf_counter()
+        groups = await self._engine.generate(prompts, SamplingParams(8, 1.0, 64, 0), threading.Event())
+        tokens = sum(len(each.token_ids) for group in groups for each in group)
+        self._answer["tokens_per_s"] = tokens / (time.perf_counter() - started)
+
+    async def _interrupted(self) -> None:
+        engine, answer = self._engine, self._answer
+        sampling = SamplingParams(4, 1.0, 16, 0)
+        answer["cancelled"] = await failure(engine.generate(self._prompts, sampling, CancelLater(3)))
+        await self._generate("after_cancel", sampling)
+        await engine.pause()
+        cancel = threading.Event()
+        cancel.set()
+        answer["cancelled_in_pause"] = await failure(engine.generate(self._prompts, sampling, cancel))
+        steps = engine.stats()["decode_steps"]
+        task = asyncio.create_task(engine.generate(self._prompts, sampling, threading.Event()))
+        done, _ = await asyncio.wait([task], timeout=1.0)
+        answer["paused"] = [len(done), engine.stats()["decode_steps"] - steps]
+        progress = engine.progress
+        await engine.resume()
+        answer["after_pause"] = plain(await task)
+        answer["progress_and_steps"] = [engine.progress - progress, engine.stats()["decode_steps"] - steps]
+        await engine.set_weights(self._version(1)[1])
+        canary = self._version(1)[0].canary
+        answer["last_error"] = float(np.abs(await engine.score(canary.token_ids) - canary.logprobs).max())
+
+    async def _generate(self, name: str, sampling: SamplingParams) -> None:
+        self._answer[name] = plain(await self._engine.generate(self._prompts, sampling, threading.Event()))
+
+    def _version(self, step: int) -> tuple[WeightsRef, dict[str, Array]]:
+        weights = {name: perturb(name, values, 1000 + step) for name, values in self._base.items()}
+        ref = WeightsRef(
+            lineage=1,
+            step=step,
+            task_id=f"weights/1/{step}",
+            fence=1,
+            store="batch-store/0",
+            nbytes=sum(values.nbytes for values in weights.values()),
+            canary=self._canary(f"version {step}"),
+            drill=self._canary("drill"),
+            drill_seed=SEED,
+        )
+        return ref, weights
+
+    def _canary(self, name: str) -> Canary:
+        return Canary(
+            token_ids=np.array(self._case["canary_tokens"], np.int32),
+            logprobs=np.array(self._case["canaries"][name], np.float32),
+            tolerance=TOLERANCE,
+        )
+
+
+def main() -> None:
+    model, case, answer = (Path(each) for each in sys.argv[1:])
+    result = asyncio.run(Scenario(model, json.loads(case.read_text())).run())
+    answer.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A store that comes back without its data: unfinished tasks are rolled again, the run returns to its checkpoint."""
+
+from __future__ import annotations
+
+from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, Register, StepBatch
+from services.scheduler.core import Core
+from tests.unit.test_scheduler import Bench, ids
+
+
+def register(bench: Bench, data_id: str, incarnation: int) -> None:
+    bench.ask(
+        Register(
+            service="batch-store",
+            instance=0,
+            incarnation=incarnation,
+            pid=1,
+            host="h",
+            endpoint="",
+            limit_bytes=1 << 30,
+            data_id=data_id,
+        )
+    )
+
+
+def started() -> Bench:
+    bench = Bench()
+    register(bench, "a", 1)
+    bench.ask(GetRunInfo(driver=1))
+    bench.publish(0)
+    return bench
+
+
+def test_a_restart_with_the_same_data_loses_nothing() -> None:
+    bench = started()
+    bench.step(1)
+    grant = bench.granted()
+    bench.complete(grant)
+    register(bench, "a", 2)
+    assert bench.machine.core.committed_step == 1
+    assert bench.counts()["READY"] == 4
+
+
+def test_lost_data_rolls_unfinished_tasks_again_under_a_higher_fence() -> None:
+    bench = started()
+    grant = bench.granted()
+    bench.complete(grant)
+    assert bench.counts()["READY"] == 4
+    register(bench, "b", 2)
+    assert bench.counts()["READY"] == 0
+    bench.publish_again(0)
+    again = bench.granted()
+    assert ids(again) == ids(grant)
+    assert {task.fence for task in again.batch.tasks} == {2}
+
+
+def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_other_tasks() -> None:
+    bench = started()
+    first = bench.step(1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    lost = bench.step(2)
+    register(bench, "b", 2)
+    info = bench.ask(GetRunInfo(driver=1))
+    assert (info.committed_step, info.open_step, info.checkpoint_step) == (1, 0, 1)
+    bench.publish_again(1)
+    batch = bench.step(2)
+    trained = {task.task_id for task in first.batch.tasks} | {task.task_id for task in lost.batch.tasks}
+    assert not trained & {task.task_id for task in batch.batch.tasks}
+
+
+def test_an_open_step_whose_shards_are_lost_is_given_up() -> None:
+    bench = started()
+    assert bench.ask(NextBatch(driver=1, step=1)) is None
+    held = bench.calls
+    bench.complete(bench.granted())
+    assert isinstance(bench.answer(bench.effects, held), StepBatch)
+    register(bench, "b", 2)
+    assert bench.ask(GetRunInfo(driver=1)).open_step == 0
+    assert bench.ask(CommitStep(driver=1, step=1, metrics={})).code == "conflict"
+
+
+def test_lost_data_replays_to_the_same_state() -> None:
+    bench = started()
+    bench.step(1)
+    register(bench, "b", 2)
+    bench.publish_again(0)
+    bench.step(1)
+    copy = Core(bench.plan)
+    for event in bench.journal:
+        copy.apply(event)
+    assert copy.committed_step == bench.machine.core.committed_step == 1
+    assert copy.tasks.dump() == bench.machine.core.tasks.dump()
+    assert copy.window.dump() == bench.machine.core.window.dump()
