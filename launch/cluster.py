@@ -18,7 +18,7 @@ import typer
 from launch import place, preflight
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
-from launch.supervisor.plan import SUPERVISOR, Key, module_of
+from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.state import Died, Ended, Outcome, ProcessState
 from proto.messages import Status
@@ -126,7 +126,9 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
 
     plan = _plan(topology)
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
-    supervisor = Supervisor(run, plan, threads=threads, on_event=on_event, lock=lock)
+    address, port = topology.transport.listen, topology.transport.scheduler_port
+    listen = {key: listen_endpoint(address, port, key[0]) for key in plan} if address else {}
+    supervisor = Supervisor(run, plan, threads=threads, listen=listen, on_event=on_event, lock=lock)
     interrupts = 0
 
     def interrupt() -> None:

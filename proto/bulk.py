@@ -45,7 +45,7 @@ class Head(NamedTuple):
     kind: int
     flags: int
     epoch: int
-    index: int
+    chunk: int
     counter: int
     stream_id: bytes
 

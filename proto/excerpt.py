@@ -163,7 +163,14 @@ def _assemble(
     table_bytes = 12 * len(picks) + 8 * len(dims) + rows.nbytes + len(task_names) + len(key_names)
     rows["offset"], total = blockfile._canonical(rows["nbytes"], HEADER_BYTES + table_bytes)
     table = b"".join(
-        (fences.tobytes(), dims.tobytes(), rows.tobytes(), counts.astype(blockfile._U32).tobytes(), task_names, key_names)
+        (
+            fences.tobytes(),
+            dims.tobytes(),
+            rows.tobytes(),
+            counts.astype(blockfile._U32).tobytes(),
+            task_names,
+            key_names,
+        )
     )
     head = blockfile._HEADER.pack(
         blockfile.MAGIC,

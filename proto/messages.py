@@ -158,6 +158,8 @@ class Register(Request, frozen=True, kw_only=True):
     """A batch store's memory limit (plus spill, when there is one); 0 for everyone else."""
     data_id: str = ""
     """A batch store's: names what it holds. Another one under the same name means that the former data is lost."""
+    host_id: str = ""
+    """Who has the same one reaches the service's ipc endpoint; everyone else needs a tcp `endpoint`."""
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
@@ -169,11 +171,15 @@ class LeaseProgress(Record, frozen=True, array_like=True):
 
 @message(22)
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them."""
+    """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them.
+
+    `weights`: only to an engine that holds an older version than the newest one; it may update what it is sampling.
+    """
 
     scheduler_incarnation: int
     registered: bool
     lost_leases: list[int] = []
+    weights: WeightsRef | None = None
 
 
 @message(23)
@@ -192,6 +198,24 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     leases: list[LeaseProgress] = []
     store_bytes: int = 0
     store_shards: int = 0
+
+
+@message(24)
+class Resolved(Message, frozen=True, kw_only=True):
+    """Answer to `Resolve`: what the service registered."""
+
+    endpoint: str
+    host_id: str
+    incarnation: int
+
+
+@message(25)
+class Resolve(Request, frozen=True, kw_only=True):
+    """Where does an instance of a service answer? Error(missing) while it is not registered."""
+
+    REPLY: ClassVar[type[Message]] = Resolved
+    service: str
+    instance: int
 
 
 # ------------------------------------------------------------------------------------------ tasks and batches
@@ -651,7 +675,11 @@ class GetStorePlace(Request, frozen=True, kw_only=True):
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss as named functions and numbers; workers apply it to every token (see services.policy_trainer.loss)."""
+    """The loss as named functions and numbers; workers apply it to every token. An option of 0 or "" is off.
+
+    `name`: a builtin, or the import path that the topology names (workers take it from there). `ratio_mask`: "token",
+    "sequence" or "geometric", within [mask_low, mask_high]. `clamp`: "upper" or "both" (cispo).
+    """
 
     name: str
     clip_low: float
@@ -661,6 +689,14 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     tis_cap: float = 0.0
     kl_estimator: str = ""
     kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    dual_clip: float = 0.0
+    clamp: str = ""
+    gate_positive: float = 0.0
+    gate_negative: float = 0.0
+    ratio_mask: str = ""
+    mask_low: float = 0.0
+    mask_high: float = 0.0
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
@@ -709,6 +745,8 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
 
     sums: dict[str, float]
     seconds: float
+    imbalance: float = 1.0
+    """Tokens of the fullest rank over the mean of all."""
 
 
 @message(85)
@@ -745,9 +783,9 @@ class OptimStep(WorkerRequest, frozen=True, kw_only=True):
 
 @message(88)
 class Published(Message, frozen=True, kw_only=True):
-    """Answer to `Publish`."""
+    """Answer to `Publish`. `ref` comes from the rank that put the weights, the others have None."""
 
-    ref: WeightsRef
+    ref: WeightsRef | None = None
     seconds: float
 
 
@@ -813,6 +851,51 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
     REPLY: ClassVar[type[Message]] = WorkerState
     driver: int
+    at_least: int = 0
+    """Calls are numbered from above this (and above what the worker has done): all ranks of a group count alike."""
+
+
+@message(96)
+class Moved(Message, frozen=True, kw_only=True):
+    """Answer to `Move`: bytes that changed place on this rank."""
+
+    nbytes: int
+    seconds: float
+
+
+@message(97)
+class Move(WorkerRequest, frozen=True, kw_only=True):
+    """Take `parts` ("parameters", "gradients", "optimizer") off the device (`to` "host") or bring them back ("device").
+
+    A later call that needs a part brings it back by itself.
+    """
+
+    REPLY: ClassVar[type[Message]] = Moved
+    parts: list[str]
+    to: str
+
+
+@message(98)
+class Met(Message, frozen=True, kw_only=True):
+    """Answer to `Meet`: every rank came to the round, or one of them (`failures`) cannot: then nobody goes on."""
+
+    generation: int
+    failures: list[str] = []
+
+
+@message(99)
+class Meet(Request, frozen=True, kw_only=True):
+    """A rank tells rank 0's worker that it is ready for collective `round` of group `generation`; held until all are.
+
+    Round "join", generation 0: the group is formed, the answer names its generation. Round "end": held until the group
+    has ended (error lost). `failure`: why this rank cannot go on; it may follow an earlier `Meet` of the same round.
+    """
+
+    REPLY: ClassVar[type[Message]] = Met
+    generation: int
+    round: str
+    rank: int
+    failure: str = ""
 
 
 # ------------------------------------------------------------------------------------ status and telemetry
@@ -888,6 +971,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     sequence: int
     rows: list[TopicRow]
     dropped: int
+    stream: str = ""
+    """Where the updates can be had over the network; empty: on the monitor's host only."""
 
 
 @message(112)

@@ -35,13 +35,9 @@ def closure(requirements: list[str]) -> dict[str, str]:
         try:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            sys.exit(
-                f"lock: {requirement} is needed and not installed; install it, then run `make lock` again"
-            )
+            sys.exit(f"lock: {requirement} is needed and not installed; install it, then run `make lock` again")
         if not requirement.specifier.contains(found.version, prereleases=True):
-            sys.exit(
-                f"lock: {name} {found.version} is installed, {requirement} is needed; install that first"
-            )
+            sys.exit(f"lock: {name} {found.version} is installed, {requirement} is needed; install that first")
         if (name, extras) in seen:
             continue
         seen.add((name, extras))
@@ -66,9 +62,7 @@ def main() -> None:
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
     strangers = sorted(installed - runtime.keys() - dev.keys() - NOT_LOCKED)
     if strangers:
-        sys.exit(
-            f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first"
-        )
+        sys.exit(f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first")
     torch = {"torch": runtime.pop("torch")}
     write(HERE / "torch.txt", torch, "# Installed first: an exact pin, as an open range fetches far more.\n")
     write(HERE / "lock.txt", runtime)

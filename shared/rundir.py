@@ -14,12 +14,16 @@ from pathlib import Path
 from proto.messages import ErrorCode
 from shared.rpc.claim import SCRATCH_BYTES
 from shared.rpc.errors import RpcError
+from shared.security import keys
+from shared.security.roles import Role
 
 MAX_IPC_PATH_BYTES = 107
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
+_JOIN_FILE = "join.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
 ABANDONED_S = 60.0
 """Volatile directories younger than this are never swept: a service that was killed may be about to come back."""
@@ -45,6 +49,8 @@ class RunDir:
     path: Path
     sockets: Path
     shm: Path
+    scheduler: str = ""
+    """On a host that joined the run: the scheduler's tcp endpoint. Empty where the run was begun."""
 
     @property
     def name(self) -> str:
@@ -78,6 +84,12 @@ class RunDir:
     def keys(self) -> Path:
         return self.path / "keys"
 
+    @property
+    def host_id(self) -> str:
+        """The same for all who see these sockets, in whatever container or network they are; no other host's."""
+        folder = self.sockets.stat()
+        return f"{_BOOT_ID.read_text().strip()}/{folder.st_dev:x}/{folder.st_ino:x}"
+
     def log_file(self, service: str, instance: int) -> Path:
         return self.logs / f"{service}-{instance}.jsonl"
 
@@ -102,18 +114,46 @@ class RunDir:
         path.mkdir(parents=True, exist_ok=True)
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
-        (path / "keys").mkdir(mode=0o700, exist_ok=True)
+        keys.create(path / "keys")
         return cls._place(path, shm_root)
 
     @classmethod
     def reopen(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """For --resume: the same run with fresh socket and shared-memory directories."""
+        """For --resume: the same run with fresh socket and shared-memory directories, and the keys it has."""
         old = cls.open(path)
         old.remove_volatile()
-        return cls._place(old.path, shm_root)
+        keys.create(old.keys)
+        return cls._place(old.path, shm_root, old.scheduler)
+
+    def export_host(self, target: Path, scheduler: str) -> None:
+        """Write what another host needs to join into the new folder `target`: topology, keys, and where the scheduler
+        answers (`tcp://ADDRESS:PORT`). It holds the run's service key: copy it over a trusted channel only.
+        """
+        keys.export(self.keys, target / "keys", [Role.SERVICE])
+        if self.topology.exists():
+            shutil.copyfile(self.topology, target / self.topology.name)
+        (target / _JOIN_FILE).write_text(json.dumps({"run": self.name, "scheduler": scheduler}) + "\n")
 
     @classmethod
-    def _place(cls, path: Path, shm_root: Path) -> RunDir:
+    def join(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
+        """Make a folder that `export_host` wrote this host's run directory, with sockets and shared memory of its own.
+
+        Raises RpcError(bad_request) when it is no such folder or its keys are no good.
+        """
+        path = path.absolute()
+        try:
+            scheduler = json.loads((path / _JOIN_FILE).read_text())["scheduler"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"{path}: nothing to join ({type(error).__name__}); copy what export_host wrote"
+            ) from None
+        keys.load(path / "keys", Role.SERVICE)
+        for name in ("logs", "checkpoints"):
+            (path / name).mkdir(exist_ok=True)
+        return cls._place(path, shm_root, str(scheduler))
+
+    @classmethod
+    def _place(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
         sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
         longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
         if longest > MAX_IPC_PATH_BYTES:
@@ -126,8 +166,8 @@ class RunDir:
         shm_root.mkdir(parents=True, exist_ok=True)
         shm = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=shm_root))
         (sockets / _SHM_LINK).symlink_to(shm)  # tells the sweep whose sockets these are
-        run = cls(path=path, sockets=sockets, shm=shm)
-        text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm)})
+        run = cls(path=path, sockets=sockets, shm=shm, scheduler=scheduler)
+        text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
         scratch = path / "run.json.tmp"
         scratch.write_text(text + "\n")
         scratch.replace(path / "run.json")
@@ -139,8 +179,13 @@ class RunDir:
         path = path.absolute()
         try:
             data = json.loads((path / "run.json").read_text())
-            return cls(path=path, sockets=Path(data["sockets"]), shm=Path(data["shm"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(
+                path=path,
+                sockets=Path(data["sockets"]),
+                shm=Path(data["shm"]),
+                scheduler=str(data.get("scheduler", "")),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"run directory {path}: not a run ({type(error).__name__}); start one with launch.cluster",

@@ -33,6 +33,8 @@ class Stage:
     service: str
     needs: tuple[str, ...]
     makes: tuple[str, ...]
+    scalars: frozenset[str] = frozenset()
+    """Per-sample values that its results may bring besides; the rollout stage brings whichever it likes."""
 
 
 ROLLOUT = Stage(
@@ -41,7 +43,14 @@ ROLLOUT = Stage(
     needs=(),
     makes=("token_ids", "lengths", "sample_index", "loss_mask", "rollout_logprobs", "versions"),
 )
-REFERENCE = Stage("reference", "reference", needs=("token_ids", "lengths", "loss_mask"), makes=("ref_logprobs",))
+REFERENCE = Stage(
+    "reference",
+    "reference",
+    needs=("token_ids", "lengths", "loss_mask"),
+    makes=("ref_logprobs",),
+    scalars=frozenset(["kl"]),
+)
+"""Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
 """Made by the trainer itself once a task is BATCHED; never leased."""
 

@@ -32,6 +32,11 @@ def module_of(service: str) -> str:
     return f"services.{service.replace('-', '_')}"
 
 
+def listen_endpoint(address: str, scheduler_port: int, service: str) -> str:
+    """Where a service answers other hosts: the scheduler, whom everyone asks for the rest, at a port known before."""
+    return f"tcp://{address}:{scheduler_port if service == 'scheduler' else 0}"
+
+
 def drain_group(service: str) -> int:
     """Index of the group of `DRAIN_ORDER` that a service ends with."""
     for index, group in enumerate(DRAIN_ORDER):

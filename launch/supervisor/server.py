@@ -96,16 +96,19 @@ class Supervisor:
         plan: Sequence[Key],
         *,
         threads: Mapping[Key, int],
+        listen: Mapping[Key, str] | None = None,
         on_event: Callable[[EVENTS], None],
         lock: int | None = None,
         command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`threads`: CPU threads by process (1 for those left out); `lock`: descriptor of the lock on the run
+        """`threads`: CPU threads by process (1 for those left out); `listen`: endpoints for other hosts by process,
+        when the run spans some; `lock`: descriptor of the lock on the run
         directory, handed on to the guard; `command`: the program for a service, when it is not the service's module.
         """
         self._run = run
         self.state = SupervisorState(plan)
         self._threads = dict(threads)
+        self._listen = dict(listen or {})
         self._on_event = on_event
         self._lock = lock
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
@@ -205,6 +208,8 @@ class Supervisor:
     def _spawn(self, key: Key) -> Event:
         service, instance = key
         arguments = ["--run", str(self._run.path), "--instance", str(instance), "--supervisor", self._endpoint]
+        if key in self._listen:
+            arguments += ["--listen", self._listen[key]]
         with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
             try:
                 child = subprocess.Popen(

@@ -1,7 +1,8 @@
 """The files of one store: create, seal, copy, retire, delete, find again. Names are the truth that survives a kill.
 
-`<put id>.tmp` granted, `<put id>.part` being copied to disk, `<put id>.blk` sealed (on disk, when it is in both
-places), `*.dead` zombie, `tombstones` one line a tombstone, appended before anything else happens. It must never delete a file that somebody maps: a lock of the reader (or producer) says so.
+`<put id>.tmp` granted, `<put id>.part` being copied to disk, `<put id>.blk` sealed (the one on disk counts, when both
+places have it), `*.dead` zombie, `tombstones` one line a tombstone, appended before anything else happens. It must
+never delete a file that somebody maps: a lock of the reader (or producer) says so.
 """
 
 from __future__ import annotations
@@ -234,20 +235,17 @@ class StoreFiles:
 
     def scan(self) -> list[Found]:
         """Every file of the former life, sealed ones verified to the last byte, oldest first. Slow: use a thread."""
-        entries: list[tuple[int, int, str]] = []
-        for place, folder in enumerate(self._folders):
-            # disk before memory at the same age: of a file in both places the copy on disk is the one to keep
-            entries += [(entry.stat().st_mtime_ns, -place, entry.name) for entry in os.scandir(folder)]
-        found: list[Found] = []
+        found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
-        for _, place, name in sorted(entries):
-            if not name.endswith(_ENDINGS):
-                continue
-            one = self._examine(name, Place(-place), doubled=name in spilled)
-            if one.place == Place.DISK and one.table is not None:
-                spilled.add(name)
-            found.append(one)
-        return found
+        for place in (Place.DISK, Place.MEMORY)[-len(self._folders) :]:  # of a file in both, the one on disk counts
+            for entry in list(os.scandir(self._folders[place])):
+                if not entry.name.endswith(_ENDINGS):
+                    continue
+                one = self._examine(entry.name, place, doubled=entry.name in spilled)
+                if place == Place.DISK and one.table is not None:
+                    spilled.add(entry.name)
+                found.append((entry.stat().st_mtime_ns, one))
+        return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
 
     def _examine(self, name: str, place: Place, *, doubled: bool) -> Found:
         descriptor = os.open(self.path(name, place), os.O_RDONLY | os.O_CLOEXEC)

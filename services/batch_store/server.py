@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 
 import msgspec
@@ -12,30 +13,43 @@ from proto.errors import WireError
 from proto.messages import (
     Ack,
     Clear,
+    Cleared,
     ErrorCode,
+    GetCleared,
     GetInventory,
+    GetStorePlace,
     GetStoreStats,
     Inventory,
     Locate,
     Located,
+    OpenStream,
     PutBegin,
     PutGrant,
     PutSeal,
     PutSealed,
+    StorePlace,
     StoreStats,
+    StreamOpened,
 )
 from services.batch_store.files import FULL, Found, StoreFiles
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import RETRY_AFTER_S, Place, Retire, StoreState
+from services.batch_store.stream_clears import ClearLog
+from services.batch_store.stream_server import StreamServer
+from services.batch_store.stream_source import pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.dataplane.mapping import TableCache
+from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 
 REAP_S = 0.25
 EMIT_S = 1.0
+ANSWER_S = 1.0
+"""A long poll is answered so long before its caller gives up."""
 
 
 class StoreService(Service):
@@ -46,7 +60,8 @@ class StoreService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._parent = os.getppid()
-        settings = topology.load(run.topology).services.batch_store
+        loaded = topology.load(run.topology)
+        settings = loaded.services.batch_store
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
         self._spill_root = settings.spill
         self._spiller: Spiller | None = None
@@ -59,6 +74,12 @@ class StoreService(Service):
         handle(Clear, self._clear)
         handle(GetInventory, self._inventory)
         handle(GetStoreStats, self._stats)
+        self._clears = ClearLog(self.incarnation)
+        self._tables = TableCache()
+        self._streams = StreamServer(self.name, plain=self.plain_streams(loaded))
+        handle(OpenStream, self._open_stream)
+        handle(GetCleared, self._cleared)
+        handle(GetStorePlace, self._where)
 
     # ---- life-cycle
 
@@ -83,6 +104,7 @@ class StoreService(Service):
         self._reap(files)
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
+        self._streams.bind(self.bulk_endpoint(), self.bulk_advertised)
         self._scanned.set_result(files)
 
     async def serve(self) -> None:
@@ -100,6 +122,8 @@ class StoreService(Service):
                 stats = msgspec.structs.asdict(self.index.stats())
                 stats |= {"spilled_bytes": self.index.used(Place.DISK), "memory_bytes": self.index.used(Place.MEMORY)}
                 self.telemetry.emit("store", {name: float(value) for name, value in stats.items()})
+                streams = dataclasses.asdict(self._streams.stats())
+                self.telemetry.emit("streams", {name: float(value) for name, value in streams.items()})
 
     async def drain(self) -> None:
         """Keep the files: a restarted store serves them. Only the end of the run's supervisor is their end too."""
@@ -108,16 +132,29 @@ class StoreService(Service):
 
     async def close(self) -> None:
         await super().close()
+        await asyncio.to_thread(self._streams.close)
         if self._spiller is not None:
             await self._spiller.close()
         if self._files is not None:  # no handler runs any more
             self._files.close()
 
+    def plain_streams(self, loaded: topology.Topology) -> bool:
+        """Whether shards go to other hosts in clear."""
+        return not loaded.transport.encrypt_bulk
+
+    def bulk_endpoint(self) -> str:
+        """Where chunks for readers that share no memory with this store are served: beside the mailbox."""
+        if self.listen:
+            return f"{self.listen.rpartition(':')[0]}:*"
+        return f"{self.run.endpoint(self.NAME, self.instance)}-bulk"
+
+    def bulk_advertised(self, bound: str) -> str:
+        """What readers are told instead of `bound`, where addresses are translated on the way."""
+        return bound
+
     def registration(self) -> messages.Register:
         identity = self._files.identity if self._files is not None else ""
-        return msgspec.structs.replace(
-            super().registration(), limit_bytes=self.index.limit_bytes, data_id=identity
-        )
+        return msgspec.structs.replace(super().registration(), limit_bytes=self.index.limit_bytes, data_id=identity)
 
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
@@ -199,6 +236,7 @@ class StoreService(Service):
         except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
             self.log.error("tombstones not written", error=str(error))
         self._retire(files, self.index.clear(request.tasks))
+        self._clears.add(request.tasks)
         files.compact(self.index.tombstones)
         return Ack()
 
@@ -210,3 +248,34 @@ class StoreService(Service):
     async def _stats(self, request: GetStoreStats, call: Call) -> StoreStats:
         self._reap(await self._ready())
         return self.index.stats()
+
+    # ---- readers that share no memory with this store
+
+    async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
+        if not request.tasks or len(set(request.keys)) != len(request.keys):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a key twice")
+        while True:
+            located = await self._locate(Locate(tasks=request.tasks), call)
+            try:
+                source = await asyncio.to_thread(
+                    pin,
+                    self.name,
+                    located,
+                    request.tasks,
+                    request.keys,
+                    request.max_bytes,
+                    self._streams.chunk_bytes,
+                    self._tables,
+                )
+            except FileNotFoundError:
+                continue  # collected between the answer and the mapping; the index now says so
+            return self._streams.open(source)
+
+    async def _cleared(self, request: GetCleared, call: Call) -> Cleared:
+        await self._ready()
+        if not request.wait:
+            return self._clears.since(request.log, request.serial)
+        return await self._clears.later(request.log, request.serial, call.deadline - ANSWER_S)
+
+    async def _where(self, request: GetStorePlace, call: Call) -> StorePlace:
+        return write_place((await self._ready()).path("place"))

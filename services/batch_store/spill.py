@@ -30,9 +30,10 @@ def spill_folder(spill: str, run: RunDir, instance: str) -> Path:
     leads back, so that whoever removes the shared memory finds what was spilled (`RunDir.remove_volatile`).
     """
     root = Path(spill)
-    for mark in root.glob(f"*/{_ALIVE}"):
+    for folder in root.iterdir() if root.exists() else ():
+        mark = folder / _ALIVE
         if mark.is_symlink() and not mark.exists():
-            shutil.rmtree(mark.parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     mine = root / run.shm.name
     mine.mkdir(mode=0o700, parents=True, exist_ok=True)
     for link, target in ((mine / _ALIVE, run.shm), (run.spill_link, mine)):

@@ -30,6 +30,8 @@ GRANT_S = 5.0
 """A grant that nobody writes to is taken back after so long: its producer died."""
 RETRY_AFTER_S = 0.2
 MAX_TOMBSTONES = 65536
+"""The oldest are forgotten past these. A put that comes later still makes an orphan: no lease names it, nobody locates
+it, and the next reconciliation clears it. A tombstone that a file here could contradict after a restart is kept."""
 PAGE_TASKS = 4096
 PAGE_BYTES = 4096
 SCAN_FILES = 256
@@ -276,7 +278,7 @@ class StoreState:
         return put_id not in self._grants and need <= memory < self._used[Place.MEMORY] + need
 
     def begin_move(self) -> str | None:
-        """Choose the oldest sealed file that fits the spill, weights last, and take its room there. None: nothing can."""
+        """Choose the oldest sealed file that fits the spill (weights last) and take its room there, or None."""
         free = self.limits[Place.DISK] - self._used[Place.DISK]
         if free <= 0:
             return None

@@ -1,4 +1,4 @@
-"""The newest clears of one life of the store, numbered, for readers elsewhere that keep copies. It must stay bounded."""
+"""The newest clears of one life of a store, numbered, for readers elsewhere that keep copies. It must stay bounded."""
 
 from __future__ import annotations
 

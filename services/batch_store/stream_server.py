@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -79,7 +80,9 @@ class StreamServer:
     def __init__(self, name: str, *, plain: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
         """`plain`: send chunks in clear and take credit from anyone who knows a stream's id."""
         if not bulk.MIN_CHUNK_BYTES <= chunk_bytes <= bulk.MAX_CHUNK_BYTES:
-            raise ValueError(f"chunk of {chunk_bytes} bytes: {bulk.MIN_CHUNK_BYTES}..{bulk.MAX_CHUNK_BYTES} are allowed")
+            raise ValueError(
+                f"chunk of {chunk_bytes} bytes: {bulk.MIN_CHUNK_BYTES}..{bulk.MAX_CHUNK_BYTES} are allowed"
+            )
         self._name = name
         self._plain = plain
         self.chunk_bytes = chunk_bytes
@@ -98,8 +101,11 @@ class StreamServer:
         self._thread: threading.Thread | None = None
         self._log = structlog.get_logger("streams").bind(store=name)
 
-    def bind(self, endpoint: str) -> str:
-        """Begin to serve at `endpoint` (a wildcard port is resolved); returns it. Raises RpcError(bad_request)."""
+    def bind(self, endpoint: str, advertised: Callable[[str], str] = str) -> str:
+        """Begin to serve at `endpoint`; returns it, a wildcard port resolved. Raises RpcError(bad_request).
+
+        `advertised` makes of that what readers are told.
+        """
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
@@ -115,10 +121,11 @@ class StreamServer:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
             ) from None
-        self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._endpoint = advertised(bound)
         self._thread = threading.Thread(target=self._run, args=(socket,), name="streams", daemon=True)
         self._thread.start()
-        return self._endpoint
+        return bound
 
     def open(self, source: StreamSource) -> StreamOpened:
         """Serve `source` to whoever is given the answer. Raises RpcError(busy): too many streams."""
@@ -228,7 +235,6 @@ class StreamServer:
         head, payload, buffer = self._pack(stream, first, size)
         socket.send(head, zmq.DONTWAIT | zmq.SNDMORE)
         tracker = socket.send(payload, zmq.DONTWAIT, copy=False, track=True)
-        assert tracker is not None
         stream.sent.append(_Sent(tracker, len(payload), buffer))
         stream.used = time.monotonic()
         stream.queued_bytes += len(payload)

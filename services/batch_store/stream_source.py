@@ -29,7 +29,7 @@ class StreamSource:
         self.covered = made.covered
         self.chunk_bytes = chunk_bytes
         self.chunks = -(-made.total_bytes // chunk_bytes)
-        views = [memoryview(made.head), *map(memoryview, files)]
+        views = [memoryview(made.head), *(memoryview(file) for file in files)]
         # run 0 is the head
         self._views = [views[0], *(views[number + 1] for number in made.files)]
         self._sources = [0, *made.sources]

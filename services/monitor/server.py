@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import zmq
 
 from proto import codec
@@ -26,12 +27,17 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
+from shared.security.curve import lock
+from shared.security.roles import Role
+from shared.security.zap import Gate
 
 PUB = "monitor-pub"
 POLL_S = 1.0
 STATUS_DEADLINE_S = 2.0
 SUBSCRIBER_MESSAGES = 10_000
 """Updates queued for one slow subscriber; beyond that it loses some and sees the gap."""
+SUBSCRIPTION_BYTES = 1024
+"""Longest topic prefix a subscriber may ask for."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
 
 
@@ -44,17 +50,30 @@ class MonitorService(Service):
         super().__init__(run, instance, supervisor)
         self._state = MonitorState()
         self._pump: Pump | None = None
+        self._pub: zmq.Socket[bytes]
+        self._stream = ""
         self._subscriptions = 0
         self.mailbox.handle(Telemetry, self._on_telemetry)
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
 
     def bind(self) -> str:
+        endpoint = super().bind()  # its claim decides who is the monitor: only then the stream's path may be taken
         socket = open_socket(self.context, zmq.XPUB, CONTROL)
         socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription is heard of, not only the first of its kind
         socket.bind(self.run.endpoint(PUB, self.instance))
+        socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
+        self._pub = socket
         self._pump = Pump(socket, self._on_subscription)
-        return super().bind()
+        return endpoint
+
+    def open_door(self, gate: Gate) -> str:
+        """The stream goes to other hosts too; observers get in here and nowhere else."""
+        address = self.listen.rpartition(":")[0]
+        lock(self._pub, gate.keys, Role.OBSERVER)
+        self._pub.bind(f"{address}:*")
+        self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
 
     async def serve(self) -> None:
         while True:
@@ -85,7 +104,7 @@ class MonitorService(Service):
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:
-        return self._state.snapshot()
+        return msgspec.structs.replace(self._state.snapshot(), stream=self._stream)
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         change = frames[0][:1]

@@ -10,11 +10,13 @@ import numpy as np
 
 from proto.messages import BatchMeta, ErrorCode, LossSpec, StepBatch
 from proto.tensors import Array
-from services.policy_trainer import advantages, batches, token_weights
+from services.policy_trainer import batches, token_weights
+from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
+from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
@@ -36,8 +38,16 @@ class Driver:
         standing: Standing,
         on_row: Callable[[dict[str, float]], None],
     ) -> None:
-        """`on_row` gets every committed step's metrics (telemetry)."""
+        """`on_row` gets every committed step's metrics (telemetry).
+
+        Raises RpcError(bad_request) when the topology names an advantage estimator that cannot be used.
+        """
         self.topology = topology
+        self.loss = loss_spec(topology)
+        try:
+            self.estimator = Estimator(topology.algorithm.advantage)
+        except ValueError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher
@@ -69,53 +79,77 @@ class Driver:
         """One training step on the batch of its group samples."""
         algorithm = self.topology.algorithm
         tasks = batch.batch
-        check_rewards(batch)
+        check_rewards(batch, batch.scalars["reward"])
         if algorithm.loss.anchor == "proximal":
             done = await self.workers.forward(tasks, key=PROX_KEY, temperature=self.topology.sampling.temperature)
             tasks = Batch(tasks).union(Batch(done.meta)).meta
             metrics.forward_s += done.seconds
-        advantage = advantages.grpo(
-            batch.scalars["reward"], batches.group_of_sample(tasks), scale=algorithm.advantage.scale
-        )
+        advantage = self.advantages(batch)
+        loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
         mini_batches = batches.split(tasks, algorithm.mini_batch_tasks) * algorithm.num_iterations
         for index, (mini_batch, samples) in enumerate(mini_batches):
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
-                batch.scalars["loss_tokens"][samples],
+                loss_tokens[samples],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
             await self.update(mini_batch, advantage[samples], weights, metrics, last=index + 1 == len(mini_batches))
+
+    def advantages(self, batch: StepBatch) -> Array:
+        """float32 [samples] of the whole step. Raises RpcError(bad_request) when they cannot be computed."""
+        groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
+        try:
+            rewards = shaped(self.topology, batch.scalars)
+            check_rewards(batch, rewards)
+            return self.estimator(rewards, groups, loss_tokens)
+        except ValueError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
 
     async def update(
         self, batch: BatchMeta, advantage: Array, weights: Array, metrics: StepMetrics, *, last: bool
     ) -> None:
         """One optimizer step; both calls are on their way at once, the workers keep their order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss(), advantages=advantage, weights=weights),
+            self.workers.forward_backward(batch, self.loss, advantages=advantage, weights=weights),
             self.workers.optim_step(metrics.step, last=last),
         )
         metrics.add_sums(gradient.sums, gradient.seconds)
         metrics.add_update(update)
 
-    def loss(self) -> LossSpec:
-        """The topology's loss as the workers apply it to each token."""
-        loss, kl = self.topology.algorithm.loss, self.topology.algorithm.kl
-        in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
-        return LossSpec(
-            name=loss.name,
-            clip_low=loss.clip[0],
-            clip_high=loss.clip[1],
-            anchor=loss.anchor,
-            temperature=self.topology.sampling.temperature,
-            tis_cap=loss.tis_cap or 0.0,
-            kl_estimator=kl.estimator if kl is not None and in_loss else "",
-            kl_coef=kl.coef if kl is not None and in_loss else 0.0,
-        )
+
+def loss_spec(topology: Topology) -> LossSpec:
+    """The numbers and names of `algorithm` that concern single tokens; what is left out is off."""
+    algorithm = topology.algorithm
+    loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
+    in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
+    clip_low, clip_high = loss.clip or (0.0, 0.0)
+    gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
+    return LossSpec(
+        name=loss.name,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        anchor=loss.anchor,
+        temperature=topology.sampling.temperature,
+        tis_cap=loss.tis_cap or 0.0,
+        kl_estimator=kl.estimator if kl is not None and in_loss else "",
+        kl_coef=kl.coef if kl is not None and in_loss else 0.0,
+        entropy_coef=algorithm.entropy_coef,
+        dual_clip=loss.dual_clip or 0.0,
+        clamp=loss.clamp or "",
+        gate_positive=gate_positive,
+        gate_negative=gate_negative,
+        ratio_mask=mask.level if mask is not None else "",
+        mask_low=mask.low if mask is not None else 0.0,
+        mask_high=mask.high if mask is not None else 0.0,
+    )
 
 
-def check_rewards(batch: StepBatch) -> None:
-    """Raises RpcError(bad_request) naming the tasks with a reward that is not finite, before anything is computed."""
-    wrong = ~np.isfinite(batch.scalars["reward"])
+def check_rewards(batch: StepBatch, rewards: Array) -> None:
+    """Raises RpcError(bad_request) naming the tasks with a reward that is not finite, before anything is computed.
+
+    `rewards` float [samples]: the batch's own, or what shaping has made of them.
+    """
+    wrong = ~np.isfinite(rewards)
     if wrong.any():
         groups = batches.group_of_sample(batch.batch)
         names = [batch.batch.tasks[index].task_id for index in np.unique(groups[wrong])]

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from proto.messages import OptimStepDone, StepBatch
 from proto.tensors import Array
+from services.policy_trainer.reward_shaping import KL_SCALAR
 
-SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "mismatch", "version")
+SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "version")
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
-|anchor - rollout| log-prob, the version that sampled the token."""
+whether a ratio mask left the token out, |anchor - rollout| log-prob, the version that sampled the token."""
 
 
 @dataclass
@@ -51,6 +52,7 @@ class StepMetrics:
             "loss/kl": sums["kl"] / updates,
             "policy/entropy": sums["entropy"] / tokens,
             "policy/clip_fraction": sums["clipped"] / tokens,
+            "policy/masked_fraction": sums["masked"] / tokens,
             "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
@@ -71,7 +73,7 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     """What the batch alone tells; all that is known of a step that another driver's life trained."""
     scalars = batch.scalars
     rewards = scalars["reward"]
-    return {
+    row = {
         "policy/version": float(batch.step),
         "reward/mean": batch.reward_mean_unfiltered,
         "reward/std": float(rewards.std()) if len(rewards) else 0.0,
@@ -81,6 +83,9 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
         "rollout/samples_failed": float(batch.samples_failed),
         "rollout/tasks_dropped": float(batch.dropped),
     }
+    if KL_SCALAR in scalars:
+        row["reward/kl"] = _mean(scalars[KL_SCALAR])
+    return row
 
 
 def _samples(batch: StepBatch) -> float:

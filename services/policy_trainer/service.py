@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.driver import Driver
+from services.policy_trainer.layout import Layout
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -28,7 +29,10 @@ class PolicyTrainer(Service):
     async def serve(self) -> None:
         topology = topologies.load(self.run.topology)
         scheduler = SchedulerCalls(self.scheduler, self.incarnation)
-        workers = WorkerDispatch(self.client(WORKER), self.incarnation)
+        trainer = topology.services.policy_trainer
+        layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
+        clients = [self.client(WORKER, rank) for rank in range(layout.world_size)]
+        workers = WorkerDispatch(clients, layout, self.incarnation)
         lost_at, losses = -1, 0
         if (await scheduler.run_info()).stopping:
             return  # an earlier life finished the run

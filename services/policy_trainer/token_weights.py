@@ -11,6 +11,16 @@ import numpy as np
 from proto.tensors import Array
 
 
+def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
+    """int [N]: tokens of each sample that count in the loss; with `overlong` "mask" none of a truncated sample.
+
+    Masked before N and B are counted, so that what is left out thins nothing: overlong filtering of DAPO (arXiv
+    2503.14476), section 3.4.
+    """
+    tokens = scalars["loss_tokens"]
+    return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens
+
+
 def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
     """float32 [N] for N samples of one optimizer batch; `loss_tokens` int [N] counts each sample's masked-in tokens.
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+import numpy as np
 
 from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
+from services.reference.kl_sums import NEEDS, kl_sums
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.lease import Lease, LeaseBook, LeaseLost
@@ -44,10 +46,11 @@ class ReferenceService(Service):
 
     async def start(self) -> None:
         # Imports take seconds: off the loop, so that the mailbox answers meanwhile.
-        scorer, store = await asyncio.to_thread(_make, self.run)
+        scorer, store, reward_kl, plain = await asyncio.to_thread(_make, self.run)
+        self._data.streams.plain = plain
         self._scorer = scorer
         await scorer.start()
-        self._worker = ReferenceWorker(self, scorer, self._data, store)
+        self._worker = ReferenceWorker(self, scorer, self._data, store, reward_kl)
 
     async def serve(self) -> None:
         if self._worker is not None:
@@ -75,12 +78,14 @@ class ReferenceService(Service):
 class ReferenceWorker:
     """Takes leases from mapped shards to completed ones. Belongs to the service's loop."""
 
-    def __init__(self, service: Service, scorer: Scorer, data: DataClient, store: str) -> None:
-        """`store`: where shards go (`batch-store/0`)."""
+    def __init__(self, service: Service, scorer: Scorer, data: DataClient, store: str, reward_kl: str = "") -> None:
+        """`store`: where shards go (`batch-store/0`); `reward_kl`: estimator of a KL in the reward, "" for none."""
         self._service = service
         self._scorer = scorer
         self._data = data
         self._store = store
+        self._reward_kl = reward_kl
+        self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
@@ -94,7 +99,7 @@ class ReferenceWorker:
         meta = lease.grant.batch
         try:
             return await self.leases.persist(
-                lease, "fetch", lambda: self._data.fetch(meta, REFERENCE.needs, deadline_s=DATA_CALL_S)
+                lease, "fetch", lambda: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S)
             )
         except RpcError as error:
             # Shards that are gone do not come back under this fence: say so, for the tasks to be rolled out again.
@@ -113,7 +118,7 @@ class ReferenceWorker:
         logprobs = await self._scorer.score(shards, lease.cancel)
         return logprobs, time.perf_counter() - started
 
-    async def _finish(self, lease: Lease, _: Shards, computed: tuple[list[Array], float]) -> None:
+    async def _finish(self, lease: Lease, shards: Shards, computed: tuple[list[Array], float]) -> None:
         logprobs, seconds = computed
         tasks = lease.grant.batch.tasks
         puts = [
@@ -122,7 +127,15 @@ class ReferenceWorker:
         receipts = await self.leases.persist(
             lease, "put", lambda: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
         )
-        await self.leases.complete(lease, [_done(*each) for each in zip(tasks, receipts, logprobs, strict=True)])
+        scalars: dict[str, Array] = {}
+        if self._reward_kl:
+            sums = [
+                kl_sums(self._reward_kl, given, ref, task.samples)
+                for task, given, ref in zip(tasks, shards, logprobs, strict=True)
+            ]
+            scalars["kl"] = np.concatenate(sums)
+        results = [_done(*each) for each in zip(tasks, receipts, logprobs, strict=True)]
+        await self.leases.complete(lease, results, scalars)
         tokens = sum(len(values) for values in logprobs)
         rate = tokens / max(seconds, 1e-9)
         self._service.telemetry.emit(
@@ -149,7 +162,7 @@ def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
     return [task for task in tasks if task.task_id in named]
 
 
-def _make(run: RunDir) -> tuple[Scorer, str]:
+def _make(run: RunDir) -> tuple[Scorer, str, str, bool]:
     from services.reference.scorer import Scorer
     from shared import topology
 
@@ -169,4 +182,7 @@ def _make(run: RunDir) -> tuple[Scorer, str]:
         temperature=loaded.sampling.temperature,
         max_tokens=settings.max_tokens_per_micro_batch,
     )
-    return scorer, service_name("batch-store", loaded.store_hosts().index(settings.host))
+    kl = loaded.algorithm.kl
+    reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
+    store = service_name("batch-store", loaded.store_hosts().index(settings.host))
+    return scorer, store, reward_kl, not loaded.transport.encrypt_bulk

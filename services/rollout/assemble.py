@@ -1,4 +1,4 @@
-"""From generations and scores to shards and results of a lease block: pure functions, no I/O and no waiting."""
+"""From samples and scores to shards and results of a lease block: pure functions, no I/O and no waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from proto.messages import Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
-from services.rollout.engine import Generation
-from services.rollout.rewards.scoring import Score
+from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask, drop
+from services.rollout.trajectory import Rolled
 from shared.dataplane.client import Receipt
 from shared.stages import ROLLOUT
 
@@ -32,26 +32,32 @@ class Assembled:
 class _Columns:
     reward: list[float] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
-    truncated: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+    version_min: list[int] = field(default_factory=list)
+    version_max: list[int] = field(default_factory=list)
+
+    def add(self, reward: float, sample: Rolled) -> None:
+        self.reward.append(reward)
+        self.length.append(sample.sampled)
+        self.truncated.append(sample.truncated)
+        oldest, newest = sample.versions
+        self.version_min.append(oldest)
+        self.version_max.append(newest)
 
 
 def assemble(
     tasks: Sequence[ReadyTask],
-    generations: Sequence[Sequence[Generation]],
+    samples: Sequence[Sequence[Rolled]],
     scores: Sequence[Sequence[Score]],
     *,
-    version: int,
     min_survivors: int,
 ) -> Assembled:
-    """Leave out failed samples; drop tasks with fewer than `min_survivors` left.
-
-    Every token of a block was sampled by policy `version`.
-    """
+    """Leave out failed samples; drop tasks with fewer than `min_survivors` left."""
     columns = _Columns()
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
     dropped: list[TaskResult] = []
-    for task, group, group_scores in zip(tasks, generations, scores, strict=True):
+    for task, group, group_scores in zip(tasks, samples, scores, strict=True):
         alive = [
             (each, score.value) for each, score in zip(group, group_scores, strict=True) if score.value is not None
         ]
@@ -61,42 +67,24 @@ def assemble(
             reason = f"{failed} of {len(group)} samples failed, {min_survivors} must be left: {why}"
             dropped.append(drop(task.handle, f"{task.handle.task_id}: {reason}", failed))
             continue
-        made = task_shards(task.prompt_ids, [each for each, _ in alive], version)
+        made = task_shards([each for each, _ in alive])
         shards.append(made)
         results.append(_done(task.handle, made, len(alive), failed))
         for each, value in alive:
-            columns.reward.append(value)
-            columns.length.append(len(each.token_ids))
-            columns.truncated.append(each.finish_reason == "length")
-    return Assembled(results, shards, dropped, _scalars(columns, version))
+            columns.add(value, each)
+    return Assembled(results, shards, dropped, _scalars(columns))
 
 
-def task_shards(prompt_ids: Sequence[int], generations: Sequence[Generation], version: int) -> dict[str, Array]:
+def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
     """The rollout stage's shards of one task (see `shared.stages`), in the order of the stage's keys."""
-    prompt = np.asarray(prompt_ids, np.int32)
-    p = len(prompt)
-    lengths = np.array([p + len(each.token_ids) for each in generations], np.int32)
-    total = int(lengths.sum())
-    token_ids = np.empty(total, np.int32)
-    loss_mask = np.zeros(total, np.uint8)
-    logprobs = np.zeros(total, np.float32)
-    versions = np.full(total, -1, np.int32)
-    at = 0
-    for each in generations:
-        first, end = at + p, at + p + len(each.token_ids)
-        token_ids[at:first] = prompt
-        token_ids[first:end] = each.token_ids
-        loss_mask[first:end] = 1
-        logprobs[first:end] = each.logprobs
-        versions[first:end] = version
-        at = end
+    sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
     made: dict[str, Array] = {
-        "token_ids": token_ids,
-        "lengths": lengths,
-        "sample_index": np.arange(len(generations), dtype=np.int32),
-        "loss_mask": loss_mask,
-        "rollout_logprobs": logprobs,
-        "versions": versions,
+        "token_ids": np.concatenate([each.token_ids for _, each in sequences]),
+        "lengths": np.array([len(each.token_ids) for _, each in sequences], np.int32),
+        "sample_index": np.array([index for index, _ in sequences], np.int32),
+        "loss_mask": np.concatenate([each.loss_mask for _, each in sequences]),
+        "rollout_logprobs": np.concatenate([each.logprobs for _, each in sequences]),
+        "versions": np.concatenate([each.versions for _, each in sequences]),
     }
     return {key: made[key] for key in ROLLOUT.makes}
 
@@ -119,14 +107,13 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
     )
 
 
-def _scalars(columns: _Columns, version: int) -> dict[str, Array]:
-    samples = len(columns.reward)
+def _scalars(columns: _Columns) -> dict[str, Array]:
     length = np.array(columns.length, np.int32)
     return {
         "reward": np.array(columns.reward, np.float32),
         "length": length,
         "loss_tokens": length.copy(),
         "truncated": np.array(columns.truncated, np.uint8),
-        "version_min": np.full(samples, version, np.int32),
-        "version_max": np.full(samples, version, np.int32),
+        "version_min": np.array(columns.version_min, np.int32),
+        "version_max": np.array(columns.version_max, np.int32),
     }

@@ -47,12 +47,14 @@ class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N], the sampled EOS included; `logprobs` float32 [N] at the sampling temperature (at
-    temperature 1 when greedy); `finish_reason` is `stop` or `length`.
+    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N]: how often the weights had been
+    replaced since the block began when the token was sampled, None: never.
     """
 
     token_ids: Array
     logprobs: Array
     finish_reason: str
+    swaps: Array | None = None
 
 
 class Engine(Protocol):
@@ -87,7 +89,7 @@ class Engine(Protocol):
         """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
 
     async def pause(self) -> None:
-        """Hold generation before its next decode step."""
+        """Hold generation before its next decode step; weights can then be set and scored in the midst of a block."""
 
     async def resume(self) -> None:
         """Go on after `pause`."""

@@ -3,8 +3,18 @@ on is never tokenised again."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from shared.workflow import ToolCall
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_ANSWER = "0123456789"
+"""The stand-in answer: text that every template writes as it is and no template writes by itself."""
 
 
 class PromptBuilder:
@@ -16,6 +26,9 @@ class PromptBuilder:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._add_generation_prompt = add_generation_prompt
+        self._special_ids = {
+            int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
 
     def token_ids(self, row: dict[str, Any]) -> list[int]:
         """Token ids of the row's prompt: raw text as it is, messages through the chat template.
@@ -42,11 +55,59 @@ class PromptBuilder:
             raise ValueError("prompt has no tokens")
         return [int(token) for token in ids]
 
+    def answer_ids(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of the row's `answer` as the policy would have to say it, the end-of-sequence token included.
+
+        Raises ValueError in one line when there is no answer or the tokenizer has no end-of-sequence token.
+        """
+        answer, eos = row.get("answer"), self._tokenizer.eos_token_id
+        if answer is None:
+            raise ValueError("row has no answer: supervised fine-tuning (loss cross_entropy) learns from nothing else")
+        if eos is None:
+            raise ValueError("the tokenizer has no end-of-sequence token, an answer could not end")
+        ids = self._tokenizer(str(answer), add_special_tokens=False)["input_ids"]
+        return [*(int(token) for token in ids), int(eos)]
+
+    def continuation(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, held: Sequence[int]
+    ) -> list[int]:
+        """Token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
+
+        They begin with what the template writes after an answer, unless the answer's own last token is that already
+        (an end-of-turn token that was sampled). Raises ValueError in one line when the template cannot take them.
+        """
+        # Rendered after a stand-in conversation: templates that rewrite earlier answers (dropping their reasoning)
+        # would give other tokens than those that were sampled.
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [*before, *messages], tools=tools, add_generation_prompt=self._add_generation_prompt, tokenize=False
+            )
+            _, found, rest = text.partition(_ANSWER)
+            if not found:
+                raise ValueError("the chat template does not write an assistant's answer as it is")
+            ids = [int(token) for token in self._tokenizer(rest, add_special_tokens=False)["input_ids"]]
+        except Exception as error:  # a template may raise anything over messages
+            raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
+        return ids[1:] if ids and held and ids[0] == held[-1] and ids[0] in self._special_ids else ids
+
     def completion(self, token_ids: list[int], stop: tuple[str, ...]) -> str:
         """The text of sampled tokens without special tokens, cut before the first stop text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [at for at in (text.find(each) for each in stop) if at >= 0]
         return text[: min(ends)] if ends else text
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """The calls in an answer, each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; others are text."""
+    calls = []
+    for found in _TOOL_CALL.findall(text):
+        try:
+            call = msgspec.json.decode(found)
+            calls.append(ToolCall(call["name"], dict(call.get("arguments") or {})))
+        except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return calls
 
 
 def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:

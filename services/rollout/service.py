@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import ErrorCode, Heartbeat
+from proto.messages import ErrorCode, Heartbeat, WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
+from services.rollout.in_flight import InFlight
+from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
-from services.rollout.rewards.load import load_rewards
+from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import TaskSets
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
+from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
@@ -41,13 +45,27 @@ class RolloutService(Service):
         self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
         self._data = DataClient(self.client)
         self._engine: Engine | None = None
+        self._rewards: RewardPool | None = None
+        self._workflow: WorkflowRunner | None = None
+        self._endpoint: OpenAIEndpoint | None = None
         self._worker: RolloutWorker | None = None
+        self._in_flight: InFlight | None = None
 
     async def start(self) -> None:
         """Rewards first: a function that cannot be imported ends the start within a second, not after the model."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = topology.services.rollout
-        rewards = await self._on_text(lambda: load_rewards(topology.reward.terms))
+        self._data.streams.plain = not topology.transport.encrypt_bulk
+        rewards = self._rewards = RewardPool(
+            topology.reward.terms,
+            timeout_s=topology.reward.timeout_s,
+            memory_bytes=topology.reward.memory,
+            processes=topology.reward.processes,
+            emit=self.telemetry.emit,
+        )
+        await rewards.start()
+        chosen = topology.workflow
+        found = await self._on_text(lambda: load_workflow(chosen.function, chosen.params)) if chosen else None
         model = Path(topology.policy.model)
         # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
@@ -57,29 +75,58 @@ class RolloutService(Service):
                 dtype=topology.policy.dtype,
                 threads=settings.threads or 1,
                 deterministic=topology.run.deterministic,
+                engine_args=settings.engine_args,
             )
         )
         await engine.start()
         add_prompt = topology.policy.chat_template.add_generation_prompt
-        tasks = await self._on_text(
-            lambda: TaskSets(topology, PromptBuilder(model, add_generation_prompt=add_prompt), engine.context_tokens)
-        )
+        prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
+        if chosen is not None and found is not None:
+            self._endpoint = OpenAIEndpoint(model.name)
+            await self._endpoint.start()
+            self._workflow = WorkflowRunner(
+                chosen.function,
+                found,
+                engine=engine,
+                prompts=prompts,
+                endpoint=self._endpoint,
+                on_text=self._on_text,
+                timeout_s=chosen.timeout_s,
+                max_tokens=chosen.max_tokens,
+            )
+        sync = WeightsSync(engine, self.name, self.telemetry.emit)
+        in_flight = InFlight(engine, sync, self._data, self.telemetry.emit)
+        self._in_flight = in_flight if settings.in_flight == "keep" else None
         self._worker = RolloutWorker(
             self,
             engine=engine,
-            sync=WeightsSync(engine, self.name, self.telemetry.emit),
+            sync=sync,
             tasks=tasks,
             rewards=rewards,
-            reward_timeout_s=topology.reward.timeout_s,
+            workflow=self._workflow,
             data=self._data,
+            in_flight=in_flight,
             store=service_name("batch-store", topology.store_hosts().index(settings.host)),
             block_tasks=settings.block_tasks,
             on_text=self._on_text,
         )
 
     async def serve(self) -> None:
-        if self._worker is not None:
-            await self._worker.run()
+        if self._worker is None or self._rewards is None:
+            return
+        # A reward process that cannot be replaced ends the service aloud.
+        work = {asyncio.create_task(self._worker.run()), asyncio.create_task(self._rewards.watch())}
+        if self._in_flight is not None:
+            work.add(asyncio.create_task(self._in_flight.run()))
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
 
     async def drain(self) -> None:
         if self._worker is not None:
@@ -88,6 +135,12 @@ class RolloutService(Service):
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.stop()
+        if self._rewards is not None:
+            await self._rewards.close()
+        if self._workflow is not None:
+            self._workflow.close()
+        if self._endpoint is not None:
+            await self._endpoint.stop()
         self._text.shutdown(wait=False, cancel_futures=True)
         self._data.close()
         await super().close()
@@ -104,6 +157,10 @@ class RolloutService(Service):
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         if self._worker is not None:
             self._worker.leases.lost(lease_ids)
+
+    def on_newer_weights(self, ref: WeightsRef) -> None:
+        if self._in_flight is not None:
+            self._in_flight.announce(ref)
 
     async def _on_text(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, work)

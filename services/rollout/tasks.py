@@ -25,6 +25,8 @@ class ReadyTask:
     handle: TaskHandle
     row: Row
     prompt_ids: list[int]
+    answer_ids: list[int] | None = None
+    """What to say, when that is the data set's to tell (supervised fine-tuning); None: it is sampled."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)
@@ -51,6 +53,7 @@ class TaskSets:
         self._topology = topology
         self._prompts = prompts
         self._context_tokens = context_tokens
+        self._recites = topology.algorithm.loss.name == "cross_entropy"
         self._sources: dict[str, Source] = {}
         named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
         for split, source in named.items():
@@ -79,10 +82,11 @@ class TaskSets:
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
                     raise ValueError(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
+                answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
             except (DataError, ValueError, IndexError) as error:
                 dropped.append(drop(handle, f"{handle.task_id}: {error}"))
                 continue
-            ready.append(ReadyTask(handle, row, ids))
+            ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors)
 
@@ -97,8 +101,20 @@ class TaskSets:
         except ValueError as error:
             raise ValueError(f"{self._place(split, task_id)}: {error}") from None
 
+    def _answer(self, split: str, task_id: str, row: Row, longest: int) -> list[int] | None:
+        if split != TRAIN or not self._recites:
+            return None
+        try:
+            ids = self._prompts.answer_ids(row)
+        except ValueError as error:
+            raise ValueError(f"{self._place(split, task_id)}: {error}") from None
+        if len(ids) > longest:
+            place = self._place(split, task_id)
+            raise ValueError(f"{place}: answer of {len(ids)} tokens: the limit is {longest} (sampling.max_new_tokens)")
+        return ids
+
     def _place(self, split: str, task_id: str) -> str:
-        return f"{self._sources[split].name} row {split_task_id(task_id)[2]}"
+        return self._sources[split].place(split_task_id(task_id)[2])
 
     def _sampling(self, grant: LeaseGrant) -> SamplingParams:
         topology = self._topology

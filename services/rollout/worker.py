@@ -5,21 +5,25 @@ weights older than a lease allows.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from proto.messages import LeaseGrant, WeightsRef
 from proto.tensors import Array
 from services.rollout.assemble import Assembled, assemble, with_receipt
-from services.rollout.engine import Engine, Generation, GenerationCancelled
+from services.rollout.engine import Engine, GenerationCancelled
+from services.rollout.in_flight import InFlight
 from services.rollout.prompts import messages_of
-from services.rollout.rewards.load import RewardFunction
-from services.rollout.rewards.scoring import Score, score_block
+from services.rollout.recite import recited
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
+from services.rollout.trajectory import rolled
 from services.rollout.weights_sync import Version, WeightsSync, weights_meta
+from services.rollout.workflows.calls import OnText
+from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.lease import Lease, LeaseBook, LeaseLost
@@ -28,12 +32,6 @@ from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
 
 DATA_CALL_S = 30.0
-
-
-class OnText(Protocol):
-    """Runs blocking work on the thread of rows and tokenizer."""
-
-    def __call__(self, work: Callable[[], Any]) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Sampled:
-    generations: list[list[Generation]]
+    made: list[list[Made]]
     version: int
     seconds: float
 
@@ -61,21 +59,24 @@ class RolloutWorker:
         engine: Engine,
         sync: WeightsSync,
         tasks: TaskSets,
-        rewards: Sequence[RewardFunction],
-        reward_timeout_s: float,
+        rewards: RewardPool,
+        workflow: WorkflowRunner | None,
         data: DataClient,
+        in_flight: InFlight,
         store: str,
         block_tasks: int,
         on_text: OnText,
     ) -> None:
-        """`store`: where shards go (`batch-store/0`); `block_tasks`: the most tasks of a lease."""
+        """`workflow` None: a sample is one answer to its prompt. `store`: where shards go (`batch-store/0`);
+        `block_tasks`: the most tasks of a lease."""
         self._service = service
         self._engine = engine
         self._sync = sync
         self._tasks = tasks
         self._rewards = rewards
-        self._reward_timeout_s = reward_timeout_s
+        self._workflow = workflow
         self._data = data
+        self._in_flight = in_flight
         self._store = store
         self._on_text = on_text
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
@@ -113,23 +114,55 @@ class RolloutWorker:
         """Load the version if need be and generate. None: the lease was handed back."""
         grant = lease.grant
         ref = grant.weights
-        if ref is not None and self._sync.needs(ref, exact=grant.exact):
-            # Not mapped: the engine held this version when the lease was prepared, and has left it since.
-            await self._sync.load(ref, prepared.weights or await self._map(lease, ref))
-        held = self.holds.step
+        async with self._in_flight.settled():
+            if ref is not None and self._sync.needs(ref, exact=grant.exact):
+                # Not mapped: the engine held this version when the lease was prepared, and has left it since.
+                await self._sync.load(ref, prepared.weights or await self._map(lease, ref))
+            held = self.holds.step
+            # A workflow's calls are many blocks, some of which would begin in the midst of a swap: one version a lease.
+            versions = self._in_flight.begin(held, exact=grant.exact or self._workflow is not None)
+        try:
+            return await self._sampled(lease, prepared, versions)
+        finally:
+            self._in_flight.end()
+
+    async def _sampled(self, lease: Lease, prepared: _Prepared, versions: list[int]) -> _Sampled | None:
+        """`versions`: what the engine holds, and what it is given while it samples."""
+        grant, held = lease.grant, versions[0]
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             await self.leases.hand_back(lease, f"the engine holds version {held}, {_needed(grant)}")
             return None
         lease.check()
         started = time.perf_counter()
-        generations: list[list[Generation]] = []
+        made: list[list[Made]] = []
+        if self._workflow is not None:
+            before_s = self._workflow.generate_s
+            made = await self._workflow.run(lease, prepared.tasks, held)
+            return _Sampled(made, held, self._workflow.generate_s - before_s)
         if prepared.tasks.ready:
-            prompts = [task.prompt() for task in prepared.tasks.ready]
+            made = await self._answers(lease, prepared.tasks, versions)
+        return _Sampled(made, held, time.perf_counter() - started)
+
+    async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int]) -> list[list[Made]]:
+        """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
+        generations = recited(tasks.ready, tasks.sampling.samples)
+        if generations is None:
+            prompts = [task.prompt() for task in tasks.ready]
             try:
-                generations = await self._engine.generate(prompts, prepared.tasks.sampling, lease.cancel)
+                generations = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
             except GenerationCancelled as error:
                 raise LeaseLost(str(error)) from None
-        return _Sampled(generations, held, time.perf_counter() - started)
+        return [
+            [
+                Made(
+                    rolled(task.prompt_ids, each, versions[0], versions[1:]),
+                    Sample(task.handle.task_id, task.row, [], "", each.token_ids.tolist(), each.finish_reason),
+                    score=None,
+                )
+                for each in group
+            ]
+            for task, group in zip(tasks.ready, generations, strict=True)
+        ]
 
     async def _map(self, lease: Lease, ref: WeightsRef) -> dict[str, Array]:
         meta = weights_meta(ref)
@@ -139,11 +172,11 @@ class RolloutWorker:
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
         """Score, put, complete."""
         tasks = prepared.tasks
-        samples = await self._samples(tasks, sampled.generations)
-        scores = await score_block(samples, self._rewards, self._reward_timeout_s, lease.advance)
-        block = assemble(
-            tasks.ready, sampled.generations, scores, version=sampled.version, min_survivors=tasks.min_survivors
-        )
+        if self._workflow is None:
+            await self._write_texts(tasks, sampled.made)
+        scores = await self._scores(lease, sampled.made)
+        samples = [[each.rolled for each in group] for group in sampled.made]
+        block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors)
         results = []
         if block.results:
             puts = [
@@ -157,25 +190,22 @@ class RolloutWorker:
         await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars)
         self._tell(lease.grant.split, tasks, sampled, block, scores)
 
-    async def _samples(self, tasks: PreparedTasks, generations: list[list[Generation]]) -> list[list[Sample]]:
-        ids = [[each.token_ids.tolist() for each in group] for group in generations]
+    async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:
+        """What reward functions read of single answers, decoded while the next lease is sampled."""
+        ids = [[each.sample.token_ids for each in group] for group in made]
         texts: list[list[str]] = await self._on_text(
             lambda: [self._tasks.texts(group, tasks.sampling) for group in ids]
         )
-        return [
-            [
-                Sample(
-                    task_id=task.handle.task_id,
-                    row=task.row,
-                    messages=messages_of(task.row, text),
-                    completion=text,
-                    token_ids=token_ids,
-                    finish_reason=each.finish_reason,
-                )
-                for each, token_ids, text in zip(group, group_ids, group_texts, strict=True)
-            ]
-            for task, group, group_ids, group_texts in zip(tasks.ready, generations, ids, texts, strict=True)
-        ]
+        for group, group_texts in zip(made, texts, strict=True):
+            for each, text in zip(group, group_texts, strict=True):
+                each.sample.completion = text
+                each.sample.messages = messages_of(each.sample.row, text)
+
+    async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
+        """The scores that samples came with, and those of the reward functions for the others."""
+        unscored = [[each.sample for each in group if each.score is None] for group in made]
+        found = [iter(group) for group in await self._rewards.score(unscored, lease.advance)]
+        return [[each.score or next(scores) for each in group] for group, scores in zip(made, found, strict=True)]
 
     def _tell(
         self,
@@ -189,9 +219,11 @@ class RolloutWorker:
         for result in dropped:
             self._service.log.warning("task dropped", task_id=result.task_id, reason=result.reason)
         flat = [score for group in scores for score in group]
-        failures = [score.failure for score in flat if score.value is None]
-        if failures:
-            self._service.log.warning("samples failed", count=len(failures), first=failures[0])
+        failures = [score for score in flat if score.value is None]
+        for task, group in zip(tasks.ready, scores, strict=True):
+            lost = [score.failure for score in group if score.value is None]
+            if lost:
+                self._service.log.warning("samples failed", task_id=task.handle.task_id, count=len(lost), first=lost[0])
         rewards, lengths = block.scalars["reward"], block.scalars["length"]
         values: dict[str, float | str] = {
             "version": sampled.version,
@@ -207,8 +239,25 @@ class RolloutWorker:
             values["length_mean"] = float(lengths.mean())
         for part in sorted({name for score in flat for name in score.parts}):
             values[f"reward/{part}"] = float(np.mean([score.parts[part] for score in flat if part in score.parts]))
+        self._tell_workflow(sampled.made)
         self._service.telemetry.emit("rollout" if split == TRAIN else f"rollout/{split}", values)
         self._service.telemetry.emit("engine", dict(self._engine.stats()))
+
+    def _tell_workflow(self, made: list[list[Made]]) -> None:
+        if self._workflow is None:
+            return
+        flat = [each for group in made for each in group]
+        lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
+        values: dict[str, float | str] = {"samples": len(flat), "samples_failed": len(lost)}
+        if lost:
+            values["last_failure"] = lost[-1]
+        kept = [each for each in flat if each.rolled.sequences]
+        if kept:
+            values["turns_mean"] = float(np.mean([each.sample.turns for each in kept]))
+            values["sequences_mean"] = float(np.mean([len(each.rolled.sequences) for each in kept]))
+        for name in sorted({name for each in kept for name in each.metrics}):
+            values[f"metric/{name}"] = float(np.mean([each.metrics[name] for each in kept if name in each.metrics]))
+        self._service.telemetry.emit("workflow", values)
 
 
 def _needed(grant: LeaseGrant) -> str:

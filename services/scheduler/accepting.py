@@ -19,7 +19,7 @@ from proto.messages import (
 )
 from proto.tensors import Array
 from services.scheduler import scalars
-from services.scheduler.granting import Granting
+from services.scheduler.freshness import Freshness
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import DEATH, FAILURE
 from services.scheduler.plan import stage_index
@@ -27,7 +27,7 @@ from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState
 from shared.rpc.errors import RpcError
 
 
-class Accepting(Granting):
+class Accepting(Freshness):
     """The verb `complete`."""
 
     def complete(self, request: Complete) -> list[Refusal]:
@@ -37,19 +37,21 @@ class Accepting(Granting):
             lease = None
         stage = stage_index(self.plan, request.stage)
         self._check_scalars(request, stage)
-        layout = self._layout(request.scalars) if stage == 0 else 0
+        layout = self._layout(request.scalars)
         refused: list[Refusal] = []
         first = 0
         for result in request.results:
             slot = self.tasks.find(result.task_id)
             problem = self._problem(slot, stage, lease, result)
+            if problem is None and stage > 0 and request.scalars and result.samples != self.tasks.samples[slot]:
+                samples = self.tasks.samples[slot]
+                problem = ErrorCode.CONFLICT, f"{result.task_id}: scalars of {result.samples} samples, it has {samples}"
             if problem is not None:
                 refused.append(Refusal(result.task_id, result.fence, *problem))
             elif lease is not None and not self.tasks.done[slot] >> stage & 1:
                 lease.open -= 1
                 if result.outcome == Outcome.DONE:
-                    packed = scalars.pack(request.scalars, first, result.samples) if stage == 0 else None
-                    self._accept(slot, stage, result, layout, packed)
+                    self._accept(slot, stage, result, layout, scalars.pack(request.scalars, first, result.samples))
                 elif result.outcome == Outcome.RETRY:
                     self._retry(slot, FAILURE, result.reason)
                 else:
@@ -66,8 +68,9 @@ class Accepting(Granting):
     def _check_scalars(self, request: Complete, stage: int) -> None:
         if stage < 0:
             raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
-        if stage > 0 and request.scalars:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: only the rollout stage brings scalars")
+        strange = sorted(request.scalars.keys() - self.plan.stages[stage].scalars) if stage > 0 else []
+        if strange:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: scalar {strange[0]!r} is not its to bring")
         for each in request.results:
             numbers = (
                 (each.samples, 16),
@@ -111,7 +114,7 @@ class Accepting(Granting):
             return ErrorCode.LOST, f"{result.task_id}: the lease is no longer held"
         return None
 
-    def _accept(self, slot: int, stage: int, result: TaskResult, layout: int, packed: bytes | None) -> None:
+    def _accept(self, slot: int, stage: int, result: TaskResult, layout: int, packed: bytes) -> None:
         table = self.tasks
         table.lease[slot] = 0
         table.done[slot] |= 1 << stage
@@ -122,15 +125,21 @@ class Accepting(Granting):
             table.samples[slot] = result.samples
             table.failed[slot] = result.samples_failed
             table.tokens[slot] = result.tokens
-            table.scalars[slot] = layout.to_bytes(2, "little") + (packed or b"")
+            table.scalars[slot] = layout.to_bytes(2, "little") + packed
+        elif self.layouts[layout]:
+            self._add_scalars(slot, self.layouts[layout], packed)
         if table.admission[slot] == EVALUATION:
             self._score(slot)
             return
         if stage == 0 and result.samples < min(2, self.plan.group_size):
             self._drop(slot, f"{result.samples} of {self.plan.group_size} samples are left")
             return
+        if stage == 0 and self.filtered < self.plan.filter_limit and self._filter(slot):
+            return
         table.move(slot, TaskState.ROLLED_OUT)
         if table.done[slot] == (1 << len(self.plan.stages)) - 1:
+            if self.drop_if_stale(slot):
+                return
             table.move(slot, TaskState.READY)
             self.window.mark_ready(table.admission[slot])
             return
@@ -138,6 +147,33 @@ class Accepting(Granting):
             needed = self._needed[later]
             if needed >> stage & 1 and table.done[slot] & needed == needed:
                 heapq.heappush(self.ready[later], table.admission[slot])
+
+    def _add_scalars(self, slot: int, layout: scalars.Layout, packed: bytes) -> None:
+        """A later stage's per-sample values join those of the rollout."""
+        samples = self.tasks.samples[slot]
+        data = self.tasks.scalars[slot] or b"\0\0"
+        before = self.layouts[int.from_bytes(data[:2], "little")]
+        columns = {name: scalars.column(before, name, samples, data[2:]) for name, _ in before}
+        columns |= {name: scalars.column(layout, name, samples, packed) for name, _ in layout}
+        joined = {name: values for name, values in columns.items() if values is not None}
+        self.tasks.scalars[slot] = self._layout(joined).to_bytes(2, "little") + scalars.pack(joined, 0, samples)
+
+    def _filter(self, slot: int) -> bool:
+        """Drop a task whose rewards are all equal: no group estimator learns from it. Admission puts another in.
+
+        Bounded by `filter_limit` a step: a run whose tasks are all solved goes on. Source: dynamic sampling of DAPO
+        (arXiv 2503.14476), section 3.2.
+        """
+        data = self.tasks.scalars[slot] or b"\0\0"
+        layout = self.layouts[int.from_bytes(data[:2], "little")]
+        rewards = scalars.column(layout, "reward", self.tasks.samples[slot], data[2:])
+        if rewards is None or (rewards != rewards[0]).any():
+            return False
+        self.filtered += 1
+        self.filtered_samples += len(rewards)
+        self.filtered_reward += float(np.sum(rewards, dtype=np.float64))
+        self._drop(slot, f"all {len(rewards)} rewards are {float(rewards[0])}")
+        return True
 
     def _store_index(self, store: str) -> int:
         if store not in self.store_names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import deque
 from typing import Any
 
 _DROPPED = -1
@@ -25,6 +26,8 @@ class Window:
         self._prefix = 0  # every number in [head, _prefix) is ready or dropped
         self._ready_in_prefix = 0
         self._dropped: list[int] = []
+        self._finished: deque[int] = deque()
+        """Ready numbers in the order they became so; those that were taken or dropped since are skipped."""
 
     @property
     def tail(self) -> int:
@@ -39,6 +42,11 @@ class Window:
     def ready(self) -> int:
         """How many tasks from the oldest on are ready without a gap: only these can be consumed."""
         return self._ready_in_prefix
+
+    @property
+    def ready_anywhere(self) -> int:
+        """How many tasks are ready, those behind a gap included (`consume: completion`)."""
+        return self._ready.count(1)
 
     def admit(self, slot: int) -> int:
         """Append a task; returns its admission number."""
@@ -59,11 +67,14 @@ class Window:
 
     def mark_ready(self, admission: int) -> None:
         self._ready[admission - self._base] = 1
+        self._finished.append(admission)
         self._advance()
 
     def mark_unready(self, admission: int) -> None:
         """A task that was ready (or not) has to be made again."""
         self._ready[admission - self._base] = 0
+        if admission in self._finished:
+            self._finished.remove(admission)
         if admission < self._prefix:
             self._prefix = admission
             before = range(self.head - self._base, admission - self._base)
@@ -73,6 +84,11 @@ class Window:
         """(admission number, slot) of every live task of the window, in order."""
         numbered = enumerate(self._slots[self.head - self._base :], self.head)
         return [(admission, slot) for admission, slot in numbered if slot != _DROPPED]
+
+    def ready_members(self) -> list[int]:
+        """Admission numbers of the ready tasks, in the order they became ready."""
+        self._skip_taken()
+        return [admission for admission in self._finished if admission >= self.head]
 
     def mark_dropped(self, admission: int) -> None:
         self._slots[admission - self._base] = _DROPPED
@@ -89,15 +105,44 @@ class Window:
                 passed += 1
             else:
                 taken.append(slot)
+            self._ready[self.head - self._base] = 0
             self.head += 1
         del self._dropped[:passed]
         self._ready_in_prefix -= count
+        self._skip_taken()
+        self._compact()
+        return taken
+
+    def take_completed(self, count: int) -> list[int]:
+        """Remove the `count` tasks that became ready first, wherever they stand; needs `ready_anywhere >= count`.
+
+        Their numbers then count as dropped: they stand in nobody's way.
+        """
+        taken: list[int] = []
+        while len(taken) < count:
+            admission = self._finished[0]
+            taken.append(self.slot(admission))
+            self.mark_unready(admission)
+            self.mark_dropped(admission)
+        passed = 0
+        while self.head < self.tail and self._slots[self.head - self._base] == _DROPPED:
+            self.head += 1
+            passed += 1
+        del self._dropped[:passed]
+        self._prefix = max(self._prefix, self.head)
+        self._compact()
+        return taken
+
+    def _skip_taken(self) -> None:
+        while self._finished and self._finished[0] < self.head:
+            self._finished.popleft()
+
+    def _compact(self) -> None:
         if self.head - self._base >= _COMPACT and 2 * (self.head - self._base) >= len(self._slots):
             used = self.head - self._base
             del self._slots[:used]
             del self._ready[:used]
             self._base = self.head
-        return taken
 
     def _advance(self) -> None:
         while self._prefix < self.tail:
@@ -117,6 +162,7 @@ class Window:
             "prefix": self._prefix,
             "ready_in_prefix": self._ready_in_prefix,
             "dropped": list(self._dropped),
+            "finished": self.ready_members(),
         }
 
     @classmethod
@@ -128,4 +174,5 @@ class Window:
         window._prefix = data["prefix"]
         window._ready_in_prefix = data["ready_in_prefix"]
         window._dropped = list(data["dropped"])
+        window._finished = deque(data["finished"])
         return window

@@ -1,7 +1,9 @@
 """The scheduler's memory on disk: every durable event in order, a snapshot now and then, readable tables for people.
 
-SQLite in WAL mode, committed once a burst: an effect leaves only after its event is here. It never interprets an event.
-A killed process loses nothing; `synchronous=NORMAL` means that a power cut may lose the last commits, never order.
+A snapshot is written in parts, between which events go on; it counts once its row is in table `snapshot`, and then the
+events before it are deleted, in parts too. SQLite in WAL mode, committed once a burst: an effect leaves only after its
+event is here. It never interprets an event. A killed process loses nothing; `synchronous=NORMAL` means that a power cut
+may lose the last commits, never order.
 """
 
 from __future__ import annotations
@@ -36,15 +38,21 @@ FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
 """Events of this size, or of twice the last snapshot's, are replaced by a new snapshot: replay stays bounded and
 snapshots cost a constant share of all writing."""
+PART_BYTES = 4 << 20
+"""What one transaction writes of a snapshot, or deletes of old events: no request waits longer than for this."""
+PART_EVENTS = 4096
 
 _INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
+_COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS parts (
+    seq INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (seq, part));
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS evals (
@@ -84,8 +92,10 @@ class Journal:
                 meta = dict(rows)
             self._db.execute("COMMIT")
             self.seq = self._db.execute("SELECT max(seq) FROM events").fetchone()[0] or self._snapshot_seq()
-            self._event_bytes = self._db.execute("SELECT total(length(body)) FROM events").fetchone()[0]
-            self._snapshot_bytes = self._db.execute("SELECT total(length(body)) FROM snapshot").fetchone()[0]
+            kept = self._snapshot_seq()
+            self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
+            self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
+            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # of a snapshot that was never finished
         except sqlite3.Error as error:
             raise self._broken(str(error)) from None
         if meta.get("format") != FORMAT:
@@ -97,6 +107,10 @@ class Journal:
             )
         self._events: list[tuple[int, float, int, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
+        self._writing: Iterator[None] | None = None
+
+    def _total(self, query: str, seq: int) -> int:
+        return int(self._db.execute(query, (seq,)).fetchone()[0])
 
     def _snapshot_seq(self) -> int:
         row = self._db.execute("SELECT seq FROM snapshot").fetchone()
@@ -107,14 +121,15 @@ class Journal:
 
     def snapshot(self) -> bytes | None:
         """The newest snapshot, if there is one."""
-        row = self._db.execute("SELECT body FROM snapshot").fetchone()
-        return row[0] if row else None
+        parts = self._db.execute("SELECT body FROM parts WHERE seq = ? ORDER BY part", (self._snapshot_seq(),))
+        return b"".join(body for (body,) in parts) or None
 
     def events(self) -> Iterator[Durable]:
         """Every event after the snapshot, in order. Raises RpcError for one that cannot be read."""
         seq = self._snapshot_seq()
         try:
-            for found, kind, body in self._db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
+            query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
+            for found, kind, body in self._db.execute(query, (seq,)):
                 if found != seq + 1:
                     raise self._broken(f"event {seq + 1} is missing; restore the file from a backup")
                 seq = found
@@ -157,7 +172,7 @@ class Journal:
     @property
     def due(self) -> bool:
         """Whether enough has been written for a new snapshot."""
-        return bool(self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes))
+        return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
         """Make everything since the last commit durable. Raises RpcError naming the file when the disk refuses."""
@@ -174,18 +189,52 @@ class Journal:
         self._events.clear()
         self._saves.clear()
 
-    def replace_events(self, packed: bytes) -> None:
-        """Store a snapshot of the state after the last committed event, and prune the events behind it."""
+    def begin_snapshot(self, packed: bytes) -> None:
+        """Take a snapshot of the state after the last event that was appended; `write_part` puts it on disk."""
         self.commit()
+        self._event_bytes = 0
+        self._snapshot_bytes = len(packed)
+        self._writing = self._replace_events(self.seq, packed)
+
+    def write_part(self) -> bool:
+        """Write a bounded part of a snapshot that was begun; False: there is none, or it is complete."""
+        if self._writing is None:
+            return False
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (self.seq, packed))
-            self._db.execute("DELETE FROM events WHERE seq <= ?", (self.seq,))
+            more = next(self._writing, _COMPLETE) is not _COMPLETE
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._broken(f"cannot be written: {error}") from None
-        self._event_bytes = 0
-        self._snapshot_bytes = len(packed)
+        if not more:
+            self._writing = None
+        return more
+
+    def _replace_events(self, seq: int, packed: bytes) -> Iterator[None]:
+        """Each round is a transaction of its own; a kill between two leaves the old snapshot or the new one whole."""
+        view = memoryview(packed)
+        for part, at in enumerate(range(0, len(packed), PART_BYTES)):
+            self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (seq, part, view[at : at + PART_BYTES]))
+            yield
+        del view, packed  # hundreds of bytes a task, no longer needed while old events go
+        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (seq,))
+        yield
+        for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
+            self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))
+            yield
+        while upto := self._some_events(seq):
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (upto,))
+            yield
+
+    def _some_events(self, seq: int) -> int:
+        """The last of the oldest events, up to `seq`, that one transaction may delete; 0: there are none."""
+        query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
+        last = total = 0
+        for found, nbytes in self._db.execute(query, (seq, PART_EVENTS)).fetchall():
+            if last and total + nbytes > PART_BYTES:
+                break
+            last, total = found, total + nbytes
+        return last
 
     def rows_after(self, step: int) -> Iterator[str]:
         """The metrics rows of later steps, as JSON, in order."""

@@ -43,6 +43,8 @@ class Leases:
         self.next_id = 1
         self._live: dict[int, Lease] = {}
         self._of: dict[Holder, dict[int, None]] = {}
+        self._answered: dict[tuple[int, int], int] = {}
+        """Request -> the live lease that it was given."""
         self._versions: Counter[tuple[int, int]] = Counter()
 
     def __len__(self) -> int:
@@ -70,6 +72,7 @@ class Leases:
 
     def remove(self, lease: Lease) -> None:
         del self._live[lease.lease_id]
+        self._answered.pop(lease.call, None)
         if lease.version is not None:
             self._versions[lease.version] -= 1
             if not self._versions[lease.version]:
@@ -88,15 +91,13 @@ class Leases:
 
     def answering(self, holder: Holder, call: tuple[int, int]) -> Lease | None:
         """The live lease that this very request was given before, if any."""
-        if call == (0, 0):
-            return None
-        for lease_id in reversed(self._of.get(holder, {})):
-            if self._live[lease_id].call == call:
-                return self._live[lease_id]
-        return None
+        lease = self._live.get(self._answered.get(call, 0))
+        return lease if lease is not None and lease.holder == holder else None
 
     def _insert(self, lease: Lease) -> None:
         self._live[lease.lease_id] = lease
+        if lease.call != (0, 0):
+            self._answered[lease.call] = lease.lease_id
         self._of.setdefault(lease.holder, {})[lease.lease_id] = None
         if lease.version is not None:
             self._versions[lease.version] += 1

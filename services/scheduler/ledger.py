@@ -81,6 +81,16 @@ class Ledger:
         self.uncovered_bytes = 0
         """Bytes of trained tasks that wait for a checkpoint."""
         self.dropped = 0
+        self.filtered = 0
+        """Tasks without reward variance dropped since the last batch, with their samples and the sum of rewards ..."""
+        self.filtered_samples = 0
+        self.filtered_reward = 0.0
+        self.batch_filtered = [0.0, 0.0]
+        """... and sum and samples of what was filtered before the newest batch."""
+        self.checked = 0
+        """`consume: completion`: checks of a task's oldest token since the last commit ..."""
+        self.stale = 0
+        """... and the tasks that were dropped for it."""
         self.dropped_reported = 0
         self.batch_dropped = 0
         """Drops between the last two batches."""
@@ -202,6 +212,11 @@ class Ledger:
         free = self.limit_bytes - self._weight_bytes() - self.uncovered_bytes
         return free // self.plan.task_bytes - self._open_batch_tasks()
 
+    def held_bytes(self, slot: int) -> int:
+        """What a trained task takes of the stores, at most."""
+        made = self.tasks.tokens[slot] * self.plan.unleased_token_bytes
+        return self.tasks.nbytes[slot] + made + self.plan.overhead_bytes
+
     def _weight_bytes(self) -> int:
         newest = self.versions.newest_ref
         one = max(self.plan.weight_bytes, newest.nbytes if newest else 0)
@@ -217,7 +232,7 @@ class Ledger:
     def _collect_steps(self, last: int) -> None:
         for step in [step for step in self.batches if step <= min(last, self.committed_step)]:
             for slot in self.batches.pop(step):
-                self.uncovered_bytes -= self.tasks.nbytes[slot]
+                self.uncovered_bytes -= self.held_bytes(slot)
                 self._collect(slot)
 
     def _collect(self, slot: int) -> None:
@@ -235,8 +250,8 @@ class Ledger:
     def cleared(self, store: str, count: int) -> bool:
         """A store has acknowledged the first `count` clears of its queue."""
         for task_id, _, last in self.clears.pop(store, count):
-            slot = self.tasks.find(task_id)
-            if last and slot != NO_SLOT:
+            slot = self.tasks.find(task_id) if last else NO_SLOT
+            if slot != NO_SLOT:
                 self.tasks.clears[slot] -= 1
                 if not self.tasks.clears[slot]:
                     self._collected(slot)

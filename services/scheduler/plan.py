@@ -39,10 +39,18 @@ class Plan:
     deterministic: bool
     rows: Sequence[int]
     block_tasks: int = 1
+    filter_limit: int = 0
+    """Most tasks whose rewards are all equal that are dropped a step; 0: they are trained on."""
+    by_completion: bool = False
+    """A step takes the tasks that are finished first, not those admitted first."""
     evals: tuple[EvalPlan, ...] = ()
     stages: tuple[Stage, ...] = field(default_factory=lambda: train_graph(with_reference=False))
     task_bytes: int = 0
     """Room that one live train task may need at worst; 0: not reserved."""
+    overhead_bytes: int = 0
+    """What the store adds to a task's shards at worst ..."""
+    unleased_token_bytes: int = 0
+    """... and what the trainer adds for each token: no accepted result tells of these."""
     weight_versions: int = 3
     weight_bytes: int = 0
     """Room to keep free for `weight_versions` versions of this size (of the published one, when that is larger)."""
@@ -68,6 +76,8 @@ class Plan:
             self.shuffle,
             self.deterministic,
             self.block_tasks,
+            self.filter_limit,
+            self.by_completion,
             [stage.name for stage in self.stages],
             [(each.name, each.samples, each.every) for each in self.evals],
         )

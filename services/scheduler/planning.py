@@ -13,7 +13,13 @@ from shared.data import DataError, RowError, Source, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
-from shared.topology.capacity import WEIGHT_VERSIONS
+from shared.topology.capacity import (
+    WEIGHT_VERSIONS,
+    limit_bytes,
+    overhead_bytes,
+    unleased_token_bytes,
+    worst_case_bytes,
+)
 
 _TEMPLATE_TOKENS = 256
 """What a chat template adds to a prompt, at most, in the estimate below."""
@@ -36,7 +42,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
             )
             for name, each in topology.data.eval.items()
         )
-        room = _room(topology, train, bad)
+        room = _room(topology, where, train, bad)
     except DataError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
     excluded = {each.index for each in bad}
@@ -53,13 +59,22 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         deterministic=topology.run.deterministic,
         rows=rows,
         block_tasks=topology.services.rollout.block_tasks,
+        filter_limit=_filter_limit(topology),
+        by_completion=topology.consume == "completion",
         evals=evals,
         stages=train_graph(with_reference=topology.needs_reference),
         task_bytes=room,
+        overhead_bytes=overhead_bytes(topology),
+        unleased_token_bytes=unleased_token_bytes(topology),
         weight_versions=WEIGHT_VERSIONS,
         weight_bytes=_version_bytes(topology),
     )
     return plan, bad
+
+
+def _filter_limit(topology: Topology) -> int:
+    filtering = topology.algorithm.filter_zero_variance
+    return filtering.max_refill * topology.algorithm.tasks_per_step if filtering is not None else 0
 
 
 def configuration(topology: Topology) -> Configure:
@@ -78,19 +93,25 @@ def _usable(source: Source, first: int | None) -> list[int]:
     return [index for index in range(most) if index not in bad]
 
 
-def _room(topology: Topology, train: Source, bad: list[RowError]) -> int:
+def _room(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
     """Bytes to reserve for a live train task.
 
-    Where `max_prompt_tokens` is left out a prompt is taken to have at most a token a byte. The reservation never
-    exceeds an even share of the memory: an estimate must not stop a run that the check at start has let pass.
+    Where `max_prompt_tokens` is left out a prompt is taken to have at most a token a byte. Raises RpcError when the
+    stores cannot hold what may then be live: nothing else would keep such a run from standing still later.
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:
         prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
-    limit = topology.services.batch_store.memory * len(topology.store_hosts())
-    weights = WEIGHT_VERSIONS * _version_bytes(topology)
-    live = (topology.staleness + 1) * topology.algorithm.tasks_per_step
-    return max(min(task_bytes(topology, prompt), (limit - weights) // live), 0)
+        needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
+        hosts = len(topology.store_hosts())
+        if limit_bytes(topology) < needed:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{where}: services.batch-store.memory: {limit_bytes(topology) // hosts} bytes cannot hold what this "
+                f"run may need: prompts have up to {prompt} tokens (one a byte and the chat template's); set at least "
+                f"{-(-needed // hosts)}, or say better as data.train.max_prompt_tokens",
+            )
+    return task_bytes(topology, prompt)
 
 
 def _version_bytes(topology: Topology) -> int:

@@ -1,12 +1,14 @@
 """Per-sample values of a task (reward, length, ...) packed into bytes, and flattened into arrays for the driver.
 
-One task's values are the concatenation of its columns, described by a layout that is shared by all tasks. Nothing per
-token is ever here.
+One task's values are a bit a column (1: all samples have the same value, which stands there once), then the columns
+one after the other; a layout that is shared by all tasks describes them. Versions and truncation hardly ever differ
+within a task, and a million tasks must fit. Nothing per token is ever here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,8 +23,17 @@ def layout_of(scalars: dict[str, Array]) -> Layout:
 
 
 def pack(scalars: dict[str, Array], first: int, samples: int) -> bytes:
-    """The values of samples `[first, first + samples)`, column after column."""
-    return b"".join([values[first : first + samples].tobytes() for values in scalars.values()])
+    """The values of samples `[first, first + samples)`."""
+    columns: list[bytes] = []
+    same = 0
+    for number, values in enumerate(scalars.values()):
+        column = values[first : first + samples].tobytes()
+        one = column[: values.dtype.itemsize]
+        if samples > 1 and column == one * samples:
+            same |= 1 << number
+            column = one
+        columns.append(column)
+    return same.to_bytes(_mask_bytes(len(scalars)), "little") + b"".join(columns)
 
 
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
@@ -32,15 +43,10 @@ def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]])
     """
     used = {layouts[layout] for layout, _, _ in packed}
     names = [column for column in layouts[packed[0][0]] if all(column in layout for layout in used)] if packed else []
-    offsets = {(layout, column): _offset(layout, column) for layout in used for column in names}
     columns: dict[str, Array] = {}
     for column in names:
         name, dtype = column
-        size = np.dtype(dtype).itemsize
-        parts = []
-        for layout, samples, data in packed:
-            start = offsets[layouts[layout], column] * samples
-            parts.append(data[start : start + samples * size])
+        parts = [_values(layouts[layout], column, samples, data) for layout, samples, data in packed]
         columns[name] = np.frombuffer(b"".join(parts), dtype=dtype)
     return columns
 
@@ -49,16 +55,31 @@ def column(layout: Layout, name: str, samples: int, data: bytes) -> Array | None
     """One named column of one task, or None."""
     for each in layout:
         if each[0] == name:
-            start = _offset(layout, each) * samples
-            return np.frombuffer(data, dtype=each[1], count=samples, offset=start)
+            return np.frombuffer(_values(layout, each, samples, data), dtype=each[1])
     return None
 
 
-def _offset(layout: Layout, wanted: tuple[str, str]) -> int:
-    """Bytes a sample of the columns before `wanted`."""
-    total = 0
-    for each in layout:
+def _values(layout: Layout, wanted: tuple[str, str], samples: int, data: bytes) -> bytes:
+    """One column of one task, a value a sample. No data at all: a task without samples."""
+    head = _mask_bytes(len(layout))
+    begin, size, same = _place(layout, wanted, samples, data[:head])
+    values = data[begin : begin + size]
+    return values * samples if same else values
+
+
+@lru_cache(maxsize=4096)
+def _place(layout: Layout, wanted: tuple[str, str], samples: int, mask: bytes) -> tuple[int, int, bool]:
+    """Where the column lies: (first byte, bytes, whether it is one value for all)."""
+    same = int.from_bytes(mask, "little")
+    at = _mask_bytes(len(layout))
+    for number, each in enumerate(layout):
+        once = bool(same >> number & 1)
+        size = np.dtype(each[1]).itemsize * (1 if once else samples)
         if each == wanted:
-            break
-        total += np.dtype(each[1]).itemsize
-    return total
+            return at, size, once
+        at += size
+    raise KeyError(wanted[0])
+
+
+def _mask_bytes(columns: int) -> int:
+    return -(-columns // 8)

@@ -6,6 +6,7 @@ It decides nothing. Nothing leaves before the event that caused it is durable (D
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory
+from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, Resolved
 from services.scheduler import snapshot
 from services.scheduler.events import (
     Answer,
@@ -107,12 +108,15 @@ class SchedulerService(Service):
     async def serve(self) -> None:
         """Let time pass, until a stop or a journal that cannot be written."""
         self._flush()
+        # A million tasks stand in a few large containers, which a full collection would walk through every time.
+        gc.freeze()
         while not self.stopping.is_set():
             await asyncio.wait({self._failed}, timeout=TICK_S)
             if self._failed.done():
                 self._failed.result()
             self._take(self._state.handle(Tick(), self._now()))
             self._flush()
+            self._journal.write_part()
 
     async def drain(self) -> None:
         for job in self._jobs:
@@ -126,6 +130,10 @@ class SchedulerService(Service):
             self._metrics.close()
         if hasattr(self, "_journal"):
             self._journal.close()
+
+    async def resolve(self, service: str, instance: int) -> Resolved:
+        """From its own registry: nobody else knows."""
+        return self._state.where(service, instance)
 
     # ---------------------------------------------------------------------------------------------- events
 
@@ -166,7 +174,7 @@ class SchedulerService(Service):
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.replace_events(snapshot.dump(self._state.core))
+                self._journal.begin_snapshot(snapshot.dump(self._state.core))
         except (RpcError, OSError) as error:
             self._failed.set_exception(error)
 

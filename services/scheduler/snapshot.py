@@ -19,7 +19,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 1
+LAYOUT = 4
 """Raised with every change of what `dump` writes; another layout is refused by name."""
 
 _PLAIN = (
@@ -33,6 +33,12 @@ _PLAIN = (
     "position",
     "uncovered_bytes",
     "dropped",
+    "filtered",
+    "filtered_samples",
+    "filtered_reward",
+    "batch_filtered",
+    "checked",
+    "stale",
     "dropped_reported",
     "batch_dropped",
     "next_row",

@@ -37,9 +37,12 @@ from proto.messages import (
     PublishWeights,
     Register,
     Registered,
+    Resolve,
+    Resolved,
     ServiceRow,
     Status,
     WaitEvals,
+    WeightsRef,
 )
 from services.scheduler.core import Core
 from services.scheduler.events import (
@@ -68,6 +71,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
+from shared.stages import ROLLOUT
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
@@ -131,6 +135,7 @@ class Scheduler:
         self._requests: dict[type[Any], Callable[[Asked], None]] = {
             Register: self._register,
             Heartbeat: self._heartbeat,
+            Resolve: self._resolve,
             LeaseRequest: self._lease_request,
             Complete: self._complete,
             GetRunInfo: self._run_info,
@@ -302,6 +307,16 @@ class Scheduler:
             request.incarnation != new.incarnation
         )
 
+    def where(self, service: str, instance: int) -> Resolved:
+        """What an instance registered. Raises RpcError(missing)."""
+        known = self.core.registry.get((service, instance))
+        if known is None:
+            raise RpcError(ErrorCode.MISSING, f"{service_name(service, instance)} has not registered (yet)")
+        return Resolved(endpoint=known.endpoint, host_id=known.host_id, incarnation=known.incarnation)
+
+    def _resolve(self, asked: Asked) -> None:
+        self._out.append(Answer(asked.ref, self.where(asked.request.service, asked.request.instance)))
+
     def _heartbeat(self, asked: Asked) -> None:
         beat: Heartbeat = asked.request
         holder = (beat.service, beat.instance)
@@ -321,8 +336,17 @@ class Scheduler:
             if progress > pace.progress:
                 pace.progress = progress
                 pace.deadline = self._now + self.lease_s
-        ack = HeartbeatAck(scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost)
+        ack = HeartbeatAck(
+            scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
+        )
         self._out.append(Answer(asked.ref, ack))
+
+    def _newer(self, beat: Heartbeat) -> WeightsRef | None:
+        """The newest version, for an engine that holds an older one (a restarting one gets its first with a lease)."""
+        newest = self.core.versions.newest
+        if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
+            return None
+        return self.core.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 
     # ---------------------------------------------------------------------------------------------- leases
 

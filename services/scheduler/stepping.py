@@ -22,13 +22,13 @@ from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import (
     SaveStep,
 )
-from services.scheduler.granting import Granting
+from services.scheduler.freshness import Freshness
 from services.scheduler.plan import due
 from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 
 
-class Stepping(Granting):
+class Stepping(Freshness):
     """The verbs of the driver."""
 
     def run_info(self, request: GetRunInfo) -> RunInfo:
@@ -56,6 +56,8 @@ class Stepping(Granting):
         """Without replay (gc.after: commit) the steps after the checkpoint are trained again, on later tasks."""
         for later in [each for each in self.batches if each > step]:
             for slot in self.batches.pop(later):
+                if later <= self.committed_step:
+                    self.uncovered_bytes -= self.held_bytes(slot)
                 self.tasks.move(slot, TaskState.DROPPED)
                 self.dropped += 1
                 self._collect(slot)
@@ -81,10 +83,10 @@ class Stepping(Granting):
         return self._step_batch(step, slots)
 
     def form_batch(self, request: NextBatch) -> StepBatch | None:
-        """Consume the oldest tasks for the next step; None (and no change) while the oldest are not ready."""
-        if self.window.ready < self.plan.tasks_per_step:
+        """Consume tasks for the next step; None (and no change) while it cannot have as many as it takes."""
+        if self.takeable() < self.plan.tasks_per_step:
             return None
-        slots = self.window.take(self.plan.tasks_per_step)
+        slots = self.take()
         for slot in slots:
             self.tasks.move(slot, TaskState.BATCHED)
             self.tasks.step[slot] = request.step
@@ -93,7 +95,10 @@ class Stepping(Granting):
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
         self.dropped_reported = self.dropped
+        self.batch_filtered = [self.filtered_reward, float(self.filtered_samples)]
+        self.filtered, self.filtered_samples, self.filtered_reward = 0, 0, 0.0
         batch = self._step_batch(request.step, slots)
+        self.drop_stale()
         self._free_versions()
         return batch
 
@@ -106,17 +111,19 @@ class Stepping(Granting):
                 for slot, data in zip(slots, packed, strict=True)
             ],
         )
+        newest = step == self.batched_step
         rewards = columns.get("reward")
+        reward_sum, samples = self.batch_filtered if newest else [0.0, 0.0]
+        if rewards is not None:
+            reward_sum, samples = reward_sum + float(np.sum(rewards, dtype=np.float64)), samples + len(rewards)
         return StepBatch(
             step=step,
             batch=self.meta(slots),
             scalars=columns,
-            reward_mean_unfiltered=float(np.mean(rewards, dtype=np.float64))
-            if rewards is not None and len(rewards)
-            else 0.0,
+            reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
             samples_failed=sum(self.tasks.failed[slot] for slot in slots),
-            dropped=self.batch_dropped if step == self.batched_step else 0,
-            checkpoint_now=self._wants_checkpoint(sum(self.tasks.nbytes[slot] for slot in slots)),
+            dropped=self.batch_dropped if newest else 0,
+            checkpoint_now=self._wants_checkpoint(sum(map(self.held_bytes, slots))),
         )
 
     def commit(self, request: CommitStep) -> bool:
@@ -133,11 +140,14 @@ class Stepping(Granting):
         self.committed_step = request.step
         for slot in self.batches[request.step]:
             self.tasks.move(slot, TaskState.TRAINED)
-            self.uncovered_bytes += self.tasks.nbytes[slot]
+            self.uncovered_bytes += self.held_bytes(slot)
         self.out.append(SaveStep(request.step, "TRAINED", None, request.metrics))
         if self.config.collect_at_commit:
             self._collect_steps(request.step)
         row = {"policy/version": float(request.step), **request.metrics, "gc/tasks": float(self.clears.collected)}
+        if self.plan.by_completion:
+            row |= {"rollout/tasks_checked": float(self.checked), "rollout/tasks_stale": float(self.stale)}
+            self.checked = self.stale = 0
         if request.step >= self.next_row:
             self.waiting_rows[request.step] = row
         self._write_rows()

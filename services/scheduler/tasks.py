@@ -1,4 +1,4 @@
-"""The table of live tasks: one slot a task in typed columns, and one dict from task id to slot.
+"""The table of live tasks: one slot a task in typed columns, and one dict from task to slot.
 
 A million tasks must fit, so a task is never an object. `array` rather than numpy: single cells are read three times
 faster and come out as plain integers, which is what messages hold. A freed slot is used again.
@@ -13,6 +13,8 @@ from typing import Any, Final
 from proto.ids import make_task_id
 
 NO_SLOT: Final = -1
+_INDEX_BITS = 40
+_EPOCH_BITS = 32
 EVALUATION: Final = -1
 """Admission number of a task that is outside admission."""
 
@@ -56,7 +58,9 @@ class TaskTable:
     def __init__(self, stages: int, splits: Sequence[str]) -> None:
         """`stages`: number of leased stages (at most 8). `splits`: names that `split` cells index."""
         self.splits = list(splits)
-        self.slot_of: dict[str, int] = {}
+        self._split_numbers = {name: number for number, name in enumerate(self.splits)}
+        self._slot_of: dict[int, int] = {}
+        """By `_number`: half the memory of the task id."""
         self.free: list[int] = []
         self.counts = [0] * len(TaskState.NAMES)
         self.state = array("B")
@@ -80,7 +84,7 @@ class TaskTable:
         """Per-sample values of an accepted rollout, packed (see `scalars.py`), until the task is collected."""
 
     def __len__(self) -> int:
-        return len(self.slot_of)
+        return len(self._slot_of)
 
     def add(self, split: int, epoch: int, index: int, admission: int) -> int:
         """Put a new PENDING task with fence 1 into a slot; returns the slot."""
@@ -94,7 +98,7 @@ class TaskTable:
                 for column in columns:
                     column.append(0)
             self.scalars.append(None)
-        self.slot_of[make_task_id(self.splits[split], epoch, index)] = slot
+        self._slot_of[_number(split, epoch, index)] = slot
         self.state[slot] = TaskState.PENDING
         self.counts[TaskState.PENDING] += 1
         self.fence[slot] = 1
@@ -106,7 +110,7 @@ class TaskTable:
 
     def remove(self, slot: int) -> None:
         """Forget a task: its slot is free from here on."""
-        del self.slot_of[self.task_id(slot)]
+        del self._slot_of[_number(self.split[slot], self.epoch[slot], self.index[slot])]
         self.move(slot, TaskState.FREE)
         for name in Column.TASK:
             getattr(self, name)[slot] = 0
@@ -129,7 +133,14 @@ class TaskTable:
 
     def find(self, task_id: str) -> int:
         """The slot of a task, or NO_SLOT."""
-        return self.slot_of.get(task_id, NO_SLOT)
+        try:
+            split, epoch, index = task_id.rsplit("/", 2)
+            number = _number(self._split_numbers[split], int(epoch), int(index))
+        except (KeyError, ValueError):
+            return NO_SLOT
+        slot = self._slot_of.get(number, NO_SLOT)
+        # one number may be written in several ways, and only one of them is the task's name
+        return slot if slot != NO_SLOT and self.task_id(slot) == task_id else NO_SLOT
 
     def task_id(self, slot: int) -> str:
         return make_task_id(self.splits[self.split[slot]], self.epoch[slot], self.index[slot])
@@ -161,5 +172,10 @@ class TaskTable:
         for slot, state in enumerate(table.state):
             table.counts[state] += 1
             if state != TaskState.FREE:
-                table.slot_of[table.task_id(slot)] = slot
+                table._slot_of[_number(table.split[slot], table.epoch[slot], table.index[slot])] = slot
         return table
+
+
+def _number(split: int, epoch: int, index: int) -> int:
+    """Another number for every task."""
+    return index | epoch << _INDEX_BITS | split << _INDEX_BITS + _EPOCH_BITS

@@ -25,6 +25,9 @@ def parse_arguments(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     parser.add_argument("--run", type=Path, required=True, help="run directory with its topology.yaml")
     parser.add_argument("--instance", type=int, default=0, help="which of several, from 0")
+    parser.add_argument(
+        "--listen", default="", metavar="tcp://ADDRESS:PORT", help="answer other hosts too, there; port 0: a free one"
+    )
     parser.add_argument("--supervisor", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -58,6 +61,7 @@ async def _live(service_class: type[Service], run: RunDir, arguments: argparse.N
     lock = run.hold()
     try:
         service = service_class(run, arguments.instance, arguments.supervisor)
+        service.listen = arguments.listen
         logging.configure(
             run.log_file(service.NAME, service.instance),
             console=None if arguments.supervisor else sys.stderr,

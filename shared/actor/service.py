@@ -21,13 +21,19 @@ import zmq
 from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
-from proto.messages import Ping, Pong, ServiceReport
+from proto.messages import ErrorCode, Ping, Pong, ServiceReport
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
+from shared.rpc.directory import Directory
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rpc.transport import LINGER_MS
 from shared.rundir import RunDir, service_name
+from shared.security import keys
+from shared.security.curve import check_listen, is_tcp
+from shared.security.keys import Keyring
+from shared.security.roles import Role
+from shared.security.zap import Gate
 
 HEARTBEAT_S = 1.0
 DRAIN_S = 10.0
@@ -73,6 +79,12 @@ class Service:
         self.endpoint = ""
         self.stopping = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop
+        self.listen = ""
+        """`tcp://ADDRESS:PORT` to answer other hosts at; set before the service runs."""
+        self._keys: Keyring | None = None
+        self._gate: Gate | None = None
+        self._directory: Directory | None = None
+        self._counts: dict[str, int] = {}
         self._supervisor = supervisor
         self._clients: dict[tuple[str, int], Client] = {}
         self._process = psutil.Process()
@@ -113,20 +125,36 @@ class Service:
             pid=os.getpid(),
             host=host_names.gethostname(),
             endpoint=self.endpoint,
+            host_id=self.run.host_id,
         )
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         """The scheduler has given these leases to others; stop working on them."""
 
+    def on_newer_weights(self, ref: messages.WeightsRef) -> None:
+        """The version that this engine holds is not the newest any more."""
+
     # ---- for services
 
     def client(self, service: str, instance: int = 0) -> Client:
-        """The (cached) client of another service's mailbox."""
+        """The (cached) client of another service's mailbox, wherever that is."""
         key = (service, instance)
         if key not in self._clients:
-            endpoint = self.run.endpoint(service, instance)
-            self._clients[key] = Client(self.context, endpoint, service_name(service, instance), self.incarnation)
+            name = service_name(service, instance)
+            if service == "scheduler":
+                endpoint = self.run.scheduler or self.run.endpoint(service, instance)
+            else:
+                endpoint = "" if self._directory is not None else self.run.endpoint(service, instance)
+            client = Client(self.context, endpoint, name, self.incarnation, keys=self._keys)
+            if self._directory is not None and not endpoint:
+                self._directory.follow(service, instance, client)
+            self._clients[key] = client
         return self._clients[key]
+
+    async def resolve(self, service: str, instance: int) -> messages.Resolved:
+        """What an instance registered. Raises RpcError: missing, or the scheduler does not answer."""
+        request = messages.Resolve(service=service, instance=instance)
+        return await self.scheduler.call(request, messages.Resolved, deadline_s=CALL_S)
 
     @property
     def scheduler(self) -> Client:
@@ -140,6 +168,8 @@ class Service:
         helpers: list[asyncio.Task[None]] = []
         try:
             self.endpoint = self.bind()
+            self._reach_other_hosts()
+            helpers.append(asyncio.create_task(self._count()))
             self.telemetry.connect(self.client("monitor"))
             self._report()
             if self.HEARTBEATS:
@@ -172,9 +202,52 @@ class Service:
         """Open the mailbox. The scheduler overrides this to commit once a burst."""
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance))
 
+    def open_door(self, gate: Gate) -> str:
+        """Open the mailbox to other hosts at `listen`; returns the endpoint. Who else listens overrides this."""
+        return self.mailbox.bind(self.context, self.listen, gate=gate)
+
+    def _reach_other_hosts(self) -> None:
+        """Does nothing for a service that neither listens on tcp nor has joined a run of another host."""
+        if not self.listen and not self.run.scheduler:
+            return
+        if self.listen:
+            check_listen(self.listen)
+        self._keys = keys.load(self.run.keys, Role.SERVICE)
+        self._directory = Directory(self._find)
+        if self.listen:
+            self._gate = Gate(self.context, self._keys)
+            self.endpoint = self.open_door(self._gate)
+            self.log.info("listens", endpoint=self.endpoint)
+
+    async def _find(self, service: str, instance: int) -> str:
+        known = await self.resolve(service, instance)
+        if known.host_id == self.run.host_id:
+            return self.run.endpoint(service, instance)
+        if not is_tcp(known.endpoint):
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{service_name(service, instance)} answers on its own host only; start it with --listen tcp://ADDRESS:0",
+            )
+        return known.endpoint
+
+    async def _count(self) -> None:
+        """Tell the monitor what peers did that they must not, when they did."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            counts = self.mailbox.counts()
+            if self._gate is not None:
+                counts["strangers"] = sum(self._gate.refused.values())
+            if counts != self._counts and any(counts.values()):
+                self.telemetry.emit("security", {name: float(count) for name, count in counts.items()})
+            self._counts = counts
+
     async def close(self) -> None:
         """Close every socket; the mailbox removes its file. A socket that a service forgot cannot hold this up."""
+        if self._directory is not None:
+            await self._directory.close()
         await self.mailbox.close()
+        if self._gate is not None:
+            self._gate.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
@@ -255,6 +328,8 @@ class Service:
                 registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
                 if beat.lost_leases:
                     self.on_leases_lost(list(beat.lost_leases))
+                if beat.weights is not None:
+                    self.on_newer_weights(beat.weights)
                 pause_s = HEARTBEAT_S if registered else REGISTER_AGAIN_S
             except (RpcError, WireError) as error:
                 self.log.warning("scheduler not reached", error=str(error))

@@ -21,6 +21,7 @@ from proto.errors import WireError
 from proto.messages import (
     BatchMeta,
     ErrorCode,
+    GetStorePlace,
     Locate,
     Located,
     PutBegin,
@@ -28,10 +29,13 @@ from proto.messages import (
     PutSeal,
     PutSealed,
     PutTask,
+    StorePlace,
 )
 from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.reach import Reach, shares_memory
+from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
 from shared.dataplane.write import write_block
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -73,16 +77,38 @@ class _Want:
 class DataClient:
     """One per process; belongs to the event loop of its clients."""
 
-    def __init__(self, client_of: Callable[[str, int], Client]) -> None:
-        """`client_of`: as `Service.client`, the bus client of (service, instance)."""
+    def __init__(
+        self,
+        client_of: Callable[[str, int], Client],
+        *,
+        reach: Reach = Reach.AUTO,
+        plain: bool = False,
+        cache_bytes: int = CACHE_BYTES,
+        inflight_bytes: int = INFLIGHT_BYTES,
+    ) -> None:
+        """`client_of`: as `Service.client`, the bus client of (service, instance).
+
+        The rest is about stores on other hosts. `plain`: take streams in clear too. `cache_bytes`: copies kept for the
+        next fetch. `inflight_bytes`: asked for and not received.
+        """
         raise_descriptor_limit()
         self._client_of = client_of
+        self._reach = reach
+        self._shares: dict[str, bool] = {}
         self._cache = TableCache()
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
+        self.streams = StreamReader(
+            lambda store: client_of(*parse_service_name(store)),
+            self._threads,
+            plain=plain,
+            cache_bytes=cache_bytes,
+            inflight_bytes=inflight_bytes,
+        )
 
     def close(self) -> None:
         """End the threads; what was fetched stays valid."""
+        self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
 
@@ -96,6 +122,10 @@ class DataClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         client = self._client_of(*parse_service_name(store))
+        if not await self._shares_memory(store, client, deadline):
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"put into {store}, which is on another host: put into a store of this host"
+            )
         layout = await loop.run_in_executor(self._threads, _plan, tasks)
         put_id = secrets.token_hex(16)
         begin = PutBegin(
@@ -120,6 +150,7 @@ class DataClient:
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
 
+        What lies in stores of this host is mapped, the rest is streamed and checked to the last byte.
         No keys: every shard that the tasks' stores hold, in the order they were put (the weights of a version).
         Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded.
         """
@@ -137,6 +168,13 @@ class DataClient:
             for job in jobs:
                 job.cancel()
         return [{key: found[key] for key in keys} for found in results] if keys else results
+
+    async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
+        if store not in self._shares:
+            left_s = deadline - asyncio.get_running_loop().time()
+            place = await client.call(GetStorePlace(), StorePlace, deadline_s=left_s)
+            self._shares[store] = shares_memory(place)
+        return self._shares[store]
 
     # ---- put
 
@@ -180,6 +218,11 @@ class DataClient:
     ) -> None:
         loop = asyncio.get_running_loop()
         client = self._client_of(*parse_service_name(store))
+        if self._reach is Reach.STREAM or not await self._shares_memory(store, client, deadline):
+            wanted = [(want.task, want.keys or ()) for want in wants]
+            for want, arrays in zip(wants, await self.streams.fetch(store, wanted, deadline), strict=True):
+                results[want.at].update(arrays)
+            return
         request = Locate(tasks=[want.task for want in wants])
         while True:
             try:

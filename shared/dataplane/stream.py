@@ -18,6 +18,7 @@ from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, 
 from proto.tensors import Array
 from shared.dataplane.stream_arrival import Arrival, Arrived, ArrivedCopy
 from shared.dataplane.stream_cache import EVERY_KEY, StreamCache
+from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
@@ -27,10 +28,14 @@ STREAM_BYTES = 32 << 20
 STREAMS = 4
 OPEN_TASKS = 4096
 CACHE_BYTES = 256 << 20
+IDLE_BYTES = 256 << 20
+"""Memory of streams whose arrays are gone, kept for the next ones."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 WATCH_S = 20.0
 CORRUPT_TRIES = 3
+AGAIN_S = 0.05
+"""Between a lost stream and its next life: who makes streams get lost must not make us spin."""
 
 Wanted = tuple[PutTask, Sequence[str]]
 """A task and the keys to fetch; no keys: all there are."""
@@ -76,8 +81,9 @@ class StreamReader:
         """
         self._client_of = client_of
         self._threads = threads
-        self._plain = plain
+        self.plain = plain
         self.cache = StreamCache(cache_bytes)
+        self._regions = Regions(IDLE_BYTES)
         self._receiver = Receiver(inflight_bytes)
         self._slots = asyncio.Semaphore(STREAMS)
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -97,6 +103,7 @@ class StreamReader:
             if load.work is not None:
                 load.work.cancel()
         self._receiver.close()
+        self._regions.clear()
 
     async def fetch(self, store: str, wanted: Sequence[Wanted], deadline: float) -> list[dict[str, Array]]:
         """The arrays of each wanted task, private to the caller; `deadline` in loop time.
@@ -171,9 +178,11 @@ class StreamReader:
                 done, pending = await asyncio.wait(
                     pending, timeout=max(0.0, deadline - loop.time()), return_when=asyncio.FIRST_EXCEPTION
                 )
-                for work in done:
-                    error = None if work.cancelled() else work.exception()
-                    if error is not None and works[work] in mine:
+                for work in done & {load.work for load in mine}:
+                    if work.cancelled():
+                        raise RpcError(ErrorCode.DRAINING, f"fetch from {store}: this reader was closed")
+                    error = work.exception()
+                    if error is not None:
                         raise error
                 if pending and loop.time() >= deadline:
                     raise DeadlineExceeded(
@@ -189,8 +198,8 @@ class StreamReader:
     def _give_up(self, load: Load) -> None:
         """Nobody waits any more."""
         self.cache.forget(load.store, load.tasks, load)
-        assert load.work is not None
-        load.work.cancel()
+        if load.work is not None:
+            load.work.cancel()
 
     async def _load(self, load: Load, client: Client) -> None:
         at = 0
@@ -228,7 +237,7 @@ class StreamReader:
                 if error.code in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
                     continue
                 raise _with_shard_names(error, load, tasks) from None
-            if not opened.secret and not self._plain:
+            if not opened.secret and not self.plain:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
                     f"{load.store} streams in clear and this reader does not: transport.encrypt_bulk must be the same "
@@ -246,30 +255,27 @@ class StreamReader:
         try:
             while True:
                 if arrival is not None and not arrival.same(opened):
-                    arrival.drop()
                     arrival = None
                 if arrival is None:
-                    arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES)
+                    arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
                 outcome, why = await self._receive(arrival, opened)
                 if outcome is Outcome.COMPLETE:
-                    arrived = arrival.take()
-                    arrival = None
-                    self._keep(load, first, tasks, arrived)
+                    self._keep(load, first, tasks, arrival.take())
                     return
                 self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
                 if outcome is Outcome.CORRUPT:
-                    arrival.drop()
                     arrival = None
                     corrupt += 1
                     if corrupt >= CORRUPT_TRIES:
                         names = [f"{task.task_id}#{key}" for task in tasks[:64] for key in load.keys or ("*",)]
                         raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
+                if outcome is Outcome.FAILED:
+                    raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
+                await asyncio.sleep(AGAIN_S)
                 opened = await self._open(load, client, tasks, 1 << 62)
                 if opened.covered != len(tasks):
                     raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
         finally:
-            if arrival is not None:
-                arrival.drop()
             self._slots.release()
 
     async def _receive(self, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:

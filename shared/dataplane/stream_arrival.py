@@ -1,12 +1,11 @@
 """The memory that one stream fills: chunks in any order, checked to the last byte. It must never show a part.
 
-The bytes lie in a nameless file, so that everyone who fetches them gets a copy-on-write mapping of the one copy.
+Everyone who fetches them gets a copy-on-write mapping of the one copy.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Sequence
 
 import xxhash
@@ -18,6 +17,7 @@ from proto.errors import WireError
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
+from shared.dataplane.stream_memory import Lease, Regions
 
 _HASH_BYTES = 4 << 20
 """A shard larger than this is hashed while it arrives, not when it is complete."""
@@ -26,17 +26,15 @@ _HASH_BYTES = 4 << 20
 class Arrived:
     """A received block file that passed every check."""
 
-    def __init__(self, descriptor: int, table: Table) -> None:
-        self._descriptor = descriptor
+    def __init__(self, lease: Lease, table: Table) -> None:
+        self._lease = lease
         self.table = table
-        self.nbytes = table.file_bytes
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+        self.nbytes = lease.region.capacity
+        """What it takes of memory."""
 
     def copy(self) -> ArrivedCopy:
         """A private view of it, which costs memory only where it is written to."""
-        return ArrivedCopy(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), self.table)
+        return ArrivedCopy(self._lease.copy(), self.table)
 
 
 class ArrivedCopy:
@@ -53,7 +51,14 @@ class ArrivedCopy:
 class Arrival:
     """A stream on its way in. Belongs to the receiving thread once that has it."""
 
-    def __init__(self, opened: StreamOpened, tasks: Sequence[PutTask], keys: Sequence[str], max_bytes: int) -> None:
+    def __init__(
+        self,
+        opened: StreamOpened,
+        tasks: Sequence[PutTask],
+        keys: Sequence[str],
+        max_bytes: int,
+        regions: Regions,
+    ) -> None:
         """Checks what the store announced against what was asked for. Raises WireError.
 
         `tasks`: what the stream covers. Memory is taken as bytes come, not as they are announced.
@@ -75,14 +80,8 @@ class Arrival:
         self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._row = self._hashed = 0
         self._partial: xxhash.xxh3_64 | None = None
-        self._descriptor = os.memfd_create("rlbus-arrival", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._descriptor, self.total_bytes)
-            self._data = mmap.mmap(self._descriptor, self.total_bytes)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        self._view = memoryview(self._data)
+        self._lease = Lease(regions, self.total_bytes)
+        self._view = self._lease.region.view[: self.total_bytes]
 
     def same(self, opened: StreamOpened) -> bool:
         """Is this the same stream, opened again? Then what arrived stays."""
@@ -125,21 +124,10 @@ class Arrival:
             self._check(min(self.total_bytes, self._prefix * self.chunk_bytes))
 
     def take(self) -> Arrived:
-        """What arrived, once it is complete; it is checked by then."""
-        assert self._table is not None
-        assert self.complete
-        assert self._row == len(self._rows[0])
-        descriptor, self._descriptor = self._descriptor, -1
-        self.drop()
-        return Arrived(descriptor, self._table)
-
-    def drop(self) -> None:
-        """Let go of the memory."""
-        self._view.release()
-        self._data.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """What arrived. Raises WireError unless it is complete and was checked to the last row."""
+        if self._table is None or self._left or self._row != len(self._rows[0]):
+            raise WireError(f"stream: {self._left} of {self.chunks} chunks are missing")
+        return Arrived(self._lease, self._table)
 
     def _check(self, upto: int) -> None:
         if self._table is None:
@@ -178,7 +166,5 @@ class Arrival:
         held = list(zip(table.task_ids, table.fences, strict=True))
         if held != [(task.task_id, task.fence) for task in self._tasks]:
             raise WireError(f"stream: holds {len(held)} tasks that are not the {len(self._tasks)} asked for")
-        if self._keys and (
-            set(table.keys) != set(self._keys) or table.row_count != len(held) * len(set(self._keys))
-        ):
+        if self._keys and (set(table.keys) != set(self._keys) or table.row_count != len(held) * len(set(self._keys))):
             raise WireError("stream: holds other keys than were asked for")

@@ -44,7 +44,10 @@ class StreamCache:
 
     def store(self, name: str) -> StoreCopies:
         """The state of one store."""
-        return self._stores.setdefault(name, StoreCopies())
+        state = self._stores.get(name)
+        if state is None:
+            state = self._stores[name] = StoreCopies()
+        return state
 
     def holds(self, name: str) -> bool:
         """Is anything of the store kept?"""
@@ -66,13 +69,16 @@ class StreamCache:
         """`load` is over: what is still expected of it will not come."""
         for task in tasks:
             shards = self.shards(store, task)
-            for key in [key for key, where in shards.items() if where is load]:
+            gone = [key for key, where in shards.items() if where is load]
+            for key in gone:
                 del shards[key]
-            if not shards:
+            if gone and not shards:
                 self._drop_fence(store, task)
 
     def keep(self, store: str, tasks: Sequence[PutTask], keys: Sequence[str], load: Load, arrived: Arrived) -> None:
         """`load` brought these tasks. What was cleared meanwhile is not kept."""
+        if arrived.nbytes > self._limit_bytes:
+            return
         alive = 0
         for task in tasks:
             shards = self.shards(store, task)
@@ -95,12 +101,12 @@ class StreamCache:
     def apply(self, store: str, cleared: Cleared) -> None:
         """Drop what the store has cleared; all of it when the store cannot say."""
         state = self.store(store)
+        if cleared.log == state.log and cleared.serial <= state.serial:
+            return  # an older answer that came late
         if not cleared.whole or cleared.log != state.log:
             self.drop_store(store)
             state.log, state.serial = cleared.log, cleared.serial
             return
-        if cleared.serial <= state.serial:
-            return  # an older answer that came late
         state.serial = cleared.serial
         for task in cleared.tasks:
             fences = state.tasks.get(task.task_id, {})

@@ -39,6 +39,7 @@ class Outcome(Enum):
     COMPLETE = "complete"
     LOST = "lost"  # unknown to the store, or silent: open it again, what arrived stays
     CORRUPT = "corrupt"  # the bytes are not those that were put
+    FAILED = "failed"  # a defect of the receiver
 
 
 @dataclass(slots=True)
@@ -100,12 +101,15 @@ class Receiver:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wake, zmq.POLLIN)
         self._asked_bytes = 0
-        self._closing = False
+        self._closing = self._failed = False
         self._log = structlog.get_logger("stream")
         self._thread: threading.Thread | None = None
 
     def add(self, incoming: Incoming) -> None:
         """Begin to ask for what `incoming` lacks."""
+        if self._failed or self._closing:
+            incoming.settle(Outcome.FAILED, "the receiving thread was closed, or ended with an error (see the log)")
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="stream-receiver", daemon=True)
             self._thread.start()
@@ -143,14 +147,14 @@ class Receiver:
                         self._receive(ready)
                 self._look_for_stalls()
         except Exception as error:
+            self._failed = True
             self._log.error("receiver ended", exc_info=error)
-            raise
         finally:
             for incoming in list(self._streams.values()):
-                self._end(incoming, Outcome.LOST, "the receiver was closed")
+                self._end(incoming, Outcome.FAILED if self._failed else Outcome.LOST, "the receiver has ended")
             for what, incoming in list(self._orders):
                 if what == "add":
-                    incoming.settle(Outcome.LOST, "the receiver was closed")
+                    incoming.settle(Outcome.FAILED if self._failed else Outcome.LOST, "the receiver has ended")
             for socket in self._sockets.values():
                 socket.close()
 
@@ -279,22 +283,22 @@ class Receiver:
             # anyone could say so; then the stream is opened once more for nothing
             self._end(incoming, Outcome.LOST, "the store does not know the stream")
             return
-        if head.kind != bulk.CHUNK or head.index >= incoming.arrival.chunks:
-            raise WireError(f"bulk message of kind {head.kind}, chunk {head.index} of {incoming.arrival.chunks}")
-        if incoming.arrival.has(head.index):
+        if head.kind != bulk.CHUNK or head.chunk >= incoming.arrival.chunks:
+            raise WireError(f"bulk message of kind {head.kind}, chunk {head.chunk} of {incoming.arrival.chunks}")
+        if incoming.arrival.has(head.chunk):
             self.counts.duplicates += 1
             return
-        room = incoming.arrival.room(head.index)
+        room = incoming.arrival.room(head.chunk)
         if incoming.opener is None:
             nbytes = socket.recv_into(room, flags=zmq.DONTWAIT)
             if nbytes != len(room):
-                raise WireError(f"chunk {head.index} of {nbytes} bytes: {len(room)} belong there")
+                raise WireError(f"chunk {head.chunk} of {nbytes} bytes: {len(room)} belong there")
         else:
             frame = socket.recv(zmq.DONTWAIT, copy=False)
             incoming.opener.open(packed, head, frame.buffer, room)
         if socket.getsockopt(zmq.RCVMORE):
             raise WireError("bulk message of more than two frames: must be head and payload")
-        self._on_chunk(incoming, head.index, len(room))
+        self._on_chunk(incoming, head.chunk, len(room))
 
     def _on_chunk(self, incoming: Incoming, index: int, nbytes: int) -> None:
         self.counts.chunks += 1

@@ -19,7 +19,7 @@ from shared.model.tree import MicroBatch
 
 NAME = "rlbus_tree"
 _PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
-_UNKNOWN_TERMS = ("softcap", "s_aux")
+UNKNOWN_TERMS = ("softcap", "s_aux")
 """Arguments of other models' attention that change its result and that this function does not apply."""
 
 
@@ -76,11 +76,11 @@ def supports_trees(model: nn.Module) -> bool:
 
 
 @contextmanager
-def tree_attention(model: nn.Module) -> Iterator[None]:
-    """Run `model` with `attend_trees` inside the block; the caller's own attention comes back after it."""
+def using(model: nn.Module, name: str) -> Iterator[None]:
+    """Run `model` with the attention registered as `name` inside the block; its own comes back after it."""
     config: Any = model.config
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:
@@ -101,8 +101,8 @@ def attend_trees(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D]. Raises ValueError for unknown terms."""
-    if dropout or attention_mask is not None or any(others.get(name) is not None for name in _UNKNOWN_TERMS):
-        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {_UNKNOWN_TERMS}")
+    if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
+        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []

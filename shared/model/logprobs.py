@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.model import attention, tree
+from shared.model import attention, context, tree
+from shared.model.context import ContextRank, CutBatch
 from shared.model.tree import MicroBatch
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Entropy = Literal["none", "value", "gradient"]
+"""Whether entropies are computed: not at all, for a metric, or for a loss that goes back through them."""
 
 MAX_LOGITS = 1 << 26
 """Elements of one float32 block of logits (256 MiB); past it the head runs in blocks, recomputed when going back."""
@@ -28,9 +31,10 @@ _HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 @dataclass(frozen=True)
 class Scores:
-    """One micro-batch. `tokens` int64 [M]: positions in the caller's flat arrays; `logprobs`, `entropy` float32 [M].
+    """One micro-batch. `tokens` int64 [M]: positions in the caller's flat arrays; `logprobs`, `entropy` float32 [M]
+    (float64 for a model in float64).
 
-    `entropy` (without a gradient) is of the distribution the token was drawn from; None when not asked for.
+    `entropy` is of the distribution the token was drawn from; None when not asked for.
     """
 
     tokens: Tensor
@@ -57,7 +61,8 @@ def token_logprobs(
     """
     total = len(token_ids)
     device = next(model.parameters()).device
-    parts = list(score(model, token_ids, lengths, loss_mask, temperature, max_tokens, with_entropy=with_entropy))
+    entropies: Entropy = "value" if with_entropy else "none"
+    parts = list(score(model, token_ids, lengths, loss_mask, temperature, max_tokens, entropy=entropies))
     if not parts:
         zeros = torch.zeros(total, device=device)
         return zeros, zeros.clone() if with_entropy else None
@@ -78,82 +83,112 @@ def score(
     temperature: float,
     max_tokens: int,
     *,
-    with_entropy: bool = False,
+    entropy: Entropy = "none",
 ) -> Iterator[Scores]:
     """Like `token_logprobs`, one micro-batch at a time: take its loss backward before asking for the next."""
-    if temperature <= 0:
-        raise ValueError(f"temperature {temperature}: log-probs need one above 0")
-    trees = attention.supports_trees(model)
-    device = next(model.parameters()).device
-    batches = tree.plan(
-        _numpy(token_ids),
-        _numpy(lengths),
-        _numpy(loss_mask),
-        max_tokens=max_tokens,
-        hidden_size=int(getattr(model.config, "hidden_size", 1024)),
-        share=trees,
-    )
-    for batch in batches:
-        if not len(batch.tokens):
-            continue
-        logprobs_C, entropy_P = _score_children(model, batch, temperature, with_entropy=with_entropy, trees=trees)
-        child_M = torch.from_numpy(batch.token_child).to(device)
+    scorer = Scorer(model)
+    for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
+        yield scorer.score(batch, temperature, entropy)
+
+
+class Scorer(nn.Module):
+    """A causal model together with its output layer's chunks: one forward pass from a micro-batch to log-probs.
+
+    A module, so that what wraps modules (sharding, hooks) sees the whole pass.
+    """
+
+    def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
+        """`ranks`: cut every sequence over these ranks. Raises ValueError for a model whose attention cannot be."""
+        super().__init__()
+        self.model = model
+        self._ranks = ranks
+        self._trees = attention.supports_trees(model)
+        if ranks is not None and not self._trees:
+            raise ValueError(f"{type(model).__name__}: context parallelism does not know its attention; use cp 1")
+
+    def plan(
+        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, max_tokens: int
+    ) -> list[MicroBatch]:
+        """Micro-batches with something to score; the same on all ranks of a context group."""
+        if temperature <= 0:
+            raise ValueError(f"temperature {temperature}: log-probs need one above 0")
+        batches = tree.plan(
+            token_ids,
+            lengths,
+            loss_mask,
+            max_tokens=max_tokens,
+            hidden_size=int(getattr(self.model.config, "hidden_size", 1024)),
+            share=self._trees and self._ranks is None,
+        )
+        return [batch for batch in batches if len(batch.tokens)]
+
+    def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:
+        """Run the model over `batch` (with context ranks: over this rank's part of it, possibly without a token)."""
+        cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
+        part = batch if cut is None else cut.batch
+        logprobs_C, entropy_P = self(part, cut, temperature, entropy)
+        device = logprobs_C.device
+        # where sequences share a prefix, several tokens are the same child
+        child_M = torch.from_numpy(part.token_child).to(device)
         entropy_M: Tensor | None = None
         if entropy_P is not None:
-            entropy_M = entropy_P[torch.from_numpy(batch.child_predictor).to(device)][child_M]
-        yield Scores(torch.from_numpy(batch.tokens).to(device), logprobs_C[child_M], entropy_M)
+            entropy_M = entropy_P[torch.from_numpy(part.child_predictor).to(device)][child_M]
+        return Scores(torch.from_numpy(part.tokens).to(device), logprobs_C[child_M], entropy_M)
 
+    def forward(
+        self, batch: MicroBatch, cut: CutBatch | None, temperature: float, entropy: Entropy
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [C] of the children, entropy [P] of the predictors or None; go through `score`."""
+        model: Any = self.model
+        device = next(model.parameters()).device
+        predictors = torch.from_numpy(batch.predictors).to(device)
+        child_predictor = torch.from_numpy(batch.child_predictor).to(device)
+        child_token = torch.from_numpy(batch.child_token).to(device)
+        vocab = int(model.config.vocab_size)
+        whole_head = len(predictors) * vocab <= MAX_LOGITS or any(
+            getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
+        )
+        if cut is not None and self._ranks is not None:
+            out_PX = _run_cut(model, cut, self._ranks, predictors, logits=whole_head)
+        else:
+            run = _run_trees if self._trees else _run_padded
+            out_PX = run(model, batch, predictors, logits=whole_head)
+        if whole_head:
+            return _gather(out_PX, child_predictor, child_token, temperature, entropy)
+        head = model.get_output_embeddings()
+        step = max(1, MAX_LOGITS // vocab)
+        places: list[Tensor] = []
+        logprob_parts: list[Tensor] = []
+        entropy_parts: list[Tensor] = []
+        for start in range(0, len(predictors), step):
+            which = ((child_predictor >= start) & (child_predictor < start + step)).nonzero()[:, 0]
+            target, token = child_predictor[which] - start, child_token[which]
 
-def _score_children(
-    model: nn.Module, batch: MicroBatch, temperature: float, *, with_entropy: bool, trees: bool
-) -> tuple[Tensor, Tensor | None]:
-    device = next(model.parameters()).device
-    predictors = torch.from_numpy(batch.predictors).to(device)
-    child_predictor = torch.from_numpy(batch.child_predictor).to(device)
-    child_token = torch.from_numpy(batch.child_token).to(device)
-    vocab = int(cast(Any, model).config.vocab_size)
-    whole_head = len(predictors) * vocab <= MAX_LOGITS or any(
-        getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
-    )
-    run = _run_trees if trees else _run_padded
-    out_PX = run(model, batch, predictors, logits=whole_head)
-    if whole_head:
-        return _gather(out_PX, child_predictor, child_token, temperature, with_entropy)
-    head = cast(Any, model).get_output_embeddings()
-    step = max(1, MAX_LOGITS // vocab)
-    places: list[Tensor] = []
-    logprob_parts: list[Tensor] = []
-    entropy_parts: list[Tensor] = []
-    for start in range(0, len(predictors), step):
-        which = ((child_predictor >= start) & (child_predictor < start + step)).nonzero()[:, 0]
-        target, token = child_predictor[which] - start, child_token[which]
+            def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
+                return _gather(head(hidden), target, token, temperature, entropy)
 
-        def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
-            return _gather(head(hidden), target, token, temperature, with_entropy)
-
-        logprobs, entropy = checkpoint(block, out_PX[start : start + step], use_reentrant=False)
-        places.append(which)
-        logprob_parts.append(logprobs)
-        if entropy is not None:
-            entropy_parts.append(entropy)
-    logprobs_C = torch.cat(logprob_parts)
-    logprobs_C = torch.zeros_like(logprobs_C).index_copy(0, torch.cat(places), logprobs_C)
-    return logprobs_C, torch.cat(entropy_parts) if with_entropy else None
+            logprobs, entropies = checkpoint(block, out_PX[start : start + step], use_reentrant=False)
+            places.append(which)
+            logprob_parts.append(logprobs)
+            if entropies is not None:
+                entropy_parts.append(entropies)
+        logprobs_C = torch.cat(logprob_parts)
+        logprobs_C = torch.zeros_like(logprobs_C).index_copy(0, torch.cat(places), logprobs_C)
+        return logprobs_C, torch.cat(entropy_parts) if entropy_parts else None
 
 
 def _gather(
-    logits_PV: Tensor, child_predictor: Tensor, child_token: Tensor, temperature: float, with_entropy: bool
+    logits_PV: Tensor, child_predictor: Tensor, child_token: Tensor, temperature: float, entropy: Entropy
 ) -> tuple[Tensor, Tensor | None]:
     scaled_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
     if temperature != 1.0:
         scaled_PV = scaled_PV / temperature
     logprobs_PV = scaled_PV.log_softmax(-1)
     logprobs_C = logprobs_PV.view(-1)[child_predictor * logprobs_PV.shape[1] + child_token]
-    if not with_entropy:
+    if entropy == "none":
         return logprobs_C, None
-    with torch.no_grad():
-        detached = logprobs_PV.detach()
-        return logprobs_C, -(detached.exp() * detached).sum(-1)
+    with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+        return logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1)
 
 
 def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
@@ -165,10 +200,27 @@ def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logit
         "use_cache": False,
         "trees": attention.to_trees(batch, device),
     }
-    with attention.tree_attention(model):
-        if logits:
-            return cast(Tensor, model(**arguments, logits_to_keep=predictors).logits[0])
-        return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
+    with attention.using(model, attention.NAME):
+        return _outputs(model, arguments, predictors, logits=logits)
+
+
+def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, predictors: Tensor, *, logits: bool) -> Tensor:
+    """The same for this rank's part of every sequence."""
+    device = predictors.device
+    arguments: dict[str, Any] = {
+        "input_ids": torch.from_numpy(cut.batch.token_ids).to(device)[None],
+        "position_ids": torch.from_numpy(cut.batch.depths).to(device)[None],
+        "use_cache": False,
+        "cut": context.to_device(cut, ranks, device),
+    }
+    with attention.using(model, context.NAME):
+        return _outputs(model, arguments, predictors, logits=logits)
+
+
+def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
+    if logits:
+        return cast(Tensor, model(**arguments, logits_to_keep=predictors).logits[0])
+    return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:

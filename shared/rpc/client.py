@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,11 +21,13 @@ from proto import codec
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
-from proto.messages import Error
+from proto.messages import Error, ErrorCode
 from proto.registry import Message, Request
 from proto.tensors import Array, Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.transport import Pump, open_socket
+from shared.security.curve import clear, is_tcp, unlock
+from shared.security.keys import Keyring
 
 R = TypeVar("R", bound=Message)
 FIRST_RESEND_S = 0.25
@@ -56,10 +58,18 @@ class Client:
         peer: str,
         incarnation: int,
         limits: Limits = CONTROL,
+        keys: Keyring | None = None,
     ) -> None:
-        """`peer`: the name for error messages; `incarnation`: of the calling process (retries are known by it)."""
+        """`peer`: the name for error messages; `incarnation`: of the calling process (retries are known by it).
+
+        `endpoint` empty: nothing is sent before `connect`. `keys`: for peers on other hosts (tcp).
+        Raises RpcError(bad_request) for a tcp endpoint without keys.
+        """
         self.peer = peer
-        self.endpoint = endpoint
+        self.endpoint = ""
+        self.on_silent: Callable[[], None] | None = None
+        """Called now and then while the peer does not answer: it may have moved (see `connect`)."""
+        self._keys = keys
         self._incarnation = incarnation
         self._limits = limits
         self._loop = asyncio.get_running_loop()
@@ -69,9 +79,37 @@ class Client:
         self._unsent: deque[list[Buffer]] = deque()
         self._closed = False
         self._log = structlog.get_logger("rpc").bind(peer=peer)
-        socket = open_socket(context, zmq.DEALER, limits)
-        socket.connect(endpoint)
-        self._pump = Pump(socket, self._on_message, on_writable=self._on_writable)
+        self._socket = open_socket(context, zmq.DEALER, limits)
+        try:
+            if endpoint:
+                self._dial(endpoint)
+        except RpcError:
+            self._socket.close()
+            raise
+        self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable, limits=limits)
+
+    def connect(self, endpoint: str) -> None:
+        """Talk to the peer there from now on; what waits for an answer is sent again. The same endpoint: nothing."""
+        if self._closed or endpoint == self.endpoint:
+            return
+        if self.endpoint:
+            self._socket.disconnect(self.endpoint)
+        self._dial(endpoint)
+        for pending in self._pending.values():
+            pending.sent = False
+        self._pump.wait_writable()
+
+    def _dial(self, endpoint: str) -> None:
+        if not is_tcp(endpoint):
+            clear(self._socket)
+        elif self._keys is None:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"{self.peer} at {endpoint}: tcp needs the run's keys; this process has none"
+            )
+        else:
+            unlock(self._socket, self._keys)
+        self._socket.connect(endpoint)
+        self.endpoint = endpoint
 
     async def call(self, request: Request, reply: type[R], *, deadline_s: float, arrays: Sequence[Array] = ()) -> R:
         """Send `request`, return its reply.
@@ -131,6 +169,8 @@ class Client:
         )
         if not self._unsent and self._pump.send(frames):
             return True
+        if self.on_silent is not None:
+            self.on_silent()
         if len(self._unsent) >= UNSENT_MESSAGES:
             return False
         self._unsent.append(frames)
@@ -154,6 +194,8 @@ class Client:
         if left_s <= 0:
             pending.future.set_exception(TimeoutError())
             return
+        if self.on_silent is not None:
+            self.on_silent()
         self._send_again(pending, left_s)
         pending.resend_s = min(pending.resend_s * 2, max(LAST_RESEND_S, pending.resend_s))
         pending.timer = self._loop.call_later(min(pending.resend_s, left_s), self._on_timer, request_id)

@@ -1,12 +1,15 @@
-"""The answering side of the bus: one ROUTER a process. It must always answer, so no handler may block its thread."""
+"""The answering side of the bus: one mailbox a process. It must always answer, so no handler may block its thread.
+
+It listens on ipc, where the private directory of the run says who may come, and, for other hosts, on tcp, where only
+peers with a key of the run get in. Who sends what it must not is counted, then not listened to for a while.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -17,15 +20,25 @@ from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
-from proto.registry import Message
+from proto.registry import Message, all_messages
 from proto.tensors import Array, Buffer
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
+from shared.rpc.offenders import Offenders
+from shared.rpc.replies import Key, Replies, fingerprint
 from shared.rpc.transport import Pump, open_socket
+from shared.security.connections import Connections
+from shared.security.curve import is_tcp, lock
+from shared.security.roles import Role, least_role
+from shared.security.zap import Gate
 
-CACHED_REPLIES = 16384
-CACHED_REPLY_BYTES = 32 << 20
-MAX_LOGGED_PEERS = 1024
+REMOTE_MESSAGES = 128
+"""Whole messages of one connection of another host that wait to be read; more wait at the sender."""
+MAX_RUNNING = 65_536
+"""Requests being handled or held back at once; more are told to come again."""
+BUSY_S = 1.0
+LOGGED_STRIKES = 3
+"""Offences of one connection that are logged one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +60,38 @@ Handler = Callable[[Any, "Call"], Answer | Awaitable[Answer]]
 M = TypeVar("M", bound=Message)
 
 
+@dataclass(slots=True)
+class Door:
+    """One socket of a mailbox: where answers to what came in here go out."""
+
+    number: int
+    claim: Claim | None
+    pump: Pump | None = None
+    connections: Connections | None = None
+
+    def close(self) -> None:
+        if self.connections is not None:
+            self.connections.close()
+        if self.pump is not None:
+            self.pump.close()
+        if self.claim is not None:
+            self.claim.release()
+
+
 class Call:
     """One request being handled."""
 
-    def __init__(self, mailbox: Mailbox, peer: bytes, decoded: codec.Decoded, now: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, door: Door, peer: bytes, role: Role, decoded: codec.Decoded, request: int, now: float
+    ) -> None:
         self._mailbox = mailbox
+        self.door = door
         self.peer = peer
-        """Routing id to answer to; follows a client that reconnected and retried."""
+        """Routing id to answer to, and where; both follow a client that reconnected and retried."""
+        self.role = role
+        """What the sender has proved to be."""
+        self.request = request
+        """Fingerprint of what it asks."""
         self.incarnation = decoded.envelope.incarnation
         self.request_id = decoded.envelope.request_id
         self.arrays = decoded.tensors
@@ -80,15 +118,14 @@ class Mailbox:
         self._incarnation = incarnation
         self._limits = limits
         self._handlers: dict[type[Message], Handler] = {}
-        self._running: dict[tuple[int, int], Call] = {}
-        self._replies: OrderedDict[tuple[int, int], list[Buffer]] = OrderedDict()
-        self._reply_bytes = 0
+        self._known_types = frozenset(all_messages())
+        self._running: dict[Key, Call] = {}
+        self._replies = {role: Replies() for role in Role}
+        self._doors: list[Door] = []
+        self._on_drained: Callable[[], None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("mailbox")
-        self._pump: Pump | None = None
-        self._claim: Claim | None = None
-        self.malformed: Counter[bytes] = Counter()
-        """Messages refused, by routing id of the sender."""
+        self.offenders = Offenders()
         self.lost_replies = 0
         """Replies that a full or vanished peer did not take."""
 
@@ -103,34 +140,71 @@ class Mailbox:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         on_drained: Callable[[], None] | None = None,
+        *,
+        gate: Gate | None = None,
+        admits: Role = Role.OPERATOR,
     ) -> str:
-        """Bind and begin to answer; returns the endpoint with a wildcard port resolved.
+        """Bind and begin to answer; returns the endpoint with a wildcard port resolved. A second call adds a second
+        endpoint; `on_drained` runs for all of them.
 
-        Raises RpcError(bad_request) naming the endpoint when it is in use or cannot be bound.
+        `gate` (of the same context) lets peers in on tcp whose role is at least `admits`; on ipc everyone counts as a
+        service. Raises RpcError(bad_request) naming the endpoint when it is in use, cannot be bound, or is tcp
+        without a gate.
         """
-        path = socket_path(endpoint)
-        if path is not None:
-            self._claim = self._take(path, endpoint)
+        if is_tcp(endpoint) and gate is None:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{self._name}: {endpoint} refused: tcp needs the keys of the run; there are none (keys/), or use ipc",
+            )
+        door = Door(len(self._doors), self._take(endpoint))
         socket = open_socket(context, zmq.ROUTER, self._limits)
         try:
-            if path is None or self._claim is None:
+            if door.claim is not None:
+                scratch = door.claim.scratch(self._incarnation)
+                socket.bind(f"{IPC}{scratch}")
+                door.claim.publish(scratch)
+            else:
+                if is_tcp(endpoint) and gate is not None:
+                    socket.setsockopt(zmq.RCVHWM, REMOTE_MESSAGES)
+                    lock(socket, gate.keys, admits)
+                    door.connections = Connections(socket, self._name)
                 socket.bind(endpoint)
                 endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            else:
-                scratch = self._claim.scratch(self._incarnation)
-                socket.bind(f"{IPC}{scratch}")
-                self._claim.publish(scratch)
         except (zmq.ZMQError, OSError) as error:
+            door.close()
             socket.close()
-            self._release()
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
             ) from None
-        self._pump = Pump(socket, self._on_message, on_drained)
+        if on_drained is not None:
+            self._on_drained = on_drained
+        on_message = self._on_authenticated if is_tcp(endpoint) else self._on_trusted
+        door.pump = Pump(
+            socket,
+            functools.partial(on_message, door),
+            self._on_drained,
+            limits=self._limits,
+            on_source=door.connections.heard if door.connections is not None else None,
+        )
+        self._doors.append(door)
         return endpoint
 
+    def counts(self) -> dict[str, int]:
+        """What peers did that they must not, and what they lost by it, since the start."""
+        offenders = self.offenders
+        doors = [door.connections for door in self._doors if door.connections is not None]
+        return {
+            "malformed": offenders.malformed,
+            "forbidden": offenders.forbidden,
+            "unread": offenders.unread,
+            "quarantines": offenders.quarantines,
+            "lost_replies": self.lost_replies,
+            "failed_handshakes": sum(each.failed for each in doors),
+            "ended_connections": sum(each.ended for each in doors),
+        }
+
     async def close(self) -> None:
-        """Cancel handlers that still run, close the socket, remove its file."""
+        """Cancel handlers that still run, close the sockets, remove their files."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -138,11 +212,13 @@ class Mailbox:
             if call.expiry is not None:
                 call.expiry.cancel()
         self._running.clear()
-        if self._pump is not None:
-            self._pump.close()
-        self._release()
+        for door in self._doors:
+            door.close()
 
-    def _take(self, path: Path, endpoint: str) -> Claim:
+    def _take(self, endpoint: str) -> Claim | None:
+        path = socket_path(endpoint)
+        if path is None:
+            return None
         try:
             claim = Claim.take(path)
         except OSError as error:
@@ -153,11 +229,6 @@ class Mailbox:
                 f"{self._name}: {endpoint} is in use by a live process; stop that one or take another instance number",
             )
         return claim
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
 
     def answer(self, call: Call, body: Message, arrays: Sequence[Array]) -> None:
         """Send the answer of `call` and remember it for retries. Called through `Call`."""
@@ -175,10 +246,12 @@ class Mailbox:
             call.expiry.cancel()
         if call.one_way:
             return
-        key = (call.incarnation, call.request_id)
+        key = Key(call.role, call.incarnation, call.request_id)
         self._running.pop(key, None)
-        self._transmit(call.peer, frames)
-        self._remember(key, frames)
+        self._transmit(call.door, call.peer, frames)
+        self._replies[call.role].keep(
+            key, call.request, frames, now=asyncio.get_running_loop().time(), deadline=call.deadline
+        )
 
     def _encode(self, call: Call, body: Message, arrays: Sequence[Array]) -> list[Buffer]:
         return codec.encode(
@@ -190,44 +263,50 @@ class Mailbox:
             limits=self._limits,
         )
 
-    def _transmit(self, peer: bytes, frames: list[Buffer]) -> None:
-        if self._pump is None or not self._pump.send([peer, *frames]):
+    def _transmit(self, door: Door, peer: bytes, frames: list[Buffer]) -> None:
+        if door.pump is None or not door.pump.send([peer, *frames]):
             self.lost_replies += 1
 
-    def _remember(self, key: tuple[int, int], frames: list[Buffer]) -> None:
-        # copies: a handler may go on to write to the arrays it answered with
-        self._replies[key] = [bytes(frame) for frame in frames]
-        self._reply_bytes += sum(map(len, frames))
-        while len(self._replies) > CACHED_REPLIES or self._reply_bytes > CACHED_REPLY_BYTES:
-            _, oldest = self._replies.popitem(last=False)
-            self._reply_bytes -= sum(map(len, oldest))
+    def _on_trusted(self, door: Door, frames: list[bytes]) -> None:
+        self._on_message(door, Role.SERVICE, frames[0], frames[1:])
 
-    def _on_message(self, frames: list[bytes]) -> None:
-        peer, parts = frames[0], frames[1:]
+    def _on_authenticated(self, door: Door, frames: list[bytes]) -> None:
+        """The gate named the sender's role at the handshake; libzmq puts it on every message."""
+        try:
+            role = Role.of_label(frames[0].decode())
+        except ValueError:
+            self.offenders.forbidden += 1
+            return
+        self._on_message(door, role, frames[1], frames[2:])
+
+    def _on_message(self, door: Door, role: Role, peer: bytes, parts: list[bytes]) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.offenders.unheard((door.number, peer), now):
+            return
         try:
             decoded = codec.decode(parts, self._limits)
             if decoded.envelope.flags & FLAG_REPLY:
                 raise WireError(f"{type(decoded.body).__name__} flagged as a reply: a mailbox takes requests")
         except WireError as error:
-            self._refuse(peer, parts, error)
+            self._refuse(door, peer, parts, error, now)
             return
-        key = (decoded.envelope.incarnation, decoded.envelope.request_id)
-        loop = asyncio.get_running_loop()
-        call = Call(self, peer, decoded, loop.time())
-        if not call.one_way:
-            running = self._running.get(key)
-            if running is not None:
-                running.peer = peer
-                return
-            known = self._replies.get(key)
-            if known is not None:
-                self._transmit(peer, known)
-                return
+        head = decoded.envelope
+        call = Call(self, door, peer, role, decoded, fingerprint(head.type, parts), now)
+        if role < Role.SERVICE and role < least_role(type(decoded.body)):
+            self._forbid(call, decoded.body, now)
+            return
+        key = Key(role, head.incarnation, head.request_id)
+        if not call.one_way and self._is_known(key, call):
+            return
         handler = self._handlers.get(type(decoded.body))
         if handler is None:
             call.fail(RpcError(ErrorCode.BAD_REQUEST, f"{self._name} does not answer {type(decoded.body).__name__}"))
             return
         if not call.one_way:
+            if len(self._running) >= MAX_RUNNING:
+                text = f"{self._name}: {MAX_RUNNING} requests are being handled"
+                call.fail(RpcError(ErrorCode.BUSY, text, retry_after_s=BUSY_S))
+                return
             self._running[key] = call
         try:
             answer = handler(decoded.body, call)
@@ -273,19 +352,54 @@ class Mailbox:
         text = f"{self._name}: {type(body).__name__} failed: {type(error).__name__}: {error}"
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
-    def _refuse(self, peer: bytes, parts: list[bytes], error: WireError) -> None:
-        known = len(self.malformed) < MAX_LOGGED_PEERS or peer in self.malformed
-        if known:
-            self.malformed[peer] += 1
-        if known and self.malformed[peer] <= 3:
-            self._log.warning("malformed message refused", peer=peer.hex(), error=str(error))
+    def _is_known(self, key: Key, call: Call) -> bool:
+        """True: a retry, which has its answer or will get it with the first one; or the id of another request."""
+        running = self._running.get(key)
+        if running is not None:
+            if running.request != call.request:
+                self._conflict(call)
+            else:
+                running.door, running.peer = call.door, call.peer
+            return True
+        known = self._replies[call.role].get(key)
+        if known is None:
+            return False
+        if known[0] != call.request:
+            self._conflict(call)
+        else:
+            self._transmit(call.door, call.peer, known[1])
+        return True
+
+    def _conflict(self, call: Call) -> None:
+        """The id was used for another request: neither its answer nor a second meaning is given."""
+        text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
+        self._transmit(call.door, call.peer, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
+
+    def _forbid(self, call: Call, body: Message, now: float) -> None:
+        kind = type(body)
+        self.offenders.forbidden += 1
+        self._strike(call.door, call.peer, f"{kind.__name__} sent by role {call.role.label}", now)
+        if not call.one_way:
+            text = f"{self._name}: {kind.__name__} needs role {least_role(kind).label}, you are {call.role.label}"
+            error = RpcError(ErrorCode.BAD_REQUEST, text).to_message()
+            self._transmit(call.door, call.peer, self._encode(call, error, ()))
+
+    def _strike(self, door: Door, peer: bytes, what: str, now: float) -> None:
+        if self.offenders.strike((door.number, peer), now):
+            self._log.warning("connection in quarantine", peer=peer.hex(), why=what)
+        elif self.offenders.strikes((door.number, peer)) <= LOGGED_STRIKES:
+            self._log.warning("message refused", peer=peer.hex(), why=what)
+
+    def _refuse(self, door: Door, peer: bytes, parts: list[bytes], error: WireError, now: float) -> None:
+        self.offenders.malformed += 1
         try:
             head = envelope.unpack(parts[0], self._limits) if parts else None
         except WireError:
-            return
+            head = None
+        if head is None or head.type in self._known_types:
+            # a number that only a later minor version knows is no offence
+            self._strike(door, peer, str(error), now)
         if head is not None and not head.flags & (FLAG_ONE_WAY | FLAG_REPLY):
             reply = RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {error}").to_message()
-            self._transmit(
-                peer,
-                codec.encode(reply, request_id=head.request_id, incarnation=self._incarnation, flags=FLAG_REPLY),
-            )
+            frames = codec.encode(reply, request_id=head.request_id, incarnation=self._incarnation, flags=FLAG_REPLY)
+            self._transmit(door, peer, frames)

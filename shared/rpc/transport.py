@@ -1,7 +1,8 @@
 """ZeroMQ sockets with safe options, pumped by an asyncio loop through their file descriptor.
 
 `zmq.asyncio` with a task a request costs 2.3-2.5 times the bare round trip, `add_reader` and a drain 1.2-1.3 times:
-hence this pump. Nothing here ever blocks on a send: a full or vanished peer loses the message, not the server.
+hence this pump. Nothing here ever blocks on a send: a full or vanished peer loses the message, not the server. Nothing
+here keeps more of a message than a peer may send.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from typing import cast
 import zmq
 from zmq.backend import Socket as Raw
 
-from proto.limits import Limits
+from proto.limits import CONTROL, Limits
 from proto.tensors import Buffer
 
 HIGH_WATER_MESSAGES = 4096
 LINGER_MS = 200
 DRAIN_MESSAGES = 256
+EXTRA_FRAMES = 5
+"""What a message has besides its raw frames, at most: user, routing id, envelope, body, table."""
+SKIP_FRAMES = 20_000
+"""Frames of an endless message thrown away in one go; others on the loop come in between."""
+USER_PROPERTY = "User-Id"
 # Plain integers and pyzmq's compiled methods: its Python wrappers turn every option into an enum, and a mailbox that
 # wakes with cold caches pays 20 microseconds a round trip for that.
 _send = cast("Callable[[zmq.Socket[bytes], Buffer, int], None]", Raw.send)
 _recv = cast("Callable[[zmq.Socket[bytes], int], bytes]", Raw.recv)
+_recv_frame = cast("Callable[[zmq.Socket[bytes], int, bool], zmq.Frame]", Raw.recv)
 _get = cast("Callable[[zmq.Socket[bytes], int], int]", Raw.get)
 _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
 _RCVMORE = int(zmq.RCVMORE)
+_SRCFD = int(zmq.SRCFD)
 _POLLIN = int(zmq.POLLIN)
 _POLLOUT = int(zmq.POLLOUT)
 
@@ -61,15 +69,28 @@ class Pump:
         on_message: Callable[[list[bytes]], None],
         on_drained: Callable[[], None] | None = None,
         on_writable: Callable[[], None] | None = None,
+        limits: Limits = CONTROL,
+        *,
+        on_source: Callable[[int], None] | None = None,
     ) -> None:
         """`on_message` gets the frames of each message; `on_drained` runs after each burst (group commit).
 
         `on_writable` runs when a send that was refused would be taken now (the peer connected, or reads again).
+        `limits`: of a message with more frames or bytes only the beginning is handed over, a frame or the frame that
+        is too much included, so that what it announces does not fit what came. `on_source`: told by which descriptor
+        each message came in; then the sender's authenticated name (ZAP User-Id; empty when there is none) is handed
+        over too, as an additional first frame.
         """
         self._socket = socket
         self._on_message = on_message
         self._on_drained = on_drained
         self._on_writable = on_writable
+        self._receive = self._receive_frames if on_source is None else self._receive_with_user
+        self._on_source = on_source
+        self._max_frames = limits.frames + EXTRA_FRAMES
+        self._max_bytes = limits.total_bytes + limits.body_bytes
+        self._skipping = False
+        """The rest of a message that is too long is being thrown away."""
         self._refused = False
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
@@ -100,6 +121,12 @@ class Pump:
                 self._check()
         return True
 
+    def wait_writable(self) -> None:
+        """Run `on_writable` as soon as a message would be taken, as if a send had been refused."""
+        self._refused = True
+        if not self._draining:
+            self._check()
+
     def close(self) -> None:
         """Stop pumping and close the socket; queued messages linger for `LINGER_MS`."""
         if not self._closed:
@@ -126,10 +153,10 @@ class Pump:
         quiet = False
         try:
             for _ in range(DRAIN_MESSAGES):
+                if self._skipping and not self._skip():
+                    break
                 try:
-                    frames = [_recv(self._socket, _DONTWAIT)]
-                    while _get(self._socket, _RCVMORE):
-                        frames.append(_recv(self._socket, _DONTWAIT))
+                    frames = self._receive()
                 except zmq.Again:
                     break
                 self._on_message(frames)
@@ -147,6 +174,44 @@ class Pump:
             if not quiet and not self._closed:
                 # more may wait, but others on the loop come first; a raising callback must not lose the edge either
                 self._check()
+
+    def _receive_frames(self) -> list[bytes]:
+        """The frames of one message, or its beginning if it is over the limits. Raises zmq.Again: there is none."""
+        socket = self._socket
+        frame = _recv(socket, _DONTWAIT)
+        frames = [frame]
+        left = self._max_bytes
+        while _get(socket, _RCVMORE):
+            left -= len(frame)
+            if left < 0 or len(frames) > self._max_frames:
+                self._skipping = True
+                break
+            frame = _recv(socket, _DONTWAIT)
+            frames.append(frame)
+        return frames
+
+    def _receive_with_user(self) -> list[bytes]:
+        first = _recv_frame(self._socket, _DONTWAIT, False)
+        try:
+            user = str(first.get(USER_PROPERTY)).encode()
+        except zmq.ZMQError:
+            user = b""
+        descriptor = first.get(_SRCFD)
+        frames = [user, first.bytes]
+        if first.more:
+            frames += self._receive_frames()
+        if self._on_source is not None and isinstance(descriptor, int):
+            self._on_source(descriptor)
+        return frames
+
+    def _skip(self) -> bool:
+        """Throw away more of a message that is too long. True: its last frame is gone."""
+        for _ in range(SKIP_FRAMES):
+            if not _get(self._socket, _RCVMORE):
+                self._skipping = False
+                return True
+            _recv(self._socket, _DONTWAIT)
+        return False
 
     def _retry(self) -> None:
         if self._on_writable is not None and _get(self._socket, _EVENTS) & _POLLOUT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from proto.messages import (
@@ -11,6 +12,7 @@ from proto.messages import (
     GetStoreStats,
     GetSupervisorState,
     Ping,
+    Resolve,
     RestartService,
     StopRun,
 )
@@ -41,13 +43,14 @@ class Role(enum.IntEnum):
         raise ValueError(f"role {label!r}: one of {', '.join(role.label for role in cls)}")
 
 
-LEAST_ROLE = MappingProxyType(
+LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
     {
         Ping: Role.OBSERVER,
         GetSnapshot: Role.OBSERVER,
         GetStatus: Role.OPERATOR,
         GetStoreStats: Role.OPERATOR,
         GetSupervisorState: Role.OPERATOR,
+        Resolve: Role.OPERATOR,
         RestartService: Role.OPERATOR,
         StopRun: Role.OPERATOR,
     }

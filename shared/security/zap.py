@@ -1,7 +1,7 @@
 """The gate of one ZeroMQ context: answers libzmq's question (ZAP, RFC 27) who may connect, and as which role.
 
-It fails closed: an endpoint that was locked with `lock` takes nobody while no gate answers, and a stranger's key never
-gets past the handshake. What comes in is libzmq's own, but its contents (domain aside) were chosen by the peer.
+It fails closed: an endpoint locked by `shared.security.curve.lock` takes nobody while no gate answers, and a
+stranger's key never gets past the handshake.
 """
 
 from __future__ import annotations
@@ -18,26 +18,8 @@ from shared.security.roles import Role
 
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
-HANDSHAKE_MS = 10_000
-"""A peer that has not finished its handshake by then is disconnected."""
 LOGGED_REFUSALS = 20
 """The first so many refusals are logged one by one; all are counted."""
-
-
-def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
-    """Before bind: make `socket` talk CURVE only, to peers whose role is at least `admits`."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-
-
-def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
-    """Before connect: talk CURVE only, to whoever holds the secret key of the run's services."""
-    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class Gate:

@@ -17,6 +17,13 @@ _REF_TOKEN_BYTES = {"ref_logprobs": 4}
 _PROX_TOKEN_BYTES = {"prox_logprobs": 4}
 # A ragged shard is values and lengths; a length is int64, one a sample and key.
 _LENGTH_BYTES = 8
+# What the store adds, at most: a put's last page and header, a task's row of the table, a shard's row and alignment.
+# Every task may come in puts of its own, one for each stage.
+_PUT_BYTES = 4096 + 64
+_NAME_BYTES = 64
+_SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
+# `lengths` and `sample_index` are shards too; what they hold is in _LENGTH_BYTES.
+_RAGGED_KEYS = 2
 # The version in use, the one being written, and the one a live task or a slow engine still names.
 WEIGHT_VERSIONS = 3
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,30 +44,60 @@ def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Bytes of all keys of one training task whose samples are all as long as they can be."""
     keys = token_bytes(topology)
     tokens = max_prompt_tokens + topology.sampling.max_new_tokens
-    return topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
+    if topology.workflow is not None:
+        tokens = topology.workflow.max_tokens
+    data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
+    return data + overhead_bytes(topology)
+
+
+def overhead_bytes(topology: Topology) -> int:
+    """What the store adds to the shards of one training task, at most."""
+    puts = 1 + topology.needs_reference + topology.needs_proximal
+    return puts * (_PUT_BYTES + 12 + _NAME_BYTES) + (len(token_bytes(topology)) + _RAGGED_KEYS) * _SHARD_BYTES
+
+
+def unleased_token_bytes(topology: Topology) -> int:
+    """Bytes of a token that no leased stage makes: the trainer puts them itself."""
+    return sum(_PROX_TOKEN_BYTES.values()) if topology.needs_proximal else 0
+
+
+def held_tasks(topology: Topology) -> int:
+    """Tasks whose shards may be in the store at once, however the run goes.
+
+    The live ones (admission); the step that was trained last, until its checkpoint is saved (a store that is nearly
+    full orders one a step); and a lease block an engine, of evaluations and of attempts that are about to be cleared.
+    """
+    steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
+    rollout = topology.services.rollout
+    return steps * topology.algorithm.tasks_per_step + rollout.instances * rollout.block_tasks
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
     """Bytes the batch-store must be able to hold for the run never to wait for room that cannot come.
 
-    `(staleness + 1) * tasks_per_step` tasks may be live (admission), each of `task_bytes`, beside
-    `WEIGHT_VERSIONS` versions of `weight_bytes`. Trained tasks that wait for a checkpoint are not counted:
-    lack of room orders an early checkpoint. `max_prompt_tokens` is the longest prompt of the training set.
+    `held_tasks`, each of `task_bytes`, beside `WEIGHT_VERSIONS` versions of `weight_bytes`. More trained tasks that
+    wait for a checkpoint are not counted: lack of room orders an early checkpoint. `max_prompt_tokens` is the longest
+    prompt of the training set.
     """
-    live_tasks = (topology.staleness + 1) * topology.algorithm.tasks_per_step
-    return live_tasks * task_bytes(topology, max_prompt_tokens) + WEIGHT_VERSIONS * weight_bytes
+    return held_tasks(topology) * task_bytes(topology, max_prompt_tokens) + WEIGHT_VERSIONS * weight_bytes
+
+
+def limit_bytes(topology: Topology) -> int:
+    """What all batch-stores of the run can hold, in memory and spilled."""
+    store = topology.services.batch_store
+    return (store.memory + (store.spill_limit or 0)) * len(topology.store_hosts())
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Bytes of one weight version: every parameter in the model's safetensors files, in `dtype`.
+    """Bytes of one weight version in the store: every parameter in the model's safetensors files, in `dtype`.
 
     Raises ValueError naming the file whose header is not a safetensors header, and OSError.
     """
-    elements = sum(_elements(file) for file in sorted(Path(model).glob("*.safetensors")))
-    return elements * _DTYPE_BYTES[dtype]
+    shapes = [shape for file in sorted(Path(model).glob("*.safetensors")) for shape in _shapes(file)]
+    return sum(map(math.prod, shapes)) * _DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
-def _elements(file: Path) -> int:
+def _shapes(file: Path) -> list[list[int]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _HEADER_LIMIT_BYTES:
@@ -68,6 +105,6 @@ def _elements(file: Path) -> int:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return [[int(size) for size in entry["shape"]] for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from shared.topology.algorithm import GROUP_ADVANTAGES
-from shared.topology.capacity import WEIGHT_VERSIONS, weight_bytes, worst_case_bytes
+from shared.topology import algorithm_checks, split_checks
+from shared.topology.capacity import WEIGHT_VERSIONS, held_tasks, limit_bytes, weight_bytes, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
@@ -25,11 +25,15 @@ def check(topology: Topology) -> Found:
     """Every contradiction, missing file and limit too small of `topology`."""
     yield from _files(topology)
     yield from _algorithm(topology)
-    yield from _loss(topology)
+    yield from algorithm_checks.check(topology)
+    yield from _reference(topology)
     yield from _evaluation(topology)
     yield from _lengths(topology)
     yield from _services(topology)
+    yield from split_checks.check(topology)
     yield from _placement(topology)
+    yield from _engine(topology)
+    yield from _transport(topology)
     yield from _deterministic(topology)
     yield from _memory(topology)
 
@@ -58,8 +62,10 @@ def _files(topology: Topology) -> Found:
     sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
     for where, source in sources.items():
         scheme, _, file = source.partition(":")
-        if scheme == "jsonl" and not FilePath(file).is_file():
+        if scheme in ("jsonl", "parquet") and not FilePath(file).is_file():
             yield where, f"no file {file}, relative paths start at the topology's folder; put it there"
+        if scheme == "datasets" and not FilePath(file.partition("?")[0]).is_dir():
+            yield where, f"no folder {file}, relative paths start at the topology's folder; put it there"
 
 
 def _algorithm(topology: Topology) -> Found:
@@ -77,29 +83,13 @@ def _algorithm(topology: Topology) -> Found:
     if tasks % block:
         message = f"{block} does not divide algorithm.tasks_per_step ({tasks}), use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
-    if algorithm.group_size == 1 and algorithm.advantage.name in GROUP_ADVANTAGES:
-        message = f"1 leaves advantage {algorithm.advantage.name} nothing to compare, at least 2"
-        yield ("algorithm", "group_size"), message
     for index, beta in enumerate(topology.optimizer.betas):
         if not 0 <= beta < 1:
             yield ("optimizer", "betas", index), f"{beta} is out of range, from 0 to below 1, as 0.9"
 
 
-def _loss(topology: Topology) -> Found:
-    loss, kl = topology.algorithm.loss, topology.algorithm.kl
-    low, high = loss.clip
-    if not 0 < low < 1:
-        yield ("algorithm", "loss", "clip", 0), f"{low} is out of range, above 0 and below 1, as 0.2"
-    if high <= 0:
-        yield ("algorithm", "loss", "clip", 1), f"{high} is out of range, above 0, as 0.2"
-    if loss.anchor == "rollout" and loss.tis_cap is not None:
-        message = f"{loss.tis_cap} has no effect with anchor rollout; remove it, or set anchor proximal"
-        yield ("algorithm", "loss", "tis_cap"), message
-    if loss.name == "gspo" and loss.aggregation != "seq_mean_token_mean":
-        message = f"{loss.aggregation} does not fit loss gspo, a ratio per sequence: use seq_mean_token_mean"
-        yield ("algorithm", "loss", "aggregation"), message
-    if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
-        yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient, use k3 or k2"
+def _reference(topology: Topology) -> Found:
+    kl = topology.algorithm.kl
     if not topology.needs_reference and topology.services.reference is not None:
         coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
         message = f"has no effect, {coef} and no reference is started; remove it (null) or set a coef above 0"
@@ -127,9 +117,13 @@ def _lengths(topology: Topology) -> Found:
         ("policy-trainer", topology.services.policy_trainer),
         ("reference", topology.services.reference),
     ):
-        if service is not None and prompt + new > service.max_tokens_per_micro_batch:
-            limit = service.max_tokens_per_micro_batch
-            message = f"{limit} is less than one sample: {said}; use at least {prompt + new}"
+        if service is None:
+            continue
+        limit, longest = service.max_tokens_per_micro_batch, prompt + new
+        if topology.workflow is not None:
+            longest, said = topology.workflow.max_tokens, f"{topology.workflow.max_tokens} tokens (workflow.max_tokens)"
+        if longest > limit:
+            message = f"{limit} is less than one sample: {said}; use at least {longest}"
             yield ("services", key, "max_tokens_per_micro_batch"), message
 
 
@@ -156,6 +150,15 @@ def _services(topology: Topology) -> Found:
             enough = math.ceil(service.gpus / ranks) * ranks
             message = f"{service.gpus} is no multiple of tp*pp*cp = {ranks}, use {enough}"
             yield ("services", key, "gpus"), message
+    trainer = services.policy_trainer
+    if trainer.workers is not None and trainer.workers % trainer.parallel.model_ranks:
+        ranks = trainer.parallel.model_ranks
+        enough = math.ceil(trainer.workers / ranks) * ranks
+        message = f"{trainer.workers} is no multiple of tp*pp*cp = {ranks}, use {enough}"
+        yield ("services", "policy-trainer", "workers"), message
+    if trainer.workers is not None and trainer.gpus:
+        message = f"{trainer.workers} has no effect with {trainer.gpus} gpus, one rank runs on each; remove it"
+        yield ("services", "policy-trainer", "workers"), message
     store = services.batch_store
     if store.spill is None and store.spill_limit is not None:
         message = f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
@@ -198,12 +201,35 @@ def _placement(topology: Topology) -> Found:
             yield ("placement", "colocate", index), message
 
 
+def _engine(topology: Topology) -> Found:
+    rollout = topology.services.rollout
+    if rollout.engine_args and rollout.engine == "transformers":
+        names = ", ".join(rollout.engine_args)
+        yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
+    if rollout.in_flight == "keep" and rollout.engine != "transformers":
+        message = f"keep is the transformers engine's, {rollout.engine} updates between blocks; use wait"
+        yield ("services", "rollout", "in_flight"), message
+    if rollout.in_flight == "keep" and topology.workflow is not None:
+        message = "keep is for single answers, a workflow's calls are short blocks; use wait"
+        yield ("services", "rollout", "in_flight"), message
+
+
+def _transport(topology: Topology) -> Found:
+    if not topology.transport.encrypt_bulk and topology.transport.listen is None:
+        message = "false: without transport.listen nothing goes to another host, leave it out"
+        yield ("transport", "encrypt_bulk"), message
+
+
 def _deterministic(topology: Topology) -> Found:
     if not topology.run.deterministic:
         return
     if topology.services.rollout.engine != "transformers":
         message = f"{topology.services.rollout.engine} is not batch-invariant, run.deterministic needs transformers"
         yield ("services", "rollout", "engine"), message
+    if topology.services.rollout.in_flight != "wait":
+        yield ("services", "rollout", "in_flight"), "keep depends on timing, run.deterministic needs wait"
+    if topology.workflow is not None:
+        yield ("workflow",), "calls of a workflow come as they come, run.deterministic needs it left out"
     if topology.consume != "order":
         yield ("consume",), f"{topology.consume} depends on timing, run.deterministic needs order"
     if topology.algorithm.filter_zero_variance is not None:
@@ -221,13 +247,14 @@ def _memory(topology: Topology) -> Found:
         return
     # Without max_prompt_tokens this is a floor: the longest prompt is known once the data set is read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
-    limit = topology.services.batch_store.memory
-    if limit < needed:
-        live = (topology.staleness + 1) * topology.algorithm.tasks_per_step
+    hosts = len(topology.store_hosts())
+    limit = limit_bytes(topology) // hosts
+    each = -(-needed // hosts)
+    if limit < each:
         message = (
-            f"{limit} bytes ({format_size(limit)}) cannot hold {live} live tasks of "
+            f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks at a time of "
             f"{topology.algorithm.group_size} samples and {WEIGHT_VERSIONS} weight versions of "
-            f"{format_size(weights)}; set at least {needed} ({format_size(needed)}) or lower staleness, "
+            f"{format_size(weights)}; set at least {each} ({format_size(each)}) or lower staleness, "
             "tasks_per_step, group_size or max_new_tokens"
         )
         yield ("services", "batch-store", "memory"), message

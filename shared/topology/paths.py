@@ -10,8 +10,10 @@ import os
 import re
 from pathlib import Path
 
+from shared.data import FORMS
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|jsonl:.+")
+SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datasets):.+|reasoning-gym:\w+(\?\S+)?")
 
 
 def absolute(value: str, folder: str) -> str:
@@ -31,11 +33,12 @@ def model_folder(value: str, folder: str) -> str:
 
 
 def source(value: str, folder: str) -> str:
-    """`jsonl:<path>` with an absolute path; `builtin:<name>` as it is. Raises ValueError otherwise."""
-    if not SOURCE.fullmatch(value):
-        raise ValueError(f"{value!r} is not a source, write builtin:<name> or jsonl:<path>")
+    """A source of a file or folder with an absolute path; others as they are. Raises ValueError for no source."""
+    found = SOURCE.fullmatch(value)
+    if found is None:
+        raise ValueError(f"{value!r} is not a source, write {FORMS}")
     scheme, _, rest = value.partition(":")
-    return value if scheme == "builtin" else f"jsonl:{absolute(rest, folder)}"
+    return f"{scheme}:{absolute(rest, folder)}" if found["file"] else value
 
 
 def hub_cache() -> Path:

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
-from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Strings
+from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.plan import ServiceSpec
-from shared.topology.services import GC, Checkpoint, Lease, Placement, Services
+from shared.topology.services import GC, Checkpoint, Lease, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of a metric's name.
@@ -43,7 +44,7 @@ class Policy(Section):
 
 
 class TrainSet(Section):
-    source: DataSource = Field(description="builtin:<name> or jsonl:<path>")
+    source: DataSource = Field(description=FORMS)
     max_prompt_tokens: Count | None = Field(
         default=None, description="longest prompt in tokens; left out: the data set's own"
     )
@@ -51,7 +52,7 @@ class TrainSet(Section):
 
 
 class EvalSet(Section):
-    source: DataSource = Field(description="builtin:<name> or jsonl:<path>")
+    source: DataSource = Field(description=FORMS)
     every: Count = Field(
         default=20, description="steps between evaluations, 1 or more; there is one before the first step"
     )
@@ -81,6 +82,14 @@ class Reward(Section):
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
     timeout_s: Seconds = Field(default=10.0, description="seconds for one call, above 0")
+    memory: Size = Field(
+        default=1024**3,
+        description="bytes a reward process may take beyond what its libraries take, as 1GiB; a call that needs "
+        "more fails",
+    )
+    processes: Count = Field(
+        default=2, description="processes of each rollout instance that call reward functions, 1 or more"
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Reward:
@@ -98,6 +107,19 @@ class Reward(Section):
         return (RewardTerm(function=self.function, params=self.params),)
 
 
+class Workflow(Section):
+    function: Function = Field(description="builtin:<name> or <module>:<function>, a coroutine function")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    timeout_s: Seconds = Field(
+        default=120.0, description="seconds for one sample, its waits for the engine included, above 0"
+    )
+    max_tokens: Count = Field(
+        default=2048,
+        description="most tokens of one sample, prompts and tools included, in all its sequences; past them the "
+        "model is not called",
+    )
+
+
 class Sampling(Section):
     temperature: float = Field(
         default=1.0, gt=0, description="training temperature, above 0: at 0 a group is one sample"
@@ -111,6 +133,9 @@ class Topology(Section):
     policy: Policy = Field(description="the model that is trained")
     data: Data = Field(description="training and evaluation sets")
     reward: Reward = Field(description="what a sample is worth")
+    workflow: Workflow | None = Field(
+        default=None, description="how a sample is made; left out: one answer to the prompt"
+    )
     sampling: Sampling = Field(description="how training samples are drawn")
     staleness: int = Field(default=1, ge=0, description="most versions between sampling and training, 0 or more")
     consume: Literal["order", "completion"] = Field(
@@ -123,6 +148,7 @@ class Topology(Section):
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
     placement: Placement = Field(default_factory=Placement, description="who starts processes, and where")
     lease: Lease = Field(default_factory=Lease, description="how long work may stand still")
+    transport: Transport = Field(default_factory=Transport, description="how hosts talk to one another")
 
     @property
     def needs_reference(self) -> bool:

@@ -44,20 +44,46 @@ class Placed(Section):
         return self.world_size // self.parallel.model_ranks
 
 
-class PolicyTrainer(Placed):
+class Scorer(Placed):
     backend: Backend = Field(default="torch", description="library that runs the model")
     max_tokens_per_micro_batch: Count = Field(
         default=16384, description="tokens of one forward pass; at least the longest sample"
     )
 
 
-class Reference(PolicyTrainer):
+class PolicyTrainer(Scorer):
+    workers: Count | None = Field(
+        default=None,
+        description="ranks on CPU, a process each, a multiple of tp*pp*cp; left out: one copy of the model",
+    )
+    recompute: Literal["none", "layers"] = Field(
+        default="none", description="layers: keep only each layer's input for the backward pass and run it again there"
+    )
+    collective_s: Seconds = Field(
+        default=300.0, description="seconds that one rank waits for another before the group is formed anew, above 0"
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all: one a GPU, or as many as `workers` says on CPU."""
+        return self.gpus or self.workers or self.parallel.model_ranks
+
+    def device(self, rank: int) -> str:
+        """Where a rank of this machine computes, as torch names it."""
+        return f"cuda:{rank % self.gpus}" if self.gpus else "cpu"
+
+
+class Reference(Scorer):
     """The frozen model; `gpus` are split over `dp` instances."""
 
 
 class Rollout(Placed):
     instances: Count = Field(default=1, description="engines, 1 or more")
     engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
+    in_flight: Literal["wait", "keep"] = Field(
+        default="wait",
+        description="newer weights while a block is sampled: wait for its end, or keep its tokens and go on with them",
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
@@ -125,6 +151,17 @@ class Placement(Section):
     engine: Literal["local", "ray"] = Field(default="local", description="who starts the processes")
     hosts: dict[str, Host] = Field(default_factory=dict, description="hosts by name; left out: this machine")
     colocate: Strings = Field(default=(), description="services that share the GPUs of a host")
+
+
+class Transport(Section):
+    listen: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")] | None = Field(
+        default=None,
+        description="address of this machine that other hosts reach, as 10.0.0.1; left out: this machine only",
+    )
+    scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=7747, description="TCP port (1 to 65535) of the scheduler, which other hosts join at"
+    )
+    encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
 
 
 class Lease(Section):

@@ -1,16 +1,18 @@
 """The quickstart's speed against TRL's GRPOTrainer, one after the other on this machine. Must never change the
-quickstart beyond the number of steps and leaving its evaluations out, and never compare runs of different threads.
+quickstart beyond the number of steps and leaving its evaluations out.
 
     python -m tests.bench.bench_quickstart                (needs `make peers`)
     python -m tests.bench.bench_quickstart --start-up     seconds from the command to the first training row
 
 Both sides train the quickstart's model on the same rows with 512 samples a step; what is the same and what differs
-stands in `peers/trl_grpo.py`. The cluster also saves its checkpoints; TRL is left without.
+stands in `peers/trl_grpo.py`. The cluster also saves its checkpoints; TRL is left without. The cluster samples while
+it trains and computes the prefixes that samples of a group share once (`shared.model.tree`); TRL takes turns and pads
+every sample. So the ratio belongs to this work, short answers that are alike within a group, and not to long ones.
 
-Each side twice: by the wall clock over all steps after warm-up, and by the median of the steps, which a disturbance
-hardly moves. "others' cores" is the CPU time that neither this program nor the run used (steal included) over the
-whole run: above a tenth or so the figures tell about the neighbours, and a process whose two threads wait for each
-other actively, as TRL's do, suffers most.
+Each side twice: by the wall clock over all steps after warm-up, and by the median of the steps, which a short
+disturbance hardly moves. "others'" is the CPU time that neither this program nor the run used (steal included), in
+cores over the whole run: much above zero, the figures tell about the neighbours, and TRL suffers most, because its
+threads wait for one another actively.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,14 +132,24 @@ def failed(what: str, output: Path) -> BenchError:
     return BenchError("\n    ".join([what, *tail(output, SHOWN_LINES)]))
 
 
-def run_cluster(steps: int, folder: Path, limit_s: float, *, enough: Callable[[list[Arrival]], bool]) -> list[Arrival]:
+def run_cluster(
+    steps: int,
+    folder: Path,
+    limit_s: float,
+    *,
+    enough: Callable[[list[Arrival]], bool],
+    more: Sequence[str] = (),
+) -> list[Arrival]:
     """Runs the quickstart without evaluations and returns the rows of its training steps, with the time of each.
+
+    `more`: settings of a benchmark that is about something else than the quickstart.
 
     Ends the run early once `enough` says so. Raises BenchError when it fails, or is not done after `limit_s`.
     """
     run_dir, output = folder / "run", folder / "cluster.out"
     command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGY), "--run-dir", str(run_dir)]
-    command += ["--set", f"run.steps={steps}", "--set", "data.eval={}"]
+    for setting in (f"run.steps={steps}", "data.eval={}", *more):
+        command += ["--set", setting]
     arrivals: list[Arrival] = []
     follower = Follower(run_dir / "metrics.jsonl")
     begun_s = time.monotonic()
@@ -214,29 +226,28 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {model}, {psutil.virtual_memory().total / 2**30:.1f} GiB"
 
 
-def table(sides: list[Side]) -> str:
-    """Columns by width; the ratio is the first side over the second."""
-    form = "{:<24}{:>14}{:>14}{:>8}{:>9}{:>9}{:>11}{:>15}"
-    lines = [form.format("samples/s", "wall clock", "median step", "steps", "reward", "tokens", "own cores", "others'")]
-    for side in sides:
-        lines.append(
-            form.format(
-                side.name,
-                f"{side.wall_samples_per_s:.0f}",
-                f"{side.median_samples_per_s:.0f}",
-                side.steps,
-                f"{side.reward:.3f}",
-                f"{side.length:.2f}",
-                f"{side.own_cores:.2f}",
-                f"{side.others_cores:.2f}",
-            )
-        )
-    if len(sides) == 2:
-        ours, peer = sides
-        wall = ours.wall_samples_per_s / peer.wall_samples_per_s
-        median = ours.median_samples_per_s / peer.median_samples_per_s
-        lines.append(form.format("ratio", f"{wall:.2f}", f"{median:.2f}", "", "", "", "", "").rstrip())
-    return "\n".join(lines)
+FORM = "{:<24}{:>12}{:>13}{:>7}{:>9}{:>9}{:>11}{:>9}"
+HEADER = FORM.format("samples/s", "wall clock", "median step", "steps", "reward", "tokens", "own cores", "others'")
+
+
+def line(side: Side) -> str:
+    """A row under HEADER."""
+    return FORM.format(
+        side.name,
+        f"{side.wall_samples_per_s:.0f}",
+        f"{side.median_samples_per_s:.0f}",
+        side.steps,
+        f"{side.reward:.3f}",
+        f"{side.length:.2f}",
+        f"{side.own_cores:.2f}",
+        f"{side.others_cores:.2f}",
+    )
+
+
+def ratio(ours: Side, peer: Side) -> str:
+    wall = ours.wall_samples_per_s / peer.wall_samples_per_s
+    median = ours.median_samples_per_s / peer.median_samples_per_s
+    return FORM.format("ratio", f"{wall:.2f}", f"{median:.2f}", "", "", "", "", "").rstrip()
 
 
 def start_up_s(limit_s: float) -> float:
@@ -263,14 +274,18 @@ def main() -> None:
         if args.start_up:
             print(f"command to first training row  {start_up_s(args.limit_s):.1f} s")
             return
-        sides = []
+        print(HEADER, flush=True)
+        sides: list[Side] = []
         if args.only != "trl":
             sides.append(measure_cluster(args.steps, args.warm_up, args.limit_s))
+            print(line(sides[-1]), flush=True)
         if args.only != "cluster":
             sides.append(measure_trl(args.steps, args.warm_up, args.threads, args.limit_s))
+            print(line(sides[-1]), flush=True)
     except BenchError as error:
         sys.exit(f"bench_quickstart: {error}")
-    print(table(sides))
+    if len(sides) == 2:
+        print(ratio(*sides))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from proto import blockfile, dtypes, envelope, inline, tensors
 from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
-from shared.rpc import client, mailbox, transport
+from shared.rpc import client, offenders, replies, transport
+from shared.security import curve
+from shared.security.roles import LEAST_ROLE, Role
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 
 
@@ -78,12 +80,25 @@ def test_error_codes_and_outcomes_are_the_codes() -> None:
 
 
 def test_numbers_of_the_rpc_layer_are_the_codes() -> None:
-    assert f"newest {mailbox.CACHED_REPLIES} answers and at most {mailbox.CACHED_REPLY_BYTES >> 20} MiB" in section(8)
+    assert f"newest {replies.CACHED_REPLIES} answers and at most {replies.CACHED_REPLY_BYTES >> 20} MiB" in section(8)
     assert f"first after {client.FIRST_RESEND_S:g} s plus" in section(8)
     assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in section(8)
     assert f"up to {client.LAST_RESEND_S:g} s" in section(8)
     assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in section(1)
     assert f"linger {transport.LINGER_MS} ms" in section(1)
+
+
+def test_roles_and_their_messages_are_the_codes() -> None:
+    listed = dict(re.findall(r"^\| (observer|operator) \| (?:those, )?(.+) \|$", section(1), re.M))
+    assert {label: set(re.findall(r"`(\w+)`", text)) for label, text in listed.items()} == {
+        role.label: {kind.__name__ for kind, least in LEAST_ROLE.items() if least == role}
+        for role in (Role.OBSERVER, Role.OPERATOR)
+    }
+    assert f"end within {curve.HANDSHAKE_MS // 1000} s" in section(1)
+    assert (
+        f"with {offenders.STRIKES} messages that could not be read or that its role may not send, within "
+        f"{offenders.WINDOW_S:g} s, is in quarantine for\n{offenders.QUARANTINE_S:g} s"
+    ) in section(7)
 
 
 def test_block_file_numbers_are_the_codes() -> None:

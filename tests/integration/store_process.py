@@ -26,13 +26,16 @@ STORE = "batch-store/0"
 REPOSITORY = Path(__file__).parents[2]
 
 
-def make_run(folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm")) -> RunDir:
-    """A run directory with the smallest topology whose store holds `memory` bytes."""
+def make_run(
+    folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm"), spill: Path | None = None, spill_limit: int = 0
+) -> RunDir:
+    """A run directory with the smallest topology whose store holds `memory` bytes and spills `spill_limit` more."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     save_file({"w": np.zeros(1, np.float32)}, model / "model.safetensors")
     run = RunDir.create(folder / "run", shm_root=shm_root)
+    extra = f", spill: {spill}, spill_limit: {spill_limit}" if spill is not None else ""
     run.topology.write_text(
         "run: {name: store-test, steps: 1}\n"
         f"policy: {{model: {model}, dtype: float32}}\n"
@@ -41,7 +44,7 @@ def make_run(folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm")) ->
         "sampling: {max_new_tokens: 8}\n"
         "algorithm: {tasks_per_step: 2, group_size: 2, advantage: {name: grpo}}\n"
         "optimizer: {name: adamw, lr: 1.0e-4}\n"
-        f"services: {{batch-store: {{memory: {memory}}}}}\n"
+        f"services: {{batch-store: {{memory: {memory}{extra}}}}}\n"
     )
     return run
 

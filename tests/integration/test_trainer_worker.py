@@ -18,6 +18,7 @@ from proto.ids import new_incarnation
 from proto.messages import BatchMeta, BatchPart, ErrorCode, LossSpec, Ping, Pong, TaskHandle, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
+from services.policy_trainer.layout import Layout
 from shared.batch import Batch
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.client import Client
@@ -99,7 +100,7 @@ class Bench:
 
     async def driver(self, incarnation: int) -> WorkerDispatch:
         """A driver that has taken the worker over."""
-        workers = WorkerDispatch(self.client(WORKER), incarnation)
+        workers = WorkerDispatch([self.client(WORKER)], Layout(1), incarnation)
         await workers.take_over()
         return workers
 
@@ -260,6 +261,41 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
             assert (state.step, state.dirty) == (0, False)
             after = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=2))
             assert after == before
+
+    with processes(run):
+        asyncio.run(scenario())
+
+
+def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            meta, advantages, weights = await bench.batch(1)
+
+            def gradient(share: float) -> Any:
+                return workers.forward_backward(
+                    meta, ROLLOUT_ANCHOR, advantages=advantages, weights=weights, loss_weight=share
+                )
+
+            *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step(1, last=True))
+            first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
+            await workers.init_model()
+            # all five on their way before the first is answered
+            *_, parts, ref = await asyncio.gather(
+                gradient(0.25),
+                gradient(0.5),
+                gradient(0.25),
+                workers.optim_step(1, last=True),
+                workers.publish_weights(0, 1, store=STORE, fence=2),
+            )
+            assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+            second = await bench.weight_bytes(ref)
+            moved = [
+                np.abs(np.frombuffer(first[name], np.float32) - np.frombuffer(second[name], np.float32)).max()
+                for name in first
+            ]
+            assert max(moved) <= 1e-5
 
     with processes(run):
         asyncio.run(scenario())

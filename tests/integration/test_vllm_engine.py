@@ -20,8 +20,6 @@ import torch
 from transformers import AutoTokenizer
 
 from proto.tensors import Array
-from services.rollout.assemble import task_shards
-from services.rollout.engine import Generation
 from shared.drill import canary_tokens, perturb
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -69,14 +67,16 @@ class Case:
 
     def error(self, name: str, step: int, temperature: float) -> float:
         """Largest difference between the log-probs in answer `name` and transformers' with version `step`."""
-        shards = [
-            task_shards(prompt, [generation(each) for each in group], version=step)
-            for prompt, group in zip(self.prompts, self.answer[name], strict=True)
+        parts = [
+            (prompt, each) for prompt, group in zip(self.prompts, self.answer[name], strict=True) for each in group
         ]
-        ids, lengths, mask, ours = (
-            np.concatenate([each[key] for each in shards])
-            for key in ("token_ids", "lengths", "loss_mask", "rollout_logprobs")
+        ids = np.concatenate([np.array(prompt + each["ids"], np.int32) for prompt, each in parts])
+        lengths = np.array([len(prompt) + len(each["ids"]) for prompt, each in parts], np.int32)
+        mask = np.concatenate(
+            [np.array([0] * len(prompt) + [1] * len(each["ids"]), np.uint8) for prompt, each in parts]
         )
+        ours = np.zeros(len(ids), np.float32)
+        ours[mask == 1] = np.concatenate([each["logprobs"] for _, each in parts])
         theirs = self.logprobs(self.version(step), ids, lengths, mask, temperature=temperature)
         assert (ours[mask == 1] < 0).all()
         return float(np.abs(theirs - ours).max())
@@ -108,10 +108,6 @@ class Case:
         )
         assert done.returncode == 0, done.stderr[-4000:]
         self.answer = json.loads((folder / "answer.json").read_text())
-
-
-def generation(answer: dict[str, Any]) -> Generation:
-    return Generation(np.array(answer["ids"], np.int32), np.array(answer["logprobs"], np.float32), answer["finish"])
 
 
 def untied_llama(folder: Path) -> Path:
@@ -244,7 +240,7 @@ def test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line(cas
     )
     assert "engine_args.logprobs_mode: not to be set here" in refused["ours"]
     assert "set services.rollout.parallel.tp" in refused["elsewhere"]
-    assert "kv_cache_memory_bytes" in refused["too_small"]
+    assert refused["too_small"].endswith("; raise kv_cache_memory_bytes")
     assert not any("\n" in each for each in refused.values())
 
 

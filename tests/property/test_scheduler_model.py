@@ -42,7 +42,7 @@ WORKER = 1000
 class Model:
     """Drives the machine at random and checks every promise as it goes."""
 
-    def __init__(self, staleness: int, seed: int) -> None:
+    def __init__(self, staleness: int, seed: int, *, by_completion: bool) -> None:
         self.chance = random.Random(seed)
         self.plan = Plan(
             run="model",
@@ -50,6 +50,7 @@ class Model:
             tasks_per_step=3,
             group_size=2,
             staleness=staleness,
+            by_completion=by_completion,
             shuffle=True,
             deterministic=False,
             rows=range(7),
@@ -128,7 +129,12 @@ class Model:
             TaskResult(task.task_id, task.fence, outcome, "batch-store/0", 1, count, 1, 1) for task in grant.batch.tasks
         ]
         total = count * len(results) if outcome == Outcome.DONE else 0
-        scalars = {"reward": np.ones(total, np.float32)} if grant.stage == "rollout" else {}
+        scalars = {}
+        if grant.weights is not None:
+            scalars = {
+                "reward": np.ones(total, np.float32),
+                "version_min": np.full(total, grant.weights.step, np.int32),
+            }
         reply = self.ask(
             Complete(lease_id=grant.lease_id, stage=grant.stage, incarnation=life, results=results, scalars=scalars)
         )
@@ -184,11 +190,16 @@ class Model:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=150), st.integers(0, 2), st.integers(0, 1000))
+@given(
+    st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=150),
+    st.integers(0, 2),
+    st.integers(0, 1000),
+    st.booleans(),
+)
 def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
-    actions: list[str], staleness: int, seed: int
+    actions: list[str], staleness: int, seed: int, by_completion: bool
 ) -> None:
-    model = Model(staleness, seed)
+    model = Model(staleness, seed, by_completion=by_completion)
     for action in actions:
         getattr(model, action)()
         model.check()

@@ -1,4 +1,4 @@
-"""The store's index under any sequence of events: bytes never pass the limit, nothing is lost, nothing comes back."""
+"""The store's index under any sequence of events: bytes never pass a limit, nothing is lost, nothing comes back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from proto import blockfile
 from proto.blockfile import Layout, Table
 from proto.messages import ErrorCode, PutTask
-from services.batch_store.state import Retire, StoreState, held_bytes
+from services.batch_store.state import Place, Retire, StoreState, held_bytes
 from shared.rpc.errors import RpcError
 
 LIMIT = 6 * 4096
+SPILL = 4 * 4096
 TASKS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3, unique_by=lambda pair: pair[0]
 )
@@ -30,11 +31,14 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.life = 1
-        self.state = StoreState("store", LIMIT, self.life)
+        self.state = StoreState("store", LIMIT, self.life, SPILL)
         self.puts = 0
         self.open: dict[str, tuple[Table, int]] = {}
         self.sealed: dict[str, tuple[Table, int]] = {}
-        self.zombies: dict[str, int] = {}
+        self.order: list[str] = []
+        self.disk: set[str] = set()
+        self.moving: dict[str, int] = {}
+        self.zombies: dict[str, tuple[Place, int]] = {}
         self.tombs: dict[str, int] = {}
         self.shards: dict[tuple[str, int, str], int] = {}
 
@@ -43,7 +47,9 @@ class StoreMachine(RuleBasedStateMachine):
             put_id, _, kind = effect.source.partition(".")
             _, nbytes = (self.open if kind == "tmp" else self.sealed).pop(put_id)
             assert effect.target not in self.zombies
-            self.zombies[effect.target] = held_bytes(nbytes)
+            assert effect.place == (Place.DISK if put_id in self.disk else Place.MEMORY)
+            self.disk.discard(put_id)
+            self.zombies[effect.target] = (effect.place, held_bytes(nbytes))
 
     def buried(self, task_id: str, fence: int) -> bool:
         return self.tombs.get(task_id, 0) >= fence
@@ -54,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.puts += 1
         put_id = f"{self.puts:032x}"
         names = [PutTask(f"t/0/{n}", fence) for n, fence in tasks]
-        used = self.state.stats().bytes
+        used = self.state.used(Place.MEMORY)
         try:
             assert self.state.begin(put_id, nbytes, names, 0.0)
         except RpcError as error:
@@ -94,6 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert new == (not mine.items() <= self.shards.items())
         if new:
             self.sealed[put_id] = self.open.pop(put_id)
+            self.order.append(put_id)
             self.shards |= mine
             assert self.state.to_seal(put_id) is None
         else:
@@ -124,25 +131,72 @@ class StoreMachine(RuleBasedStateMachine):
         self.state.reaped(target)
 
     @rule()
+    def begin_move(self) -> None:
+        free = SPILL - self.state.used(Place.DISK)
+        fits = [
+            put_id
+            for put_id in self.order
+            if put_id in self.sealed
+            and put_id not in self.disk
+            and put_id not in self.moving
+            and held_bytes(self.sealed[put_id][1]) <= free
+        ]
+        chosen = self.state.begin_move()
+        assert chosen == (fits[0] if fits else None)
+        if chosen is not None:
+            self.moving[chosen] = held_bytes(self.sealed[chosen][1])
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data(), copied=st.booleans())
+    def end_move(self, data: st.DataObject, copied: bool) -> None:
+        put_id = data.draw(st.sampled_from(sorted(self.moving)))
+        nbytes = self.moving.pop(put_id)
+        assert self.state.wanted(put_id) == (put_id in self.sealed)
+        if not copied or put_id not in self.sealed:
+            self.state.give_up_move(put_id, retry=True)
+            if put_id in self.sealed:  # the next to be tried
+                self.order.remove(put_id)
+                self.order.insert(0, put_id)
+            return
+        effect = self.state.end_move(put_id)
+        assert (effect.source, effect.place) == (f"{put_id}.blk", Place.MEMORY)
+        self.zombies[effect.target] = (Place.MEMORY, nbytes)
+        self.disk.add(put_id)
+        assert self.state.place(put_id) == Place.DISK
+
+    @rule()
     def restart(self) -> None:
         self.life += 1
-        self.state = StoreState("store", LIMIT, self.life)
+        self.state = StoreState("store", LIMIT, self.life, SPILL)
+        self.moving.clear()  # what was half copied is deleted before anything is counted
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
+        self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
         for put_id, (table, nbytes) in list(self.sealed.items()):
-            self.retire(self.state.recover(put_id, nbytes, table))
-        for name, nbytes in list(self.zombies.items()):
+            place = Place.DISK if put_id in self.disk else Place.MEMORY
+            self.retire(self.state.recover(put_id, nbytes, table, place))
+        for name, (place, nbytes) in list(self.zombies.items()):
             del self.zombies[name]
-            self.zombies[self.state.recover_refuse(name, nbytes).target] = nbytes
+            self.zombies[self.state.recover_refuse(name, nbytes, place).target] = (place, nbytes)
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
 
     @invariant()
     def bytes_are_exact_and_within_the_limit(self) -> None:
         stats = self.state.stats()
-        files = [nbytes for _, nbytes in (*self.open.values(), *self.sealed.values())]
-        assert stats.zombie_bytes == sum(self.zombies.values())
-        assert stats.bytes == sum(map(held_bytes, files)) + stats.zombie_bytes
-        assert stats.bytes <= LIMIT
+        held = [0, 0]
+        for _, nbytes in self.open.values():
+            held[Place.MEMORY] += held_bytes(nbytes)
+        for put_id, (_, nbytes) in self.sealed.items():
+            held[put_id in self.disk] += held_bytes(nbytes)
+        for place, nbytes in self.zombies.values():
+            held[place] += nbytes
+        held[Place.DISK] += sum(self.moving.values())
+        assert [self.state.used(place) for place in Place] == held
+        assert held[Place.MEMORY] <= LIMIT
+        assert held[Place.DISK] <= SPILL
+        assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
+        assert stats.bytes == sum(held)
+        assert stats.limit_bytes == LIMIT + SPILL
         assert stats.files == len(self.sealed)
 
     @invariant()

@@ -7,8 +7,11 @@ It must never stand in for a real service of the product.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +32,11 @@ from shared.actor.process import run_process  # noqa: E402
 from shared.actor.service import Service  # noqa: E402
 from shared.rpc.client import Client  # noqa: E402
 from shared.rpc.mailbox import Call, Mailbox  # noqa: E402
+from shared.security import keys as run_keys  # noqa: E402
+from shared.security.curve import is_tcp, unlock  # noqa: E402
+from shared.security.keys import Keyring  # noqa: E402
+from shared.security.roles import Role  # noqa: E402
+from shared.security.zap import Gate  # noqa: E402
 
 SERVER_INCARNATION = 11
 CLIENT_INCARNATION = 22
@@ -46,25 +54,46 @@ def short_directory() -> Iterator[Path]:
         yield Path(name)
 
 
+@functools.cache
+def key_folder() -> Path:
+    """Keys for the tcp endpoints of this test process, removed with it."""
+    folder = tempfile.mkdtemp(prefix="rlb-keys-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    run_keys.create(Path(folder))
+    return Path(folder)
+
+
+@functools.cache
+def keyring(role: Role = Role.SERVICE) -> Keyring:
+    return run_keys.load(key_folder(), role)
+
+
 @asynccontextmanager
-async def serving(endpoint: str, *handlers: tuple[Any, Any]) -> AsyncIterator[tuple[Mailbox, str]]:
-    """A bound mailbox with these (request class, handler) pairs, closed afterwards."""
+async def serving(
+    endpoint: str, *handlers: tuple[Any, Any], admits: Role = Role.OPERATOR
+) -> AsyncIterator[tuple[Mailbox, str]]:
+    """A bound mailbox with these (request class, handler) pairs, closed afterwards; tcp with `keyring()`."""
     context = zmq.Context()
     mailbox = Mailbox("echo/0", SERVER_INCARNATION)
     for request, handler in handlers:
         mailbox.handle(request, handler)
-    bound = mailbox.bind(context, endpoint)
+    gate = Gate(context, keyring()) if is_tcp(endpoint) else None
     try:
+        bound = mailbox.bind(context, endpoint, gate=gate, admits=admits)
         yield mailbox, bound
     finally:
         await mailbox.close()
+        if gate is not None:
+            gate.close()
         context.destroy(0)
 
 
 @asynccontextmanager
-async def asking(endpoint: str, incarnation: int = CLIENT_INCARNATION) -> AsyncIterator[Client]:
+async def asking(
+    endpoint: str, incarnation: int = CLIENT_INCARNATION, role: Role = Role.SERVICE
+) -> AsyncIterator[Client]:
     context = zmq.Context()
-    client = Client(context, endpoint, "echo/0", incarnation)
+    client = Client(context, endpoint, "echo/0", incarnation, keys=keyring(role) if is_tcp(endpoint) else None)
     try:
         yield client
     finally:
@@ -73,10 +102,12 @@ async def asking(endpoint: str, incarnation: int = CLIENT_INCARNATION) -> AsyncI
 
 
 @contextmanager
-def raw_dealer(endpoint: str, **options: int) -> Iterator[zmq.Socket[bytes]]:
-    """A DEALER that speaks whatever the test makes it speak."""
+def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that speaks whatever the test makes it speak; over tcp with the key of `role`."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
+    if is_tcp(endpoint):
+        unlock(socket, keyring(role))
     for name, value in options.items():
         socket.setsockopt(getattr(zmq, name), value)
     socket.connect(endpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ import torch
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.loss import TokenData, check, token_loss
+from services.policy_trainer.worker.loss import check, token_loss
+from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
 from tests.unit.tiny_models import ExactRMSNorm, make_model, plain_logprobs, ragged
+from tests.unit.training import accumulate, one_rank
 
 OPTIMIZER = Optimizer(lr=1e-2, clip_norm=1e9)
 
@@ -23,6 +26,11 @@ OPTIMIZER = Optimizer(lr=1e-2, clip_norm=1e9)
 def spec(anchor: str, **options: float | str) -> LossSpec:
     fields = {"clip_low": 0.2, "clip_high": 0.3, "temperature": 0.8, "kl_estimator": "k3", "kl_coef": 0.1, **options}
     return LossSpec(name="ppo_clip", anchor=anchor, **fields)  # type: ignore[arg-type]
+
+
+def alone(tokens: int) -> dict[str, Any]:
+    """Every token a sequence of its own."""
+    return {"sequences": torch.arange(tokens), "sequence_count": tokens}
 
 
 def by_hand(loss: LossSpec, cur: float, rollout: float, prox: float, ref: float, advantage: float) -> float:
@@ -43,7 +51,11 @@ def test_loss_is_the_stated_formula(anchor: str, cap: float) -> None:
     weights = rng.uniform(size=40)
     tensors = {name: torch.from_numpy(value) for name, value in (("rollout", rollout), ("prox", prox), ("ref", ref))}
     data = TokenData(
-        advantages=torch.from_numpy(advantage), weights=torch.from_numpy(weights), versions=torch.zeros(40), **tensors
+        advantages=torch.from_numpy(advantage),
+        weights=torch.from_numpy(weights),
+        versions=torch.zeros(40),
+        **alone(40),
+        **tensors,
     )
     total, sums = token_loss(loss, torch.from_numpy(cur), data, torch.zeros(40))
     expected = [
@@ -57,7 +69,9 @@ def test_importance_weight_of_the_proximal_anchor_carries_no_gradient() -> None:
     prox = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     cur = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     ones = torch.ones(3, dtype=torch.float64)
-    data = TokenData(rollout=ones * -2.0, advantages=ones, weights=ones, versions=ones, prox=prox.detach(), ref=None)
+    data = TokenData(
+        rollout=ones * -2.0, advantages=ones, weights=ones, versions=ones, prox=prox.detach(), ref=None, **alone(3)
+    )
     total, _ = token_loss(spec("proximal", tis_cap=2.0, kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
     assert cur.grad is not None
@@ -68,7 +82,7 @@ def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
     cur = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ones = torch.ones(2, dtype=torch.float64)
     rollout = torch.tensor([-1.0, 0.0], dtype=torch.float64)  # ratios e and 1
-    data = TokenData(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None)
+    data = TokenData(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None, **alone(2))
     total, sums = token_loss(spec("rollout", kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
     assert float(sums["clipped"]) == 1
@@ -77,13 +91,13 @@ def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
 
 
 def test_a_loss_of_another_name_is_refused() -> None:
-    with pytest.raises(RpcError, match="gspo"):
-        check(LossSpec(name="gspo", clip_low=0.1, clip_high=0.1, anchor="rollout", temperature=1.0))
+    with pytest.raises(RpcError, match="my_loss"):
+        check(LossSpec(name="my_loss", clip_low=0.1, clip_high=0.1, anchor="rollout", temperature=1.0))
 
 
 def backend(folder: Path, max_tokens: int, dtype: str) -> TorchBackend:
     make_model("qwen3", head_dim=12).save_pretrained(folder)
-    made = TorchBackend(folder, dtype, OPTIMIZER, max_tokens=max_tokens, threads=1)
+    made = one_rank(folder, dtype, OPTIMIZER, max_tokens=max_tokens)
     if dtype == "float64":
         for name, module in list(made.model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):
@@ -119,11 +133,11 @@ def test_micro_batches_do_not_change_gradient_or_sums(tmp_path: Path, anchor: st
         flat = {k: v.astype(np.float32) if v.dtype == np.float64 else v for k, v in flat.items()}
         advantages, weights = advantages.astype(np.float32), weights.astype(np.float32)
     whole = backend(tmp_path / "a", 100_000, dtype)
-    sums = whole.forward_backward(spec(anchor, tis_cap=2.0), flat, advantages, weights)
+    sums = accumulate(whole, spec(anchor, tis_cap=2.0), flat, advantages, weights)
     wanted = gradient(whole)
     for max_tokens in (11, 40):
         split = backend(tmp_path / "b", max_tokens, dtype)
-        split_sums = split.forward_backward(spec(anchor, tis_cap=2.0), flat, advantages, weights)
+        split_sums = accumulate(split, spec(anchor, tis_cap=2.0), flat, advantages, weights)
         assert float((gradient(split) - wanted).norm() / wanted.norm()) <= limit
         assert split_sums == pytest.approx(sums, rel=1e-9 if dtype == "float64" else 1e-4)
 
@@ -131,13 +145,13 @@ def test_micro_batches_do_not_change_gradient_or_sums(tmp_path: Path, anchor: st
 def test_two_halves_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     flat, advantages, weights = batch()
     made = backend(tmp_path, 100_000, "float64")
-    made.forward_backward(spec("rollout"), flat, advantages, weights)
+    accumulate(made, spec("rollout"), flat, advantages, weights)
     wanted = gradient(made)
     made.drop_gradients()
     middle = int(flat["lengths"][:16].sum())
     for tokens, sequences in ((slice(0, middle), slice(0, 16)), (slice(middle, None), slice(16, None))):
         part = {key: value[sequences if key == "lengths" else tokens] for key, value in flat.items()}
-        made.forward_backward(spec("rollout"), part, advantages[tokens], weights[tokens])
+        accumulate(made, spec("rollout"), part, advantages[tokens], weights[tokens])
     assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-12
 
 
@@ -145,7 +159,7 @@ def test_gradient_is_that_of_the_formula_written_plainly(tmp_path: Path) -> None
     flat, advantages, weights = batch()
     made = backend(tmp_path, 64, "float64")
     loss = spec("proximal", tis_cap=2.0)
-    made.forward_backward(loss, flat, advantages, weights)
+    accumulate(made, loss, flat, advantages, weights)
     found = gradient(made)
     made.drop_gradients()
     cur = plain_logprobs(made.model, flat["token_ids"], flat["lengths"], flat["loss_mask"], loss.temperature)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-import threading
+import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from proto.messages import ErrorCode
-from services.rollout.rewards.load import RewardFunction, load_rewards
-from services.rollout.rewards.scoring import Score, score_block, total
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.rewards.score import Score, total
+from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
+MIB = 1 << 20
 MODULE = """
-import asyncio, threading, time
+import asyncio, ctypes, os, signal, subprocess, sys, time
+
+COUNT = 0
 
 def plain(sample, *, bonus=0.0):
     return len(sample.completion) + bonus
@@ -54,7 +60,41 @@ def too_few(samples):
     return [1.0]
 
 def where(sample):
-    return {"main": float(threading.current_thread() is threading.main_thread()), "one": 1.0}
+    print("for people")
+    return {"pid": float(os.getpid()), "torch": float("torch" in sys.modules)}
+
+def count(sample):
+    global COUNT
+    COUNT += 1
+    return float(COUNT)
+
+def bad(sample):
+    what = sample.completion
+    if what == "segfault":
+        ctypes.string_at(0)
+    if what == "exit":
+        os._exit(3)
+    if what == "sys.exit":
+        sys.exit(3)
+    if what == "eat":
+        held = []
+        while True:
+            held.append(bytearray(16 << 20))
+    if what == "spin":
+        while True:
+            pass
+    if what == "orphan":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(sample.row["pids"], "w").write(str(child.pid))
+        while True:
+            pass
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+async def crash_later(sample):
+    await asyncio.sleep(0.05)
+    return bad(sample)
 
 class Broken:
     raise RuntimeError("the module is broken")
@@ -70,23 +110,39 @@ class Line:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with the module `my_rewards` in it and not on Python's path yet."""
+    """The current directory, with the module `my_rewards` in it and not on Python's path."""
     (tmp_path / "my_rewards.py").write_text(MODULE.partition("class Broken")[0])
     (tmp_path / "my_broken.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path  # type: ignore[misc]
-    for name in ("my_rewards", "my_broken"):
-        sys.modules.pop(name, None)
+    return tmp_path
 
 
 def sample(completion: str, task: int = 0, **row: Any) -> Sample:
     return Sample(f"train/0/{task}", row, [], completion, [1], "stop")
 
 
-def score(groups: list[list[Sample]], *lines: Line, timeout_s: float = 5.0) -> list[list[Score]]:
-    functions = load_rewards(lines)
-    return asyncio.run(score_block(groups, functions, timeout_s, lambda: None))
+@asynccontextmanager
+async def pool(
+    *lines: Line, timeout_s: float = 5.0, memory: int = 256 * MIB, processes: int = 2, told: list[Any] | None = None
+) -> AsyncIterator[RewardPool]:
+    def emit(topic: str, reported: dict[str, float | str]) -> None:
+        if told is not None:
+            told.append((topic, reported))
+
+    made = RewardPool(lines, timeout_s=timeout_s, memory_bytes=memory, processes=processes, emit=emit)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def score(groups: list[list[Sample]], *lines: Line, **options: Any) -> list[list[Score]]:
+    async def scored() -> list[list[Score]]:
+        async with pool(*lines, **options) as made:
+            return await made.score(groups, lambda: None)
+
+    return asyncio.run(scored())
 
 
 def values(scores: list[list[Score]]) -> list[list[float | None]]:
@@ -124,7 +180,7 @@ def test_terms_are_summed_by_weight(folder: Path) -> None:
 )
 def test_a_reward_that_cannot_be_had_is_an_error_of_one_line(folder: Path, path: str, says: str) -> None:
     with pytest.raises(RpcError, match=says) as caught:
-        load_rewards([Line(path)])
+        score([], Line(path))
     assert caught.value.code == ErrorCode.BAD_REQUEST
     assert "\n" not in str(caught.value)
     assert path in str(caught.value)
@@ -132,7 +188,7 @@ def test_a_reward_that_cannot_be_had_is_an_error_of_one_line(folder: Path, path:
 
 def test_params_that_the_function_does_not_take_are_refused_at_the_start(folder: Path) -> None:
     with pytest.raises(RpcError, match="bogus"):
-        load_rewards([Line("my_rewards:plain", params={"bogus": 1})])
+        score([], Line("my_rewards:plain", params={"bogus": 1}))
 
 
 def test_a_raise_and_a_nan_cost_only_their_samples(folder: Path) -> None:
@@ -161,10 +217,10 @@ def test_what_a_function_answers_becomes_one_number_or_a_failure(answer: Any, va
     assert total(answer).value == value
 
 
-def test_a_dict_keeps_its_parts_and_the_function_runs_off_the_calling_thread(folder: Path) -> None:
+def test_a_dict_keeps_its_parts_and_the_function_runs_in_a_light_process_of_its_own(folder: Path) -> None:
     ((only,),) = score([[sample("")]], Line("my_rewards:where"))
-    assert only.parts == {"main": 0.0, "one": 1.0}
-    assert threading.current_thread() is threading.main_thread()
+    assert only.parts["pid"] != os.getpid()
+    assert only.parts["torch"] == 0
 
 
 def test_coroutine_functions_run_concurrently(folder: Path) -> None:
@@ -175,11 +231,15 @@ def test_coroutine_functions_run_concurrently(folder: Path) -> None:
     assert values(scores) == [[float(i + 1) for i in range(16)]] * 4
 
 
-def test_slow_plain_functions_get_more_threads(folder: Path) -> None:
-    started = time.monotonic()
-    scores = score([[sample("x") for _ in range(32)]], Line("my_rewards:napping"))
-    assert time.monotonic() - started < 32 * 0.1 / 2
-    assert values(scores) == [[1.0] * 32]
+def test_slow_plain_functions_run_in_all_processes(folder: Path) -> None:
+    async def scenario() -> float:
+        async with pool(Line("my_rewards:napping"), processes=4) as made:
+            started = time.monotonic()
+            scores = await made.score([[sample("x") for _ in range(64)]], lambda: None)
+            assert values(scores) == [[1.0] * 64]
+            return time.monotonic() - started
+
+    assert asyncio.run(scenario()) < 64 * 0.1 * 0.75
 
 
 @pytest.mark.parametrize("function", ["my_rewards:slow", "my_rewards:later"])
@@ -206,7 +266,171 @@ def test_a_group_function_that_answers_too_few_fails_its_group(folder: Path) -> 
 
 
 def test_progress_is_told_while_calls_end(folder: Path) -> None:
-    told: list[int] = []
-    functions: list[RewardFunction] = load_rewards([Line("my_rewards:napping")])
-    asyncio.run(score_block([[sample("x") for _ in range(32)]], functions, 5.0, lambda: told.append(1)))
-    assert len(told) > 1
+    ticks: list[int] = []
+
+    async def scenario() -> None:
+        async with pool(Line("my_rewards:napping")) as made:
+            await made.score([[sample("x") for _ in range(16)]], lambda: ticks.append(1))
+
+    asyncio.run(scenario())
+    assert len(ticks) == 16
+
+
+BAD = [
+    ("bad", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
+    ("bad", "exit", "crashed", "took its process down: it ended with status 3"),
+    ("bad", "sys.exit", "raised", "raised SystemExit: 3"),
+    ("bad", "eat", "memory", "more memory than reward.memory allows"),
+    ("bad", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
+    ("bad", "stop", "timeout", "no answer within 1 s (reward.timeout_s)"),
+    ("crash_later", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
+    ("crash_later", "sys.exit", "raised", "raised SystemExit: 3"),
+    ("crash_later", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
+]
+
+
+@pytest.mark.parametrize(("function", "what", "kind", "says"), BAD)
+def test_a_bad_call_costs_its_sample_only(folder: Path, function: str, what: str, kind: str, says: str) -> None:
+    told: list[Any] = []
+    groups = [[sample("fine"), sample(what, 1), sample("fine")], [sample("fine") for _ in range(24)]]
+    (first, rest) = score(groups, Line(f"my_rewards:{function}"), timeout_s=1, told=told)
+    assert [each.value for each in first] == [1.0, None, 1.0]
+    assert [each.value for each in rest] == [1.0] * 24
+    assert first[1].kind == kind
+    assert f"my_rewards:{function}: {says}" in first[1].failure
+    topic, reported = told[-1]
+    assert topic == "reward"
+    assert (reported["samples"], reported["samples_failed"], reported[f"total/{kind}"]) == (27, 1, 1)
+    assert f"my_rewards:{function}: {says}" in reported["last_failure"]
+
+
+def test_what_a_killed_function_had_started_is_killed_too(folder: Path) -> None:
+    ((only,),) = score([[sample("orphan", pids=str(folder / "pid"))]], Line("my_rewards:bad"), timeout_s=0.5)
+    assert only.kind == "timeout"
+    pid = int((folder / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_many_bad_samples_are_all_replaced_and_the_good_ones_scored(folder: Path) -> None:
+    group = [sample("segfault" if at % 5 == 0 else "fine") for at in range(20)]
+    ((*scores,),) = score([group], Line("my_rewards:bad"))
+    assert [each.value for each in scores] == [None if at % 5 == 0 else 1.0 for at in range(20)]
+
+
+def test_a_process_is_kept_from_call_to_call(folder: Path) -> None:
+    ((*scores,),) = score([[sample("x") for _ in range(20)]], Line("my_rewards:count"), processes=1)
+    assert [each.value for each in scores] == [float(at + 1) for at in range(20)]
+
+
+def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
+    odd = sample("x")
+    odd.state["socket"] = object()
+    ((good, bad),) = score([[sample("abc"), odd]], Line("my_rewards:plain"))
+    assert good.value == 3.0
+    assert "the sample cannot be handed to a process" in bad.failure
+
+
+def test_closing_leaves_no_process_behind(folder: Path) -> None:
+    async def scenario() -> list[psutil.Process]:
+        async with pool(Line("my_rewards:where"), processes=3) as made:
+            await made.score([[sample("x") for _ in range(8)]], lambda: None)
+            children = psutil.Process().children(recursive=True)
+            assert any("services.rollout.rewards.process" in each.cmdline() for each in children)
+        return children
+
+    assert not [each for each in asyncio.run(scenario()) if each.is_running()]
+
+
+def test_a_function_that_cannot_be_loaded_again_ends_the_pool_aloud(folder: Path) -> None:
+    async def scenario() -> None:
+        async with pool(Line("my_rewards:bad"), processes=1) as made:
+            (folder / "my_rewards.py").write_text("broken = (")
+            group = [sample("segfault"), sample("fine")]
+            with pytest.raises(RpcError, match="cannot be imported"):
+                await made.score([group], lambda: None)
+            with pytest.raises(RpcError, match="cannot be imported"):
+                await made.watch()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("completion", "params", "value"),
+    [
+        ("it is 1,234.5 or so", {}, 1.0),
+        ("first 7, then 1,234.50", {}, 1.0),
+        ("1235", {"relative": 0.001}, 1.0),
+        ("1235", {"tolerance": 0.4}, 0.0),
+        ("-1.2345e3", {}, 0.0),
+        ("none at all", {}, 0.0),
+    ],
+)
+def test_numeric_compares_the_last_number_within_the_tolerance(
+    completion: str, params: dict[str, float], value: float
+) -> None:
+    assert values(score([[sample(completion, answer="1234.5")]], Line("builtin:numeric", params=params))) == [[value]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "completion", "value"),
+    [
+        (r"<answer>.*</answer>", "well, <answer>7</answer>", 1.0),
+        (r"<answer>.*</answer>", "7", 0.0),
+        (r"<answer>(?P<answer>.*?)</answer>", "<answer>3</answer> no: <answer> 7 </answer>", 1.0),
+        (r"<answer>(?P<answer>.*?)</answer>", "<answer>3</answer>", 0.0),
+    ],
+)
+def test_regex_asks_for_a_form_or_for_the_answer_in_it(pattern: str, completion: str, value: float) -> None:
+    line = Line("builtin:regex", params={"pattern": pattern})
+    assert values(score([[sample(completion, answer=7)]], line)) == [[value]]
+
+
+def test_a_regex_that_never_ends_costs_its_sample() -> None:
+    line = Line("builtin:regex", params={"pattern": "(a+)+$"})
+    ((hung, good),) = score([[sample("a" * 64 + "!"), sample("aa")]], line, timeout_s=0.5)
+    assert (hung.kind, good.value) == ("timeout", 1.0)
+
+
+def test_a_pattern_that_is_none_ends_the_start() -> None:
+    with pytest.raises(RpcError, match=r"cannot work \(\w*[Ee]rror: unterminated"):
+        score([], Line("builtin:regex", params={"pattern": "[a"}))
+
+
+def test_math_verify_compares_meanings() -> None:
+    pytest.importorskip("math_verify")
+    line = Line("builtin:math_verify")
+    completions = [r"so \boxed{\frac{1}{2}}", "the answer is 0.5", r"$\frac{2}{3}$", "no idea"]
+    assert values(score([[sample(each, answer=r"\frac{1}{2}") for each in completions]], line, timeout_s=20)) == [
+        [1.0, 1.0, 0.0, 0.0]
+    ]
+
+
+def test_an_extra_that_is_not_installed_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "sitecustomize.py"
+    blocked.write_text(
+        "import importlib.util as u\nfound = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'math_verify' else found(name, package)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RpcError, match=r"needs the package math_verify, .* pip install 'rlbus\[rewards\]'"):
+        score([], Line("builtin:math_verify"))
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # the second depends on the hash seed
+def test_reasoning_gym_scores_with_the_data_set_of_the_row(dataset: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    source = open_source(f"reasoning-gym:{dataset}?size=8&seed=5", where="test")
+    rows = [source.row(index) for index in range(8)]
+    right = [[Sample(f"train/0/{at}", row, [], f" {row['answer']}\n", [1], "stop")] for at, row in enumerate(rows)]
+    wrong = [[Sample(f"train/0/{at}", row, [], "no idea", [1], "stop")] for at, row in enumerate(rows)]
+    scores = score([*right, *wrong], Line("builtin:reasoning_gym"), timeout_s=20)
+    assert values(scores) == [[1.0]] * 8 + [[0.0]] * 8
+
+
+def test_reasoning_gym_refuses_a_row_that_it_would_not_make() -> None:
+    pytest.importorskip("reasoning_gym")
+    row = open_source("reasoning-gym:chain_sum?size=8&seed=5", where="test").row(0)
+    ((only,),) = score(
+        [[Sample("train/0/0", {**row, "prompt": "another"}, [], "1", [1], "stop")]], Line("builtin:reasoning_gym")
+    )
+    assert "makes another question 0 here" in only.failure

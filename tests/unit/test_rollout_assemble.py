@@ -7,15 +7,17 @@ import numpy as np
 from proto.messages import Outcome, TaskHandle
 from services.rollout.assemble import assemble, task_shards
 from services.rollout.engine import Generation
-from services.rollout.rewards.scoring import Score
+from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
+from services.rollout.trajectory import Rolled, Tokens, rolled
 from shared.stages import ROLLOUT
 
 FAILED = Score(None, "my:fn: raised ValueError: no")
 
 
-def generation(*ids: int, reason: str = "stop") -> Generation:
-    return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
+def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), version: int = 3) -> Rolled:
+    generation = Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
+    return rolled(prompt, generation, version)
 
 
 def task(index: int, *prompt: int) -> ReadyTask:
@@ -23,7 +25,7 @@ def task(index: int, *prompt: int) -> ReadyTask:
 
 
 def test_shards_are_ragged_and_mark_what_the_policy_sampled() -> None:
-    shards = task_shards([7, 8], [generation(5, 2), generation(6)], version=3)
+    shards = task_shards([answer(5, 2, prompt=(7, 8)), answer(6, prompt=(7, 8))])
     assert tuple(shards) == ROLLOUT.makes
     assert shards["token_ids"].tolist() == [7, 8, 5, 2, 7, 8, 6]
     assert shards["lengths"].tolist() == [4, 3]
@@ -36,8 +38,8 @@ def test_shards_are_ragged_and_mark_what_the_policy_sampled() -> None:
 
 
 def test_failed_samples_are_left_out_and_counted() -> None:
-    group = [generation(5, 2), generation(6, 6, 6, reason="length"), generation(9, 2)]
-    block = assemble([task(0, 1)], [group], [[Score(1.0), FAILED, Score(0.5)]], version=3, min_survivors=2)
+    group = [answer(5, 2), answer(6, 6, 6, reason="length"), answer(9, 2)]
+    block = assemble([task(0, 1)], [group], [[Score(1.0), FAILED, Score(0.5)]], min_survivors=2)
     (result,) = block.results
     assert (result.outcome, result.samples, result.samples_failed, result.tokens) == (Outcome.DONE, 2, 1, 6)
     assert block.shards[0]["token_ids"].tolist() == [1, 5, 2, 1, 9, 2]
@@ -47,9 +49,9 @@ def test_failed_samples_are_left_out_and_counted() -> None:
 
 
 def test_a_task_with_fewer_than_two_survivors_is_dropped_with_the_cause() -> None:
-    groups = [[generation(5, 2), generation(6, 2)], [generation(5, 2), generation(6, 6, reason="length")]]
+    groups = [[answer(5, 2), answer(6, 2)], [answer(5, 2), answer(6, 6, reason="length")]]
     scores = [[Score(1.0), FAILED], [Score(0.0), Score(1.0)]]
-    block = assemble([task(0, 1), task(1, 1)], groups, scores, version=0, min_survivors=2)
+    block = assemble([task(0, 1), task(1, 1)], groups, scores, min_survivors=2)
     (dropped,) = block.dropped
     assert (dropped.task_id, dropped.fence, dropped.outcome, dropped.samples_failed) == (
         "train/0/0",
@@ -62,12 +64,32 @@ def test_a_task_with_fewer_than_two_survivors_is_dropped_with_the_cause() -> Non
     assert [result.task_id for result in block.results] == ["train/0/1"]
     assert block.scalars["reward"].tolist() == [0.0, 1.0]
     assert block.scalars["truncated"].tolist() == [0, 1]
-    assert block.scalars["version_min"].tolist() == block.scalars["version_max"].tolist() == [0, 0]
+    assert block.scalars["version_min"].tolist() == block.scalars["version_max"].tolist() == [3, 3]
 
 
 def test_one_survivor_of_an_evaluation_counts() -> None:
-    block = assemble(
-        [task(0, 1)], [[generation(5, 2), generation(6, 2)]], [[Score(1.0), FAILED]], version=0, min_survivors=1
-    )
+    block = assemble([task(0, 1)], [[answer(5, 2), answer(6, 2)]], [[Score(1.0), FAILED]], min_survivors=1)
     assert block.results[0].samples == 1
     assert not block.dropped
+
+
+def test_a_sample_of_several_sequences_and_versions_counts_once() -> None:
+    def part(mask: list[int], versions: list[int]) -> Tokens:
+        n = len(mask)
+        return Tokens(
+            np.arange(n, dtype=np.int32),
+            np.array(mask, np.uint8),
+            np.zeros(n, np.float32),
+            np.array(versions, np.int32),
+        )
+
+    two = Rolled([part([0, 1, 0, 1], [-1, 4, -1, 5]), part([0, 1], [-1, 6])], truncated=True)
+    block = assemble([task(0, 1)], [[two, answer(5, 2)]], [[Score(1.0), Score(0.0)]], min_survivors=2)
+    (shards,) = block.shards
+    assert shards["lengths"].tolist() == [4, 2, 3]
+    assert shards["sample_index"].tolist() == [0, 0, 1]
+    assert block.results[0].samples == 2
+    assert block.scalars["length"].tolist() == block.scalars["loss_tokens"].tolist() == [3, 2]
+    assert block.scalars["truncated"].tolist() == [1, 0]
+    assert block.scalars["version_min"].tolist() == [4, 3]
+    assert block.scalars["version_max"].tolist() == [6, 3]

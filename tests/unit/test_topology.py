@@ -159,11 +159,12 @@ def test_yaml_date_must_be_quoted(folder: Path) -> None:
 def test_all_problems_are_reported_at_once(folder: Path) -> None:
     (folder / "rows.jsonl").unlink()
     text = BASE.replace("dtype: bfloat16", "dtyp: bfloat16").replace("lr: 1e-3", "lr: 1e-3\n  epss: 1")
-    lines = problems(write(folder, text.replace("    backend: torch", "    backend: megatron")), "run.stps=4")
+    lines = problems(write(folder, text.replace("    backend: torch", "    host: there")), "run.stps=4")
     assert sorted(line.split(": ")[:2] for line in lines) == [
         ["--set run.stps=4", "run.stps"],
         ["t.yaml:21", "optimizer.epss"],
-        ["t.yaml:24", "services.policy-trainer.backend"],
+        ["t.yaml:24", "services.policy-trainer.host"],  # no such host in placement.hosts,
+        ["t.yaml:24", "services.policy-trainer.host"],  # and no placement in this build
         ["t.yaml:4", "policy.dtyp"],
         ["t.yaml:6", "data.train.source"],
     ]
@@ -201,7 +202,7 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         (
             "data.train={max_prompt_tokens: 3}",
             "--set data.train={max_prompt_tokens: 3}: data.train.source: missing, required "
-            "(builtin:<name> or jsonl:<path>)",
+            "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reasoning-gym:<data set>)",
         ),
         ("run.steps", "--set run.steps: not an override, must look like a.b=value"),
         ("run..steps=1", "--set run..steps=1: not an override, must look like a.b=value"),
@@ -218,15 +219,19 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
             "compare, at least 2",
         ),
         (
-            "services.rollout={engine: vllm}",
-            "--set services.rollout={engine: vllm}: services.rollout.engine: not available in this "
-            "version: engine "
-            "vllm, use transformers",
+            "services.rollout={engine: openai}",
+            "--set services.rollout={engine: openai}: services.rollout.engine: not available in this "
+            "version: engine openai, use transformers or vllm",
         ),
     ],
 )
 def test_error_of_an_override_names_the_override(folder: Path, override: str, line: str) -> None:
     assert problems(write(folder), override) == [line]
+
+
+def test_engine_arguments_without_an_engine_that_takes_them_are_refused(folder: Path) -> None:
+    [line] = problems(write(folder), "services.rollout.engine_args={max_num_seqs: 4}")
+    assert line.endswith("services.rollout.engine_args: max_num_seqs: the transformers engine takes none, leave it out")
 
 
 def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
@@ -241,16 +246,11 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
     ("override", "path", "use"),
     [
         ("run.deterministic=true", "run.deterministic", "false"),
-        ("consume=completion", "consume", "order"),
-        ("services.rollout.engine=openai", "services.rollout.engine", "transformers"),
+        ("services.rollout.engine=openai", "services.rollout.engine", "transformers or vllm"),
         ("services.rollout.parallel.tp=2", "services.rollout.parallel.tp", "1"),
         ("services.reference.backend=megatron", "services.reference.backend", "torch"),
         ("services.policy-trainer.gpus=2", "services.policy-trainer.gpus", "0 or 1"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
-        ("algorithm.advantage.name=rloo", "algorithm.advantage.name", "grpo"),
-        ("algorithm.loss.aggregation=dr_grpo", "algorithm.loss.aggregation", "token_mean"),
-        ("algorithm.kl.in=reward", "algorithm.kl.in", "loss"),
-        ("algorithm.kl.estimator=k2", "algorithm.kl.estimator", "k3"),
         ("placement.engine=ray", "placement.engine", "local"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import load, task_bytes, worst_case_bytes
+from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
 from tests.unit.small_topology import BASE, WEIGHTS, edited, make, problems, write
 
 
@@ -64,15 +64,13 @@ def folder(tmp_path: Path) -> Path:
             "  group_size: 4\n",
             "",
             "t.yaml:13: algorithm.group_size: missing, required (samples of each task, 1 or more; 2 "
-            "or more for grpo "
-            "and rloo)",
+            "or more where a group is compared)",
         ),
         (
             "  group_size: 4",
             "  group_size: '4'",
             "t.yaml:15: algorithm.group_size: '4' is not an integer (samples of each task, 1 or "
-            "more; 2 or more for "
-            "grpo and rloo)",
+            "more; 2 or more where a group is compared)",
         ),
         (
             "steps: 3",
@@ -100,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
             "clip: 0.2",
             "t.yaml:16: algorithm.loss.clip: 0.2 is not a list ([low, high]: the ratio is clipped to "
             "[1 - low, "
-            "1 + high])",
+            "1 + high]; default",
         ),
         (
             "  kl:\n    coef: 0.001",
@@ -117,7 +115,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "jsonl:rows.jsonl",
             "csv:rows.csv",
-            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name> or jsonl:<path>",
+            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name>, jsonl:<path>",
         ),
         (
             'reward: {function: "builtin:exact_match"}',
@@ -265,7 +263,7 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         ),
         (
             "    backend: torch",
-            "    gpus: 3\n    parallel: {tp: 2}",
+            "    gpus: 3\n    parallel: {cp: 2}",
             "t.yaml:23: services.policy-trainer.gpus: 3 is no multiple of tp*pp*cp = 2, use 4",
         ),
         (
@@ -390,14 +388,24 @@ def test_hub_name_resolves_to_its_local_snapshot(
 def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     topology = load(write(folder))
     per_token = 4 + 1 + 4 + 4 + 4 + 4  # with reference and proximal log-probs
-    assert task_bytes(topology, 32) == 4 * (40 * per_token + 6 * 8)
-    assert worst_case_bytes(topology, 32, 2 * WEIGHTS) == 2 * 6 * task_bytes(topology, 32) + 3 * 2 * WEIGHTS
-    lean = load(write(folder), ["algorithm.kl=null", "staleness=0"])
-    assert task_bytes(lean, 32) == 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
+    data = 4 * (40 * per_token + 6 * 8)
+    # rollout, reference and proximal log-probs are puts of their own, of whole pages, with 8 shards in all
+    assert data + 3 * 4096 < task_bytes(topology, 32) < data + 3 * 4500 + 8 * 200
+    # staleness 1: two steps are live, and a trained one waits for its checkpoint; a lease block for each of 2 engines
+    block = topology.services.rollout.block_tasks
+    held = 3 * 6 + 2 * block
+    assert worst_case_bytes(topology, 32, 2 * WEIGHTS) == held * task_bytes(topology, 32) + 3 * 2 * WEIGHTS
+    lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit"])
+    data = 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
+    assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200
+    block = lean.services.rollout.block_tasks
+    assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
 
 
 def test_memory_too_small_names_the_number_that_would_do(folder: Path) -> None:
-    needed = worst_case_bytes(load(write(folder)), 32, 2 * WEIGHTS)
+    weights = weight_bytes(str(folder / "model"), "bfloat16")
+    assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
+    needed = worst_case_bytes(load(write(folder)), 32, weights)
     [line] = problems(write(folder), f"services.batch-store.memory={needed - 1}")
     assert line.startswith(f"--set services.batch-store.memory={needed - 1}: services.batch-store.memory: ")
     assert f"set at least {needed} (" in line

@@ -7,31 +7,12 @@ import pytest
 
 from proto.messages import BatchMeta, OptimStepDone, StepBatch, TaskHandle
 from services.policy_trainer import batches
-from services.policy_trainer.advantages import grpo
 from services.policy_trainer.driver import check_rewards
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
 
 COUNTS = np.array([3, 0, 5, 2], np.int32)
-
-
-def test_grpo_divides_by_the_groups_own_deviation() -> None:
-    rewards = np.array([1.0, 0.0, 0.0, 5.0, 7.0], np.float32)
-    found = grpo(rewards, np.array([0, 0, 0, 1, 1]), scale="std")
-    first = (rewards[:3] - 1 / 3) / (np.std(rewards[:3], ddof=1) + 1e-6)
-    second = (rewards[3:] - 6) / (np.std(rewards[3:], ddof=1) + 1e-6)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [*first, *second], rtol=1e-6)
-
-
-def test_grpo_without_scale_only_subtracts_the_mean() -> None:
-    found = grpo(np.array([1.0, 0.0, 4.0, 4.0]), np.array([0, 0, 1, 1]), scale="none")
-    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
-
-
-def test_a_group_of_equal_rewards_or_of_one_has_no_advantage() -> None:
-    assert grpo(np.array([2.0, 2.0, 9.0]), np.array([0, 0, 1]), scale="std").tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +33,22 @@ def test_means_weigh_to_one() -> None:
         assert float((sample_weights(aggregation, COUNTS, max_new_tokens=8) * COUNTS).sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"])
+def test_overlong_masking_comes_before_counting_except_for_the_samples_of_dr_grpo(aggregation: str) -> None:
+    scalars = {"loss_tokens": np.array([3, 8, 5], np.int32), "truncated": np.array([0, 1, 0], np.uint8)}
+    assert trained_tokens("keep", scalars).tolist() == [3, 8, 5]
+    masked = trained_tokens("mask", scalars)
+    assert masked.tolist() == [3, 0, 5]
+    found = sample_weights(aggregation, masked, max_new_tokens=8)
+    without = sample_weights(aggregation, np.array([3, 5]), max_new_tokens=8)
+    assert found[1] == 0
+    factor = 2 / 3 if aggregation == "dr_grpo" else 1.0
+    np.testing.assert_allclose(found[[0, 2]], without * factor, rtol=1e-6)
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="token_sum"):
         sample_weights("token_sum", COUNTS, max_new_tokens=8)
-    with pytest.raises(ValueError, match="max"):
-        grpo(np.zeros(2), np.zeros(2, int), scale="max")
 
 
 def step_batch(rewards: list[float]) -> StepBatch:
@@ -78,7 +70,7 @@ def step_batch(rewards: list[float]) -> StepBatch:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_not_finite_names_its_task(bad: float) -> None:
     with pytest.raises(RpcError, match="train/0/9") as caught:
-        check_rewards(step_batch([1, 0, bad, 0]))
+        check_rewards(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
     assert "train/0/7" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -99,6 +91,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
                 "kl": 0.25,
                 "entropy": 4.0,
                 "clipped": 2.0,
+                "masked": 1.0,
                 "mismatch": 0.8,
                 "version": 28.0,
             },
@@ -110,6 +103,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["loss/kl"] == 0.5
     assert row["policy/entropy"] == 0.5
     assert row["policy/clip_fraction"] == 0.25
+    assert row["policy/masked_fraction"] == 0.125
     assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
     assert row["rollout/staleness_mean"] == pytest.approx(0.5)
     assert row["rollout/staleness_max"] == 1.0

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from proto.messages import ErrorCode, LossSpec, OptimStep
 from proto.tensors import Array
 from services.policy_trainer.worker import checkpoint
+from services.policy_trainer.worker.backend import State
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.checkpoint import State
+from services.policy_trainer.worker.checkpoint import Snapshot
 from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.lane import Lane
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
 from tests.unit.tiny_models import make_model, ragged
+from tests.unit.training import accumulate, one_rank
 
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
@@ -33,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def backend(folder: Path, dtype: str = "float32", **options: Any) -> TorchBackend:
     optimizer = Optimizer(lr=1e-2, weight_decay=0.01, **options)
-    return TorchBackend(folder, dtype, optimizer, max_tokens=4096, threads=1)
+    return one_rank(folder, dtype, optimizer, max_tokens=4096)
 
 
 def train(made: TorchBackend, step: int) -> None:
@@ -47,12 +49,13 @@ def train(made: TorchBackend, step: int) -> None:
     }
     rng = np.random.default_rng(step)
     advantages = rng.normal(size=len(ids)).astype(np.float32)
-    made.forward_backward(LOSS, flat, advantages, np.full(len(ids), 1 / mask.sum(), np.float32))
+    accumulate(made, LOSS, flat, advantages, np.full(len(ids), 1 / mask.sum(), np.float32))
     made.step(step)
 
 
-def state(made: TorchBackend, step: int) -> State:
-    return State(step, made.weights_state(), made.optimizer_state())
+def state(made: TorchBackend, step: int) -> Snapshot:
+    whole = made.state()
+    return Snapshot(step, whole.weights, whole.optimizer)
 
 
 def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -67,12 +70,12 @@ def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_pa
     checkpoint.save(tmp_path / "c", state(straight, 3), keep_last=2)
     resumed = backend(folder, dtype)
     loaded = checkpoint.load(tmp_path / "c", 3)
-    resumed.load_state(loaded.weights, loaded.optimizer)
+    resumed.load_state(State(loaded.weights, loaded.optimizer))
     for step in (4, 5, 6):
         train(straight, step)
         train(resumed, step)
     assert same_bits(straight.weights(), resumed.weights())
-    assert same_bits(straight.optimizer_state(), resumed.optimizer_state())
+    assert same_bits(straight.state().optimizer, resumed.state().optimizer)
 
 
 def test_restart_is_the_model_directory_with_fresh_optimizer_state(folder: Path) -> None:
@@ -146,23 +149,23 @@ def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> 
 
 def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
-    before = made.weights_state()
+    before = made.state().weights
     strange = dict(before)
     strange["model.norm.weight"] = torch.zeros(7)
     with pytest.raises(RpcError, match=r"model\.norm\.weight"):
-        made.load_state(strange, {})
+        made.load_state(State(strange, {}))
     assert same_bits(made.weights(), before)
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_untouched(folder: Path) -> None:
     made = backend(folder)
     train(made, 1)
-    weights, optimizer = made.weights_state(), made.optimizer_state()
+    weights, optimizer = made.state().weights, made.state().optimizer
     next(iter(made.model.parameters())).grad = torch.full_like(next(iter(made.model.parameters())), torch.nan)
     with pytest.raises(RpcError, match="step 2 refused, weights untouched: gradient norm is nan"):
         made.step(2)
     assert same_bits(made.weights(), weights)
-    assert same_bits(made.optimizer_state(), optimizer)
+    assert same_bits(made.state().optimizer, optimizer)
     train(made, 2)
 
 
@@ -173,10 +176,10 @@ def test_warm_up_is_linear_and_then_constant(folder: Path) -> None:
 
 def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -> None:
     optimizer = Optimizer(lr=1e-6)
-    made = TorchBackend(folder, "bfloat16", optimizer, max_tokens=4096, threads=1)
-    before = made.optimizer_state() | {}
+    made = one_rank(folder, "bfloat16", optimizer, max_tokens=4096)
+    before = made.state().optimizer | {}
     train(made, 1)
-    masters = {name: value for name, value in made.optimizer_state().items() if name.startswith("master/")}
+    masters = {name: value for name, value in made.state().optimizer.items() if name.startswith("master/")}
     assert masters
     assert not before or all(not torch.equal(masters[name], before[name]) for name in masters)
 
@@ -186,7 +189,7 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
     made = backend(folder)
     train(made, 1)
     for _ in range(2):
-        export(made.model, folder, tmp_path / "export")
+        export(made, folder, tmp_path / "export")
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     ids = torch.tensor([[5, 9, 11]])
     with torch.no_grad():

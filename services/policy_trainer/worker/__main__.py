@@ -1,8 +1,13 @@
 """Starts a worker: `python -m services.policy_trainer.worker --run D --instance i`."""
 
+import os
 import sys
 
 from services.policy_trainer.worker.service import PolicyTrainerWorker
 from shared.actor.process import run_process
 
-sys.exit(run_process(PolicyTrainerWorker, "policy_trainer.worker"))
+status = run_process(PolicyTrainerWorker, "policy_trainer.worker")
+sys.stdout.flush()
+sys.stderr.flush()
+# not sys.exit: a collective that waits for a dead rank holds its thread, and gloo's own threads abort at teardown
+os._exit(status)

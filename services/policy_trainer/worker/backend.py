@@ -18,10 +18,8 @@ from torch import Tensor
 
 from proto.tensors import Array
 from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.residency import Part
 from shared.model.logprobs import Entropy, Scores
-
-Part = Literal["parameters", "gradients", "optimizer"]
-"""What a backend can move between device and host; float32 masters belong to `optimizer` where they are separate."""
 
 OPTIMIZER_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
 """Keys of `State.optimizer` are `<slot>/<parameter>`; `master` only where weights have fewer than 32 bits."""
@@ -74,8 +72,8 @@ class State:
     """Everything that a later life needs to go on with the same bits.
 
     `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU, tied weights once (as
-    `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape, `step`
-    a float32 scalar (number of updates). Copies: training may go on while they are written.
+    `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape,
+    `step` a float32 scalar (number of updates). Copies: training may go on while they are written.
     """
 
     weights: dict[str, Tensor]
@@ -124,7 +122,7 @@ class Backend(Protocol):
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Full weights as in `State.weights`, for publishing: on rank 0; {} elsewhere. May share memory with the model."""
+        """Full weights as in `State.weights`: on rank 0; {} elsewhere. May share memory with the model."""
         ...
 
     def state(self) -> State:
@@ -137,8 +135,11 @@ class Backend(Protocol):
         Raises RpcError(conflict), before anything is changed, when it is of another model.
         """
 
+    def export(self, folder: Path) -> None:
+        """Write config.json and safetensors of the Hugging Face model into `folder`, on rank 0 (no tokenizer)."""
+
     def offload(self, parts: frozenset[Part]) -> int:
-        """Free the device memory of `parts`, all bits kept on the host; returns bytes freed on this rank. Idempotent."""
+        """Free the device memory of `parts`, all bits kept; returns bytes freed on this rank. Idempotent."""
         ...
 
     def backload(self, parts: frozenset[Part]) -> int:

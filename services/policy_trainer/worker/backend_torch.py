@@ -1,62 +1,88 @@
-"""Model, optimizer and gradients in torch. Belongs to one compute thread; knows no bus, no batch and no store."""
+"""The torch backend: any Hugging Face causal language model, data and context parallel. Knows no bus and no loss.
+
+One rank holds the whole model (`replica`); several hold pieces of it (`shards`, FSDP2).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from proto.messages import ErrorCode, LossSpec
+from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.worker import loss as losses
-from services.policy_trainer.worker.samples import PROX_KEY, REF_KEY
-from shared.drill import perturb
-from shared.model.load import load_model, named_weights
-from shared.model.logprobs import score, token_logprobs
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.backend import (
+    BackendOptions,
+    LocalScores,
+    Sequences,
+    State,
+    TokenLoss,
+    Update,
+)
+from services.policy_trainer.worker.blocks import recompute_blocks
+from services.policy_trainer.worker.mesh import Mesh
+from services.policy_trainer.worker.replica import Replica
+from services.policy_trainer.worker.residency import Part
+from services.policy_trainer.worker.shards import Shards
+from services.policy_trainer.worker.shelf import Shelf, own_storages
+from shared.model.load import load_model
+from shared.model.logprobs import Entropy, Scores
 from shared.rpc.errors import RpcError
-from shared.tensors_torch import to_numpy, to_torch
+from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step did: gradient norm before clipping, and its learning rate."""
-
-    grad_norm: float
-    lr: float
+_IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
+"""What a rank runs through the model while others still have samples: it must join their collectives."""
 
 
 class TorchBackend:
-    """A causal language model being trained with AdamW on one device.
+    """See `backend.Backend`."""
 
-    Weights of 16 bits are trained through float32 master copies: an update of 1e-6 vanishes in bfloat16.
-    """
-
-    def __init__(self, model_dir: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int, threads: int) -> None:
-        """`max_tokens`: of one micro-batch. Raises RpcError(bad_request) when the model cannot be loaded."""
-        torch.set_num_threads(threads)
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: str,
+        optimizer: Optimizer,
+        options: BackendOptions,
+        place: Place,
+        load: Callable[[Path, str], nn.Module] = load_model,
+    ) -> None:
+        """Raises RpcError(bad_request) when the model cannot be loaded, ValueError for a layout it cannot have."""
+        torch.set_num_threads(options.threads)
+        self.place = place
+        self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
+        self._source = model_dir
         self._optimizer_options = optimizer
-        self._max_tokens = max_tokens
-        self._model_dir = model_dir
-        self._dtype = dtype
-        self.model = load_model(model_dir, dtype)
+        self._options = options
+        self._mesh = Mesh(place, torch.device(options.device).type)
+        model = self._load()
+        own_storages([*model.parameters(), *model.buffers()])
+        if options.recompute == "layers":
+            recompute_blocks(model)
+        self._trained: Replica | Shards
+        if self._mesh.shard_mesh is None:
+            self._trained = Replica(model.to(options.device))
+        else:
+            self._trained = Shards(model, self._mesh.shard_mesh, self._mesh.context)
+        folder = options.scratch / f"rank-{place.rank}"
+        self._shelves: dict[Part, Shelf] = {
+            "parameters": Shelf(folder / "parameters.bin"),
+            "gradients": Shelf(folder / "gradients.bin"),
+            "optimizer": Shelf(folder / "optimizer.bin"),
+        }
         self._reset()
 
     def _reset(self) -> None:
         options = self._optimizer_options
-        self._params = [each for each in self.model.parameters() if each.requires_grad]
-        low = [each.dtype in (torch.bfloat16, torch.float16) for each in self._params]
-        self._masters = [
-            nn.Parameter(each.detach().float()) if is_low else each
-            for each, is_low in zip(self._params, low, strict=True)
-        ]
-        self._has_masters = any(low)
         self._optimizer = torch.optim.AdamW(
-            self._masters,
+            list(self._trained.masters.values()),
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
@@ -66,85 +92,90 @@ class TorchBackend:
 
     def restart(self) -> None:
         """The weights of the model directory and fresh optimizer state."""
-        self._copy_weights(named_weights(load_model(self._model_dir, self._dtype)))
+        self._back()
+        self._trained.set_weights(self._checked(Replica(self._load()).weights()))
         self._reset()
         self.drop_gradients()
 
     @property
     def parameters(self) -> int:
-        return sum(each.numel() for each in self._params)
+        return sum(shape.numel() for shape in self._trained.trained_shapes)
+
+    @property
+    def model(self) -> nn.Module:
+        """What runs; its parameters are pieces when there are several ranks."""
+        return self._trained.model
 
     @property
     def vocab_size(self) -> int:
         config: Any = self.model.config
         return int(config.vocab_size)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The live weights under their Hugging Face names; they change with the next `step`."""
-        return named_weights(self.model)
+    # ---- passes
 
     @torch.no_grad()
-    def logprobs(self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float) -> Array:
-        """float32 [T], as `token_logprobs`, without a gradient."""
-        result, _ = token_logprobs(self.model, token_ids, lengths, loss_mask, temperature, self._max_tokens)
-        return to_numpy(result)
+    def forward(self, sequences: Sequences, temperature: float) -> Array:
+        """float32 [T], complete on every rank."""
+        result = torch.zeros(len(sequences.token_ids), dtype=torch.float32, device=self._options.device)
 
-    @torch.no_grad()
-    def drill_logprobs(self, token_ids: Array, lengths: Array, loss_mask: Array, seed: int) -> Array:
-        """The same at temperature 1 for the model directory's weights perturbed with `seed`; leaves the model alone."""
-        model = load_model(self._model_dir, self._dtype)
-        for name, tensor in named_weights(model).items():
-            tensor.copy_(to_torch(perturb(name, to_numpy(tensor), seed)))
-        result, _ = token_logprobs(model, token_ids, lengths, loss_mask, 1.0, self._max_tokens)
-        return to_numpy(result)
+        def keep(scores: Scores) -> None:
+            result[scores.tokens] = scores.logprobs.float()
+
+        self._run(sequences, temperature, "none", keep, lambda _: None)
+        self._trained.after_inference()
+        return to_numpy(self._mesh.sum_over_sequence_ranks(result))
 
     def forward_backward(
-        self, spec: LossSpec, flat: dict[str, Array], advantages: Array, weights: Array
+        self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
-        """Add the gradient of sum(W * loss) over all masked-in tokens; returns the additive sums.
-
-        `flat`: the joined shards; `advantages`, `weights` float [T]. Micro-batches never change the gradient.
-        """
-        losses.check(spec)
-        rollout, versions = to_torch(flat["rollout_logprobs"]), to_torch(flat["versions"])
-        advantage, weight = to_torch(advantages), to_torch(weights)
-        prox = to_torch(flat[PROX_KEY]) if spec.anchor == "proximal" else None
-        ref = to_torch(flat[REF_KEY]) if spec.kl_estimator else None
+        """Micro-batches never change the gradient: each adds its plain share."""
         totals: dict[str, float] = {}
-        for part in score(
-            self.model,
-            flat["token_ids"],
-            flat["lengths"],
-            flat["loss_mask"],
-            spec.temperature,
-            self._max_tokens,
-            with_entropy=True,
-        ):
-            at = part.tokens
-            data = losses.TokenData(
-                rollout=rollout[at],
-                advantages=advantage[at],
-                weights=weight[at],
-                versions=versions[at],
-                prox=None if prox is None else prox[at],
-                ref=None if ref is None else ref[at],
-            )
-            total, sums = losses.token_loss(spec, part.logprobs, data, cast(Tensor, part.entropy))
+
+        def back(scores: Scores) -> None:
+            total, sums = loss(LocalScores(scores, self._mesh.sum_over_sequence_ranks))
             total.backward()  # type: ignore[no-untyped-call]
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
+
+        def idle(scores: Scores) -> None:
+            (scores.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
+        self._run(sequences, temperature, entropy, back, idle)
         return totals
+
+    def _run(
+        self,
+        sequences: Sequences,
+        temperature: float,
+        entropy: Entropy,
+        on_scores: Callable[[Scores], None],
+        on_idle: Callable[[Scores], None],
+    ) -> None:
+        """As many passes as the rank with the most micro-batches makes."""
+        scorer = self._trained.scorer
+
+        def plan(each: Sequences) -> list[Any]:
+            if not len(each.lengths):
+                return []
+            return scorer.plan(each.token_ids, each.lengths, each.loss_mask, temperature, self._options.max_tokens)
+
+        batches = plan(sequences)
+        passes = self._mesh.most(len(batches))
+        for batch in batches:
+            on_scores(scorer.score(batch, temperature, entropy))
+        for _ in range(passes - len(batches)):
+            on_idle(scorer.score(plan(_IDLE)[0], temperature, entropy))
+
+    # ---- updates
 
     def step(self, step: int) -> Update:
         """Clip, step, zero the gradients; training step `step` (from 1) sets the warm-up's learning rate.
 
         Raises RpcError(bad_request) when the gradient is not finite: weights and optimizer state stay as they are.
         """
-        if self._has_masters:
-            for master, param in zip(self._masters, self._params, strict=True):
-                master.grad = None if param.grad is None else param.grad.to(master.dtype)
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._optimizer_options.clip_norm, foreach=True)
-        grad_norm = float(norm)
+        masters = list(self._trained.masters.values())
+        norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)
+        grad_norm = float(self._trained.whole_scalar(norm))
         if not math.isfinite(grad_norm):
             self.drop_gradients()
             raise RpcError(
@@ -156,7 +187,7 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._write_back()
+        self._trained.write_back()
         self.drop_gradients()
         return Update(grad_norm, lr)
 
@@ -167,61 +198,88 @@ class TorchBackend:
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
-        for each in (*self._params, *self._masters):
+        if self._shelves["gradients"].holds:
+            self.backload(frozenset(["gradients"]))
+        for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
             each.grad = None
 
+    # ---- state
+
+    def weights(self) -> dict[str, Tensor]:
+        """On rank 0 the weights as they are; {} elsewhere."""
+        return self._trained.weights()
+
+    def state(self) -> State:
+        """Copies of weights and AdamW's state on rank 0."""
+        speaks = self.place.rank == 0
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
+        optimizer: dict[str, Tensor] = {}
+        for name, master in self._trained.masters.items():
+            slots = {slot: torch.as_tensor(value) for slot, value in self._optimizer.state[master].items()}
+            if name in self._trained.separate:
+                slots["master"] = master
+            for slot, value in slots.items():
+                whole = self._trained.whole(value)
+                if speaks:
+                    optimizer[f"{slot}/{name}"] = whole
+        return State(weights, optimizer)
+
     @torch.no_grad()
-    def _write_back(self) -> None:
-        if self._has_masters:
-            for master, param in zip(self._masters, self._params, strict=True):
-                param.copy_(master)
-
-    # ---- checkpoints
-
-    def weights_state(self) -> dict[str, Tensor]:
-        """Copies of all weights, for a checkpoint that is written while training goes on."""
-        return {name: tensor.clone() for name, tensor in self.weights().items()}
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Copies of AdamW's state as `<slot>/<parameter>`: exp_avg, exp_avg_sq, step, and master where there is one."""
-        tensors: dict[str, Tensor] = {}
-        for name, master, param in self._named():
-            for slot, value in self._optimizer.state[master].items():
-                tensors[f"{slot}/{name}"] = torch.as_tensor(value).detach().clone()
-            if master is not param:
-                tensors[f"master/{name}"] = master.detach().clone()
-        return tensors
-
-    @torch.no_grad()
-    def load_state(self, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """Take over a checkpoint. Raises RpcError(conflict) when it is of another model."""
-        self._copy_weights(weights)
+        self._back()
+        self._trained.set_weights(self._checked(state.weights))
         self._reset()
-        for name, master, param in self._named():
-            slots = {
-                slot: optimizer[f"{slot}/{name}"].clone()
-                for slot in ("step", "exp_avg", "exp_avg_sq")
-                if f"{slot}/{name}" in optimizer
-            }
+        for name, master in self._trained.masters.items():
+            slots: dict[str, Tensor] = {}
+            for slot in ("exp_avg", "exp_avg_sq"):
+                if f"{slot}/{name}" in state.optimizer:
+                    slots[slot] = self._trained.part(state.optimizer[f"{slot}/{name}"], master)
             if slots:
+                slots["step"] = state.optimizer[f"step/{name}"].to(master.device, copy=True)
                 self._optimizer.state[master] = slots
-            if master is not param:
-                master.copy_(optimizer[f"master/{name}"])
+            if name in self._trained.separate and f"master/{name}" in state.optimizer:
+                master.copy_(self._trained.part(state.optimizer[f"master/{name}"], master))
         self.drop_gradients()
 
-    @torch.no_grad()
-    def _copy_weights(self, weights: dict[str, Tensor]) -> None:
-        mine = self.weights()
+    def _checked(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        mine = self._trained.shapes
         strange = sorted(mine.keys() ^ weights.keys()) + [
-            name for name in mine.keys() & weights.keys() if mine[name].shape != weights[name].shape
+            name for name in mine.keys() & weights.keys() if mine[name] != weights[name].shape
         ]
         if strange:
             raise RpcError(
-                ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._model_dir}"
+                ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._source}"
             )
-        for name, tensor in mine.items():
-            tensor.copy_(weights[name])
+        return weights
 
-    def _named(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        return [(names[id(param)], master, param) for master, param in zip(self._masters, self._params, strict=True)]
+    def export(self, folder: Path) -> None:
+        """Configuration and weights as the model's own library writes them, on rank 0; every rank must call."""
+        weights = self.weights()
+        if self.place.rank == 0:
+            model: Any = self._trained.model
+            model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
+
+    # ---- memory
+
+    def offload(self, parts: frozenset[Part]) -> int:
+        """Bytes freed on this rank."""
+        return sum(
+            self._shelves[part].put(self._tensors(part)) for part in sorted(parts) if not self._shelves[part].holds
+        )
+
+    def backload(self, parts: frozenset[Part]) -> int:
+        """Bytes moved on this rank."""
+        return sum(self._shelves[part].take() for part in sorted(parts))
+
+    def _back(self) -> None:
+        self.backload(frozenset(self._shelves))
+
+    def _tensors(self, part: Part) -> list[Tensor]:
+        masters = self._trained.masters
+        if part == "parameters":
+            return self._trained.tensors()
+        if part == "gradients":
+            return [each.grad for each in masters.values() if each.grad is not None]
+        slots = [value for slots in self._optimizer.state.values() for value in slots.values()]
+        return [each for each in slots if isinstance(each, Tensor)] + self._trained.own_masters()

@@ -31,8 +31,8 @@ _CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class State:
-    """Everything a worker needs to go on after `step`."""
+class Snapshot:
+    """Everything a worker needs to go on after `step` (see `backend.State`)."""
 
     step: int
     weights: dict[str, Tensor]
@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def save(folder: Path, state: State, *, keep_last: int, keep_every: int | None = None) -> Path:
+def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
     """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
     multiples of `keep_every`. Returns the path once everything is durable and verified. Raises OSError (disk full).
     """
@@ -77,7 +77,7 @@ def save(folder: Path, state: State, *, keep_last: int, keep_every: int | None =
     return target
 
 
-def load(folder: Path, step: int) -> State:
+def load(folder: Path, step: int) -> Snapshot:
     """The checkpoint of `step`. Raises RpcError: missing, or conflict when a file is not what was written."""
     path = folder / f"{_PREFIX}{step}"
     if not path.is_dir():
@@ -87,7 +87,7 @@ def load(folder: Path, step: int) -> State:
     if manifest.get("step") != step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
     try:
-        return State(step, load_file(path / MODEL), load_file(path / OPTIMIZER))
+        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER))
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
 

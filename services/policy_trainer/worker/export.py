@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-from torch import nn
+from services.policy_trainer.worker.backend import Backend
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
 
 
-def export(model: nn.Module, policy_dir: Path, target: Path) -> None:
+def export(backend: Backend, policy_dir: Path, target: Path) -> None:
     """Write model, configuration and the tokenizer files of `policy_dir` to `target` in one move, replacing it.
 
-    Raises OSError (no room, no permission).
+    Every rank must call; rank 0 writes. Raises OSError (no room, no permission).
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (target.parent / f".{target.name}.{end}" for end in ("partial", "replaced"))
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    hf_model: Any = model
-    hf_model.save_pretrained(partial)
+    if backend.place.rank == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in (partial, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+    backend.export(partial)
+    if backend.place.rank != 0:
+        return
     for source in sorted(policy_dir.iterdir()):
         written = partial / source.name
         if source.is_file() and not written.exists() and not source.name.endswith(_WEIGHT_SUFFIXES):

@@ -27,8 +27,11 @@ class Lane:
         self._failed = ""
         self._arrived = asyncio.Event()
 
-    def take_over(self, driver: int) -> None:
-        """`driver` commands from now on; what waits is refused. Raises RpcError(conflict) for one that was replaced."""
+    def take_over(self, driver: int, at_least: int = 0) -> None:
+        """`driver` commands from now on and numbers its calls from above `at_least`; what waits is refused.
+
+        Raises RpcError(conflict) for a driver that was replaced.
+        """
         if driver in self._retired:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
         if self.driver not in (0, driver):
@@ -39,6 +42,7 @@ class Lane:
         for _, call in self._waiting.values():
             call.fail(RpcError(ErrorCode.LOST, f"driver {driver:x} took the worker over"))
         self._waiting.clear()
+        self.done = max(self.done, at_least)
 
     def add(self, request: WorkerRequest, call: Call) -> None:
         """Queue a call. Raises RpcError: conflict for another driver or an order that was used, lost for a call that

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from proto.ids import make_task_id
-from proto.messages import Canary, WeightsRef
+from proto.messages import Canary, Publish, WeightsRef
 from proto.tensors import Array
-from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.backend import Backend, Sequences
 from shared.dataplane.client import DataClient, TaskShards
-from shared.drill import canary_tokens
+from shared.drill import canary_tokens, perturb
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import token_logprobs
 from shared.stages import WEIGHTS
-from shared.tensors_torch import to_numpy
+from shared.tensors_torch import to_numpy, to_torch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
 """Largest absolute difference of a canary log-prob between trainer and engine, by the weights' dtype.
@@ -25,8 +31,8 @@ PUT_S = 300.0
 class Canaries:
     """The fixed sequence of a run and the start-up drill's expected log-probs. Compute thread only."""
 
-    def __init__(self, backend: TorchBackend, dtype: str, seed: int) -> None:
-        """`seed`: the run's; computes the drill from the model directory's weights."""
+    def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int) -> None:
+        """`seed`: the run's. Rank 0 computes the drill from the model directory's weights, perturbed."""
         self._backend = backend
         self._tolerance = TOLERANCE[dtype]
         self._token_ids = canary_tokens(backend.vocab_size, seed)
@@ -34,11 +40,23 @@ class Canaries:
         self._mask = np.ones(len(self._token_ids), dtype=np.uint8)
         self._mask[0] = 0
         self.drill_seed = seed + 1
-        self.drill = self._canary(backend.drill_logprobs(self._token_ids, self._lengths, self._mask, self.drill_seed))
+        self.drill: Canary | None = None
+        if backend.place.rank == 0:
+            self.drill = self._canary(self._perturbed(model_dir, dtype))
 
     def current(self) -> Canary:
-        """The canary of the weights as they are now."""
-        return self._canary(self._backend.logprobs(self._token_ids, self._lengths, self._mask, 1.0))
+        """The canary of the weights as they are now; every rank must call, the answer of rank 0 counts."""
+        return self._canary(self._backend.forward(Sequences(self._token_ids, self._lengths, self._mask), 1.0))
+
+    @torch.no_grad()
+    def _perturbed(self, model_dir: Path, dtype: str) -> Array:
+        """Log-probs of a second copy of the model, made here and forgotten: the one in training stays as it is."""
+        model = load_model(model_dir, dtype)
+        for name, tensor in named_weights(model).items():
+            tensor.copy_(to_torch(perturb(name, to_numpy(tensor), self.drill_seed)))
+        length = len(self._token_ids)
+        logprobs, _ = token_logprobs(model, self._token_ids, self._lengths, self._mask, 1.0, length)
+        return to_numpy(logprobs)
 
     def _canary(self, logprobs: Array) -> Canary:
         return Canary(token_ids=self._token_ids, logprobs=logprobs[1:].astype(np.float32), tolerance=self._tolerance)
@@ -46,25 +64,24 @@ class Canaries:
 
 async def put_weights(
     data: DataClient,
-    backend: TorchBackend,
+    weights: dict[str, Tensor],
     canaries: Canaries,
     canary: Canary,
-    *,
-    lineage: int,
-    step: int,
-    store: str,
-    fence: int,
+    request: Publish,
 ) -> WeightsRef:
-    """One put of all weights under `weights/<lineage>/<step>`. Raises as `DataClient.put`."""
-    shards = {name: to_numpy(tensor) for name, tensor in backend.weights().items()}
-    task_id = make_task_id(WEIGHTS, lineage, step)
-    (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=store, deadline_s=PUT_S)
+    """One put of all `weights` under `weights/<lineage>/<step>`, on rank 0. Raises as `DataClient.put`."""
+    shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
+    task_id = make_task_id(WEIGHTS, request.lineage, request.step)
+    tasks = [TaskShards(task_id, request.fence, shards)]
+    (receipt,) = await data.put(tasks, store=request.store, deadline_s=PUT_S)
+    if canaries.drill is None:
+        raise ValueError("weights are published by rank 0 only")
     return WeightsRef(
-        lineage=lineage,
-        step=step,
+        lineage=request.lineage,
+        step=request.step,
         task_id=task_id,
-        fence=fence,
-        store=store,
+        fence=request.fence,
+        store=request.store,
         nbytes=receipt.nbytes,
         canary=canary,
         drill=canaries.drill,

@@ -15,6 +15,17 @@ from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
 REF_KEY, PROX_KEY = REFERENCE.makes[0], PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
 LOSS_KEYS = ROLLOUT.makes
+_DTYPES = {
+    "token_ids": np.int32,
+    "lengths": np.int32,
+    "sample_index": np.int32,
+    "loss_mask": np.uint8,
+    "rollout_logprobs": np.float32,
+    "versions": np.int32,
+    PROX_KEY: np.float32,
+    REF_KEY: np.float32,
+}
+"""Of the keys, for a rank that has no task to look at."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,13 @@ class Tokens:
     sequences_of_task: Array
 
 
-def join(tasks: Sequence[dict[str, Array]]) -> Tokens:
-    """`tasks`: the shards of each task, all with the same keys, at least `lengths`."""
+def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
+    """`tasks`: the shards of each task, all with `keys`, among them `lengths`; no task gives arrays of length 0."""
+    if not tasks:
+        nothing = np.zeros(0, dtype=np.int64)
+        return Tokens({key: np.zeros(0, dtype=_DTYPES[key]) for key in keys}, nothing, nothing)
     return Tokens(
-        flat={key: np.concatenate([task[key] for task in tasks]) for key in tasks[0]},
+        flat={key: np.concatenate([task[key] for task in tasks]) for key in keys},
         tokens_of_task=np.array([int(task["lengths"].sum()) for task in tasks]),
         sequences_of_task=np.array([len(task["lengths"]) for task in tasks]),
     )
@@ -43,11 +57,18 @@ def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Arr
     first = np.cumsum(samples_of_task) - np.asarray(samples_of_task)
     index = tokens.flat["sample_index"].astype(np.int64)
     allowed = np.repeat(np.asarray(samples_of_task), tokens.sequences_of_task)
+    if not len(index) and not len(values):
+        return values[:0]
     if len(values) != sum(samples_of_task) or (index >= allowed).any() or (index < 0).any():
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             f"{len(values)} values for {sum(samples_of_task)} samples, sample_index up to {index.max()}: the batch and "
             "its shards disagree",
         )
-    of_sequence = np.repeat(first, tokens.sequences_of_task) + index
+    of_sequence = (np.repeat(first, tokens.sequences_of_task) + index).astype(np.int64)
     return np.repeat(values[of_sequence], tokens.flat["lengths"])
+
+
+def trained(loss_mask: Array, weights: Array) -> Array:
+    """[T]: `loss_mask` without the tokens of weight 0 (samples that are masked out): scoring them is for nothing."""
+    return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

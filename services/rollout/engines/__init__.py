@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from proto.messages import ErrorCode
 from services.rollout.engine import Engine
 from shared.rpc.errors import RpcError
 
 
-def make_engine(name: str, *, model: Path, dtype: str, threads: int, deterministic: bool) -> Engine:
-    """The engine of `services.rollout.engine`, not yet started. Raises RpcError(bad_request) for an unknown name."""
+def make_engine(
+    name: str, *, model: Path, dtype: str, threads: int, deterministic: bool, engine_args: dict[str, Any]
+) -> Engine:
+    """The engine of `services.rollout.engine`, not yet started.
+
+    Raises RpcError(bad_request) for an unknown name, and for arguments that the engine does not take.
+    """
+    if name == "vllm":
+        from services.rollout.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            model=model, dtype=dtype, threads=threads, deterministic=deterministic, engine_args=engine_args
+        )
+    if engine_args:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"services.rollout.engine_args: {', '.join(engine_args)}: the {name} engine takes none; remove them",
+        )
     if name == "transformers":
         from services.rollout.engines.transformers_engine import TransformersEngine
 
         return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
     raise RpcError(
-        ErrorCode.BAD_REQUEST, f"rollout engine {name!r}: this build has transformers only (services.rollout.engine)"
+        ErrorCode.BAD_REQUEST,
+        f"rollout engine {name!r}: this build has transformers and vllm (services.rollout.engine)",
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -76,16 +77,20 @@ class Block:
         *,
         compact: bool,
         before_step: Callable[[], None],
+        swaps: Callable[[], int],
     ) -> None:
         """`compact`: drop finished rows on the way (changes the batch's shape, hence the last bits).
 
-        `before_step` is called before every forward pass; what it raises ends the block.
+        `before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
+        `swaps` counts how often. Keys and values of the tokens before stay those of the weights that made them.
         """
         self._model: Any = model
         self._sampling = sampling
         self._ending = ending
         self._compact = compact
         self._before_step = before_step
+        self._swaps = swaps
+        self._swaps_T: list[int] = []
         self._real = len(prompts)
         self._prompts = list(prompts) + [prompts[0]] * (-(-sampling.block_rows // sampling.samples) - len(prompts))
         self._device = next(model.parameters()).device
@@ -172,6 +177,7 @@ class Block:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._before_step()
+        self._swaps_T.append(self._swaps())
         extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(
             input_ids=ids,
@@ -189,6 +195,7 @@ class Block:
         ids = ids_RT.to(torch.int32).cpu().numpy()
         logprobs = logprobs_RT.cpu().numpy()
         lengths, stopped = length_R.tolist(), stopped_R.tolist()
+        swaps_T = np.array(self._swaps_T, np.int32) if self._swaps_T[-1] else None  # pass t made the logits of token t
         n = self._sampling.samples
         return [
             [
@@ -196,6 +203,7 @@ class Block:
                     token_ids=ids[row, : lengths[row]].copy(),
                     logprobs=logprobs[row, : lengths[row]].copy(),
                     finish_reason="stop" if stopped[row] else "length",
+                    swaps=None if swaps_T is None else swaps_T[: lengths[row]].copy(),
                 )
                 for row in range(first, first + n)
             ]

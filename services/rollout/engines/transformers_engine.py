@@ -1,16 +1,19 @@
 """The embedded engine: a transformers model decoded on a thread of its own. Must never be loaded by a light process.
 
-Everything that touches the model runs on the one compute thread, in the order it was asked for.
+Everything that touches the model runs on the one compute thread, in the order it was asked for, except that weights
+are replaced and scored in the midst of a block while the engine is paused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +48,9 @@ class TransformersEngine:
         self._running = threading.Event()
         self._running.set()
         self._stopped = threading.Event()
+        self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What a paused block does while it waits; the compute thread itself when there is no such block."""
+        self._swaps = 0
         self._progress = 0
         self._tokens = 0
         self._steps = 0
@@ -76,16 +82,17 @@ class TransformersEngine:
         )
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        await self._on_compute(lambda: self._set_weights(weights))
+        await self._between_steps(lambda: self._set_weights(weights))
 
     async def score(self, token_ids: Array) -> Array:
-        return await self._on_compute(lambda: self._score(token_ids))
+        return await self._between_steps(lambda: self._score(token_ids))
 
     async def pause(self) -> None:
         self._running.clear()
 
     async def resume(self) -> None:
         self._running.set()
+        self._between.put(lambda: None)  # wakes a block that waits for something to do
 
     def stats(self) -> dict[str, float]:
         return {
@@ -102,7 +109,26 @@ class TransformersEngine:
     async def _on_compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    async def _between_steps(self, work: Callable[[], T]) -> T:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except BaseException as error:
+                    done.set_exception(error)
+
+        self._between.put(run)
+        self._executor.submit(self._do_waiting)
+        return await asyncio.wrap_future(done)
+
     # ---- on the compute thread
+
+    def _do_waiting(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._between.get_nowait()()
 
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
@@ -116,7 +142,7 @@ class TransformersEngine:
         ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
         size = max(MAX_ROWS // sampling.samples, 1)
         results: list[list[Generation]] = []
-        started = time.perf_counter()
+        started, swaps = time.perf_counter(), self._swaps
         for first in range(0, len(prompts), size):
             block = Block(
                 self._model,
@@ -125,6 +151,7 @@ class TransformersEngine:
                 ending,
                 compact=not self._deterministic,
                 before_step=lambda: self._before_step(cancel),
+                swaps=lambda: self._swaps - swaps,
             )
             results += block.run()
         self._generate_s += time.perf_counter() - started
@@ -132,7 +159,9 @@ class TransformersEngine:
         return results
 
     def _before_step(self, cancel: threading.Event) -> None:
-        while not self._running.wait(_PAUSE_POLL_S):
+        while not self._running.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._between.get(timeout=_PAUSE_POLL_S)()
             check_cancelled(cancel)
         check_cancelled(cancel)
         check_cancelled(self._stopped)
@@ -154,6 +183,7 @@ class TransformersEngine:
         for name, parameter in parameters.items():
             parameter.copy_(sources[name])
             self._progress += 1
+        self._swaps += 1
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:

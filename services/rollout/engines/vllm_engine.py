@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -179,24 +179,24 @@ class VllmEngine:
         arguments = _arguments(
             self._engine_args, {each.name for each in dataclasses.fields(EngineArgs)}, on_cpu=current_platform.is_cpu()
         )
+        fixed: dict[str, Any] = {
+            "model": str(self._path),
+            "dtype": self._dtype,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # nothing but what SamplingParams says
+            "worker_extension_cls": _EXTENSION,
+        }
         self._expected = _expected_weights(self._path, self._dtype)
         self._eos_ids = list(eos_ids(self._path))
         try:
-            self._llm = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=str(self._path),
-                    dtype=self._dtype,
-                    logprobs_mode="processed_logprobs",
-                    generation_config="vllm",  # nothing but what SamplingParams says
-                    worker_extension_cls=_EXTENSION,
-                    **arguments,
-                )
-            )
+            self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments))
         except (ValueError, TypeError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:400] or type(error).__name__
+            # vLLM's own advice is for a GPU.
+            more = "; raise kv_cache_memory_bytes" if current_platform.is_cpu() and "cache" in text else ""
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"engine vllm with model {self._path} and services.rollout.engine_args {json.dumps(arguments)}: "
-                f"{_one_line(error)}",
+                f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
             ) from error
         self._progress += 1
 
@@ -321,7 +321,7 @@ def _arguments(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> di
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
             hint = f", did you mean {near[0]}?" if near else ""
             raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: vLLM's EngineArgs has no such field{hint}")
-    defaults: dict[str, Any] = {"disable_log_stats": True}
+    defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     return defaults | dict(given)
@@ -333,7 +333,9 @@ def _expected_weights(path: Path, dtype: str) -> dict[str, tuple[torch.dtype, to
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model = cast(Any, AutoModelForCausalLM).from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
     expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -349,11 +351,6 @@ def _generation(output: Any) -> Generation:
         logprobs=np.array(output.logprobs.logprobs, np.float32),
         finish_reason="stop" if output.finish_reason == "stop" else "length",
     )
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text[:400] or type(error).__name__
 
 
 def _shown(names: list[str]) -> str:

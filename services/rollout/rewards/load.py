@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from proto.messages import ErrorCode
 from services.rollout.rewards.builtin import BUILTINS
-from shared.rpc.errors import RpcError
+from services.rollout.user_code import builtin_name, find_function, refused, require
 
 GROUP_PARAMETER = "samples"
+WHAT = "reward function"
 
 
 class Term(Protocol):
@@ -35,61 +33,52 @@ class RewardFunction:
 
     name: str
     call: Callable[..., Any]
-    weight: float
     params: dict[str, Any]
     group: bool
     is_async: bool
 
 
-def load_rewards(terms: Sequence[Term]) -> list[RewardFunction]:
-    """The functions of `terms`. A module is looked for on Python's path, then in the current directory.
+def is_inline(function: str) -> bool:
+    """Whether the function at this import path may run in the service itself: some builtins, never a user's."""
+    name = builtin_name(function, BUILTINS, WHAT)
+    return name is not None and BUILTINS[name].inline
 
-    A function whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) for what
-    cannot be imported, is no function, or does not take its `params`.
+
+def load_reward(function: str, params: dict[str, Any]) -> RewardFunction:
+    """The function at the import path `function`.
+
+    One whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) for what cannot
+    be imported, is no function, or does not take its `params`.
     """
-    return [_load(term) for term in terms]
-
-
-def _load(term: Term) -> RewardFunction:
-    call = _find(term.function)
+    call = _find(function, params)
     try:
         signature = inspect.signature(call)
-        signature.bind(None, **term.params)
+        signature.bind(None, **params)
     except (TypeError, ValueError) as error:
-        raise _refused(
-            term.function, f"cannot be called as fn(sample, **params) with params {sorted(term.params)} ({error})"
+        raise refused(
+            WHAT, function, f"cannot be called as fn(sample, **params) with params {sorted(params)} ({error})"
         ) from None
     first = next(iter(signature.parameters), "")
     return RewardFunction(
-        name=term.function,
+        name=function,
         call=call,
-        weight=term.weight,
-        params=dict(term.params),
+        params=dict(params),
         group=first == GROUP_PARAMETER,
         is_async=inspect.iscoroutinefunction(call),
     )
 
 
-def _find(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    if module_name == "builtin":
-        if name not in BUILTINS:
-            near = difflib.get_close_matches(name, BUILTINS, n=1) or sorted(BUILTINS)
-            raise _refused(path, f"names no builtin; use builtin:{near[0]}")
-        return BUILTINS[name]
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's folder must not hide our packages
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise _refused(path, f"cannot be imported from {folder} ({type(error).__name__}: {error})") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise _refused(path, f"{module.__file__} has no function {name!r}")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _refused(path: str, why: str) -> RpcError:
-    return RpcError(ErrorCode.BAD_REQUEST, f"reward function {path!r}: {why}"[:600].replace("\n", " "))
+def _find(path: str, params: dict[str, Any]) -> Callable[..., Any]:
+    name = builtin_name(path, BUILTINS, WHAT)
+    if name is None:
+        return find_function(path, WHAT)
+    builtin = BUILTINS[name]
+    require(builtin.modules, builtin.extra, path, WHAT)
+    for module in builtin.modules:
+        importlib.import_module(module)  # now, not in the first call's time
+    if builtin.check is not None:
+        try:
+            builtin.check(params)
+        except (re.error, KeyError, TypeError) as error:
+            raise refused(WHAT, path, f"params {params!r:.100} cannot work ({type(error).__name__}: {error})") from None
+    return builtin.call

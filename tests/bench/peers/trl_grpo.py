@@ -37,9 +37,8 @@ from transformers import AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-TASKS_PER_STEP, GROUP_SIZE = 64, 8
-SAMPLES_PER_STEP = TASKS_PER_STEP * GROUP_SIZE
-MAX_NEW_TOKENS, TEMPERATURE = 8, 1.0
+GROUP_SIZE = 8
+TEMPERATURE = 1.0
 CLIP, KL_COEF = 0.2, 0.001
 LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
 
@@ -84,11 +83,11 @@ def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
         model_init_kwargs={"dtype": "float32", "attn_implementation": args.attention},
         max_steps=args.steps,
         per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=SAMPLES_PER_STEP // args.micro_batch,
-        steps_per_generation=SAMPLES_PER_STEP // args.micro_batch,
+        gradient_accumulation_steps=args.samples // args.micro_batch,
+        steps_per_generation=args.samples // args.micro_batch,
         num_iterations=1,
         num_generations=GROUP_SIZE,
-        max_completion_length=MAX_NEW_TOKENS,
+        max_completion_length=args.max_new_tokens,
         temperature=TEMPERATURE,
         top_p=1.0,
         top_k=0,
@@ -98,7 +97,7 @@ def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
         use_bias_correction_kl=False,
         scale_rewards="group",
         optim="adamw_torch_fused",
-        learning_rate=LEARNING_RATE,
+        learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=CLIP_NORM,
@@ -120,11 +119,18 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5, help="steps left out of samples_per_s")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--micro-batch", type=int, default=512, help="samples a forward and backward; divides 512")
+    parser.add_argument("--samples", type=int, default=512, help="of a step, in groups of 8")
+    parser.add_argument("--max-new-tokens", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument(
+        "--micro-batch", type=int, default=512, help="samples a forward and backward; divides --samples"
+    )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     args = parser.parse_args()
-    if SAMPLES_PER_STEP % args.micro_batch:
-        parser.error(f"--micro-batch {args.micro_batch} does not divide the {SAMPLES_PER_STEP} samples of a step")
+    if args.samples % args.micro_batch or args.samples % GROUP_SIZE:
+        parser.error(
+            f"--micro-batch {args.micro_batch} and {GROUP_SIZE} must divide the {args.samples} samples of a step"
+        )
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up {args.warm_up} leaves none of {args.steps} steps to measure")
     torch.set_num_threads(args.threads)
@@ -147,14 +153,14 @@ def main() -> None:
     ends_s = clock.ends_s
     if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != args.steps:
         raise SystemExit(
-            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {SAMPLES_PER_STEP} were "
+            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {args.samples} were "
             f"scored, not {args.steps}; this TRL splits a step otherwise, so the figures would be wrong"
         )
     measured_s = ends_s[-1] - ends_s[args.warm_up]
     print(
         json.dumps(
             {
-                "samples_per_s": SAMPLES_PER_STEP * (args.steps - args.warm_up) / measured_s,
+                "samples_per_s": args.samples * (args.steps - args.warm_up) / measured_s,
                 "measured_steps": args.steps - args.warm_up,
                 "measured_s": measured_s,
                 "step_s": [round(end - begin, 4) for begin, end in itertools.pairwise(ends_s)],

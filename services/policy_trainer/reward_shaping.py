@@ -1,0 +1,54 @@
+"""What happens to rewards between the reward functions and the advantage estimator. Per sample; sees no token.
+
+In this order: normalised over the step, punished for length, less the KL to the reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.tensors import Array
+from shared.topology import Topology
+
+NORMALISE_EPSILON = 1e-8
+KL_SCALAR = "kl"
+"""Name of the per-sample scalar that the reference brings when the KL belongs to the reward."""
+
+
+def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
+    """float64 [N] from the batch's scalars: `reward`, `length`, and `kl` when the KL is in the reward.
+
+    Raises ValueError when the scalar `kl` is needed and missing.
+    """
+    algorithm, kl = topology.algorithm, topology.algorithm.kl
+    rewards = scalars["reward"].astype(np.float64)
+    if algorithm.normalise_rewards == "batch":
+        rewards = normalised(rewards)
+    if algorithm.overlong_penalty is not None:
+        limit, penalty = topology.sampling.max_new_tokens, algorithm.overlong_penalty
+        rewards = rewards + penalty.factor * overlong_penalty(scalars["length"], limit, penalty.tokens)
+    if kl is not None and kl.place == "reward" and kl.coef > 0:
+        if KL_SCALAR not in scalars:
+            raise ValueError("the batch has no per-sample KL, but algorithm.kl.in is reward: the reference sent none")
+        rewards = rewards - kl.coef * scalars[KL_SCALAR].astype(np.float64)
+    return rewards
+
+
+def normalised(rewards: Array) -> Array:
+    """(r - mean) / (std + 1e-8) over all samples of the step; equal rewards become 0.
+
+    Statistics of one step only: a running mean would be state that a restarted driver has to find again.
+    """
+    found: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
+    return found
+
+
+def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
+    """0 up to `max_new_tokens - tokens`, from there falling linearly to -1 at `max_new_tokens`; float64 [N].
+
+    Source: soft overlong punishment of DAPO (arXiv 2503.14476), equation 13, with L_max = max_new_tokens and
+    L_cache = `tokens`.
+    """
+    over = lengths.astype(np.float64) - (max_new_tokens - tokens)
+    found: Array = -np.clip(over / tokens, 0.0, 1.0)
+    return found

@@ -1,0 +1,66 @@
+"""Binds the loss to one mini-batch: looks the tokens that a micro-batch holds up in the flat arrays of the mini-batch.
+
+The only place where a backend's log-probs meet advantages, weights and old log-probs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from proto.messages import LossSpec
+from proto.tensors import Array
+from services.policy_trainer.worker import loss as losses
+from services.policy_trainer.worker.backend import LocalScores
+from services.policy_trainer.worker.losses.policy import PolicyLoss
+from services.policy_trainer.worker.losses.tokens import TokenData
+from services.policy_trainer.worker.samples import PROX_KEY, REF_KEY
+from shared.model.logprobs import Entropy
+from shared.tensors_torch import to_torch
+
+
+class BatchLoss:
+    """A `TokenLoss` over the samples of this data-parallel rank."""
+
+    def __init__(
+        self,
+        spec: LossSpec,
+        flat: dict[str, Array],
+        advantages: Array,
+        weights: Array,
+        device: str,
+        own: PolicyLoss | None = None,
+    ) -> None:
+        """`flat`: the joined shards; `advantages`, `weights` float [T]. Raises RpcError(bad_request) for the spec."""
+        self._spec = spec
+        self._policy = losses.check(spec, own)
+        self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
+        """What the backend must compute besides log-probs."""
+
+        def on_device(values: Array) -> Tensor:
+            return to_torch(values).to(device)
+
+        self._rollout, self._versions = on_device(flat["rollout_logprobs"]), on_device(flat["versions"])
+        self._advantages, self._weights = on_device(advantages), on_device(weights)
+        self._prox = on_device(flat[PROX_KEY]) if spec.anchor == "proximal" else None
+        self._ref = on_device(flat[REF_KEY]) if spec.kl_estimator else None
+        lengths = flat["lengths"].astype(np.int64)
+        self._count = len(lengths)
+        self._sequences = torch.from_numpy(np.repeat(np.arange(self._count), lengths)).to(device)
+
+    def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
+        at, cur, entropy = local.scores.tokens, local.scores.logprobs, local.scores.entropy
+        data = TokenData(
+            rollout=self._rollout[at],
+            advantages=self._advantages[at],
+            weights=self._weights[at],
+            versions=self._versions[at],
+            prox=None if self._prox is None else self._prox[at],
+            ref=None if self._ref is None else self._ref[at],
+            sequences=self._sequences[at],
+            sequence_count=self._count,
+            add_up=local.sum_over_sequence_ranks,
+        )
+        known = torch.zeros_like(cur) if entropy is None else entropy
+        return losses.token_loss(self._spec, cur, data, known, self._policy)

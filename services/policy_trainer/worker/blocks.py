@@ -1,0 +1,41 @@
+"""Finds the repeated blocks (decoder layers) of a Hugging Face model: the unit of sharding and of recomputation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shared.model import attention
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Modules of the classes that the model declares not to be split; empty when it declares none."""
+    names = set(cast(Any, model)._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Keep only each block's input for the backward pass and run the block again there (activation checkpointing).
+
+    The block keeps its name and its place, so that weights are found as before. Raises ValueError when none is found.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} declares no blocks: services.policy-trainer.recompute must be none")
+    for block in blocks:
+        block.forward = functools.partial(_recomputed, model, block.forward)
+
+
+def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` under the attention of now: the second run happens when the first one's block `using` has ended."""
+    name = cast(Any, model).config._attn_implementation
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with attention.using(model, name):
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

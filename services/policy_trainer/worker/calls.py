@@ -1,0 +1,403 @@
+"""What each of the driver's calls does on a rank: get ready, meet the other ranks, compute, answer.
+
+A call can fail alone only before the ranks have met; from there on all of them fail alike, or the group ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+
+from proto import messages
+from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
+from proto.registry import Message
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker import samples
+from services.policy_trainer.worker.group import Group, GroupEnded
+from services.policy_trainer.worker.residency import Part, Residency, parts_named
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.rundir import RunDir, service_name
+from shared.stages import PROXIMAL
+from shared.topology import Topology
+
+if TYPE_CHECKING:
+    from services.policy_trainer.worker.backend import Backend
+    from services.policy_trainer.worker.losses.policy import PolicyLoss
+    from services.policy_trainer.worker.publish import Canaries
+
+T = TypeVar("T")
+
+FETCH_S = 60.0
+PUT_S = 120.0
+STORE = service_name("batch-store", 0)
+MAX_PREFETCHED = 2
+"""Mini-batches whose shards are looked up before their turn; they are mapped, so they cost address space only."""
+
+
+class Calls:
+    """State of one rank between calls: model, step, what is prefetched, what is being written. Event loop only."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        topology: Topology,
+        place: Place,
+        group: Group,
+        data: DataClient,
+        compute: ThreadPoolExecutor,
+    ) -> None:
+        """`compute`: the one thread that owns model, device and collectives."""
+        self.step = -1
+        self.dirty = False
+        self._run = run
+        self._topology = topology
+        self._place = place
+        self._group = group
+        self._data = data
+        self._compute = compute
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._backend: Backend
+        self._canaries: Canaries
+        self._own_loss: PolicyLoss | None = None
+        self._loaded = False
+        self._pristine = True
+        """The weights are those of the model directory, with fresh optimizer state."""
+        self._residency = Residency()
+        self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
+        self._putting: asyncio.Future[Any] | None = None
+        """Weights on their way into a store: no optimizer step before they are there."""
+        self._saving: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger("policy-trainer-worker")
+
+    # ---- life
+
+    async def load(self) -> None:
+        """Open the process group and load the model, on the compute thread. Raises RpcError, GroupEnded."""
+        await self._together("load", self._load)
+        self._loaded = True
+
+    def _load(self) -> None:
+        # imported on the compute thread, so that the mailbox answers during the seconds it takes
+        from services.policy_trainer.worker.losses.own import own_policy_loss
+        from services.policy_trainer.worker.publish import Canaries
+        from services.policy_trainer.worker.start import make_backend
+
+        self._backend = make_backend(self._run, self._topology, self._place, self._group.generation)
+        self._own_loss = own_policy_loss(self._topology.algorithm.loss)
+        policy = self._topology.policy
+        self._canaries = Canaries(self._backend, Path(policy.model), policy.dtype, self._topology.run.seed)
+
+    async def close(self) -> None:
+        """Finish the checkpoints being written."""
+        if self._saving:
+            await asyncio.wait(self._saving)
+        self.forget_prefetched()
+        self._data.close()
+        self._writer.shutdown(wait=False)
+
+    async def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        if self._loaded:
+            await self._on_compute_thread(self._backend.drop_gradients)
+            self._residency.backload(frozenset({"gradients"}))
+
+    async def run(self, request: WorkerRequest, call: Call) -> Message | Deferred:
+        """Do `request`: its answer, or DEFERRED when it is answered later. Raises RpcError, GroupEnded."""
+        return await RUNNERS[type(request)](self, request, call)
+
+    def refuse(self, request: Message, call: Call, error: Exception) -> None:
+        """Answer with what went wrong; a defect goes to the log with its trace."""
+        if isinstance(error, RpcError):
+            call.fail(error)
+            return
+        self._log.error("call failed", request=type(request).__name__, exc_info=error)
+        text = f"{service_name('policy-trainer-worker', self._place.rank)}: {type(request).__name__} failed: "
+        call.fail(RpcError(ErrorCode.INTERNAL, f"{text}{type(error).__name__}: {error}"[:1000]))
+
+    # ---- threads and ranks
+
+    async def _on_compute_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    async def _ready(self, request: WorkerRequest, preparation: Awaitable[T]) -> T:
+        """The result of `preparation` once every rank has its own, and what the call needs is on the device.
+
+        Raises RpcError when this rank or another one failed: then no rank goes on.
+        """
+        name = f"{type(request).__name__} {request.driver:x}/{request.order}"
+        try:
+            prepared = await preparation
+        except RpcError as error:
+            await self._group.meet(name, str(error))
+            raise
+        await self._group.meet(name)
+        missing = self._residency.before(type(request))
+        if missing:
+            await self._on_compute_thread(lambda: self._backend.backload(missing))
+        return prepared
+
+    async def _together(self, name: str, work: Callable[[], T]) -> T:
+        """Run collective `work`, which every rank has begun. An RpcError is raised on all ranks alike (`Backend`)."""
+        try:
+            return await self._on_compute_thread(work)
+        except RpcError:
+            raise
+        except Exception as error:
+            if self._place.layout.world_size == 1:
+                raise
+            self._log.error("collective failed", call=name, exc_info=error)
+            silent = [service_name("policy-trainer-worker", rank) for rank in await self._group.silent()]
+            who = f"no answer from {', '.join(silent)}" if silent else "all ranks answer, see their logs"
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise GroupEnded(f"{name}: a collective failed ({first[:300]}); {who}") from error
+
+    # ---- shards
+
+    def prefetch(self, request: WorkerRequest) -> None:
+        """Begin to read the shards of a call that waits for its turn."""
+        if isinstance(request, messages.Forward | messages.ForwardBackward) and len(self._prefetched) < MAX_PREFETCHED:
+            self._prefetched[request.order] = asyncio.create_task(self._read(request))
+
+    def forget_prefetched(self) -> None:
+        """Calls that were waiting are refused: drop what was read for them."""
+        for task in self._prefetched.values():
+            task.cancel()
+        self._prefetched.clear()
+
+    async def _tokens(self, request: messages.Forward | messages.ForwardBackward) -> samples.Tokens:
+        task = self._prefetched.pop(request.order, None)
+        return await (self._read(request) if task is None else task)
+
+    async def _read(self, request: messages.Forward | messages.ForwardBackward) -> samples.Tokens:
+        keys = list(samples.SCORE_KEYS)
+        if isinstance(request, messages.ForwardBackward):
+            keys = list(samples.LOSS_KEYS)
+            keys += [samples.REF_KEY] if request.loss.kl_estimator else []
+            keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
+        tasks: list[dict[str, Any]] = []
+        if request.batch.tasks:
+            tasks = await self._data.fetch(request.batch, keys, deadline_s=FETCH_S)
+        return await asyncio.to_thread(samples.join, tasks, keys)
+
+    # ---- calls, in order
+
+    async def _init_model(self, request: messages.InitModel, _: Call) -> Message:
+        await self._ready(request, self._weights_put())
+        if not self._pristine:
+            self.dirty = True
+            await self._together("InitModel", self._backend.restart)
+            self._pristine = True
+        return self._standing_at(0)
+
+    async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
+        from services.policy_trainer.worker import checkpoint
+        from services.policy_trainer.worker.backend import State
+
+        async def read() -> checkpoint.Snapshot:
+            await self._weights_put()
+            return await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
+
+        snapshot = await self._ready(request, read())
+
+        def work() -> None:
+            self._pristine, self.dirty = False, True
+            self._backend.load_state(State(snapshot.weights, snapshot.optimizer))
+
+        await self._together("LoadCheckpoint", work)
+        return self._standing_at(request.step)
+
+    def _standing_at(self, step: int) -> messages.WorkerReady:
+        self.step, self.dirty = step, False
+        self._residency.forget()
+        return messages.WorkerReady(step=step, parameters=self._backend.parameters)
+
+    async def _forward(self, request: messages.Forward, _: Call) -> Message:
+        began = time.perf_counter()
+        tokens = await self._ready(request, self._tokens(request))
+        sequences = _sequences(tokens)
+        logprobs = await self._together("Forward", lambda: self._backend.forward(sequences, request.temperature))
+        ends = tokens.tokens_of_task.cumsum()
+        pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
+        named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
+        if named:
+            shards = [TaskShards(task.task_id, task.fence, {request.key: piece}) for task, piece in named]
+            await self._data.put(shards, store=STORE, deadline_s=PUT_S)
+        handles = [
+            TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in named
+        ]
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [request.key])], stores=[STORE])
+        return messages.ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+
+    async def _forward_backward(self, request: messages.ForwardBackward, _: Call) -> Message:
+        from services.policy_trainer.worker.batch_loss import BatchLoss
+
+        began = time.perf_counter()
+
+        async def bind() -> tuple[samples.Tokens, BatchLoss]:
+            tokens = await self._tokens(request)
+            counts = [task.samples for task in request.batch.tasks]
+
+            def spread() -> BatchLoss:
+                advantages = samples.spread(tokens, counts, request.advantages)
+                weights = samples.spread(tokens, counts, request.weights)
+                tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
+                device = self._topology.services.policy_trainer.device(self._place.rank)
+                return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss)
+
+            return tokens, await self._on_compute_thread(spread)
+
+        tokens, loss = await self._ready(request, bind())
+        sequences, temperature = _sequences(tokens), request.loss.temperature
+
+        def work() -> dict[str, float]:
+            return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
+
+        sums = await self._together("ForwardBackward", work)
+        return messages.ForwardBackwardDone(sums=sums, seconds=time.perf_counter() - began)
+
+    async def _optim_step(self, request: messages.OptimStep, _: Call) -> Message:
+        async def may_change() -> None:
+            if request.step != self.step + 1:
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker stands at {self.step}"
+                )
+            await self._weights_put()
+
+        await self._ready(request, may_change())
+        began = time.perf_counter()
+        was_dirty, self.dirty = self.dirty, True
+        try:
+            update = await self._together("OptimStep", lambda: self._backend.step(request.step))
+        except GroupEnded:
+            raise
+        except RpcError:
+            self.dirty = was_dirty  # refused before anything was changed
+            raise
+        self._pristine, self.dirty = False, not request.last
+        if request.last:
+            self.step = request.step
+        return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
+
+    async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
+        """Canary and gathering run in order; the bytes travel while the next gradient is computed."""
+        from services.policy_trainer.worker.publish import put_weights
+
+        async def settled() -> None:
+            self._must_stand_at(request.step, "publish")
+            await self._weights_put()
+
+        await self._ready(request, settled())
+        began = time.perf_counter()
+        canary, weights = await self._together("Publish", lambda: (self._canaries.current(), self._backend.weights()))
+        if self._place.rank != 0:
+            return messages.Published(seconds=time.perf_counter() - began)
+
+        async def put() -> None:
+            try:
+                ref = await put_weights(self._data, weights, self._canaries, canary, request)
+            except Exception as error:
+                # the weights are as they were: later calls may go on
+                self.refuse(request, call, error)
+            else:
+                call.reply(messages.Published(ref=ref, seconds=time.perf_counter() - began))
+
+        self._putting = asyncio.ensure_future(put())
+        return DEFERRED
+
+    async def _weights_put(self) -> None:
+        """Wait until no weights are being read: they are about to change."""
+        if self._putting is not None:
+            await self._putting
+            self._putting = None
+
+    async def _save_checkpoint(self, request: messages.SaveCheckpoint, call: Call) -> Message | Deferred:
+        """State is gathered in order; writing goes on beside the next step."""
+        from services.policy_trainer.worker import checkpoint
+
+        async def settled() -> None:
+            self._must_stand_at(request.step, "checkpoint")
+
+        await self._ready(request, settled())
+        state = await self._together("SaveCheckpoint", self._backend.state)
+        if self._place.rank != 0:
+            return messages.Saved(path="", seconds=0.0)
+        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer)
+        folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
+
+        def write() -> tuple[Path, list[int]]:
+            path = checkpoint.save(folder, snapshot, keep_last=request.keep_last, keep_every=keep_every)
+            return path, checkpoint.steps(folder)
+
+        async def save() -> None:
+            began = time.perf_counter()
+            try:
+                path, kept = await asyncio.get_running_loop().run_in_executor(self._writer, write)
+            except Exception as error:
+                self.refuse(request, call, error)
+            else:
+                call.reply(messages.Saved(path=str(path), seconds=time.perf_counter() - began, kept=kept))
+
+        task = asyncio.create_task(save())
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+        return DEFERRED
+
+    async def _save_model(self, request: messages.SaveModel, _: Call) -> Message:
+        from services.policy_trainer.worker.export import export
+
+        began = time.perf_counter()
+        await self._ready(request, asyncio.sleep(0))
+        source = Path(self._topology.policy.model)
+        await self._together("SaveModel", lambda: export(self._backend, source, Path(request.path)))
+        return messages.Saved(path=request.path, seconds=time.perf_counter() - began)
+
+    async def _move(self, request: messages.Move, _: Call) -> Message:
+        began = time.perf_counter()
+
+        async def named() -> frozenset[Part]:
+            if request.to not in ("host", "device"):
+                raise RpcError(ErrorCode.BAD_REQUEST, f"move to {request.to!r}: use host or device")
+            await self._weights_put()
+            return parts_named(request.parts)
+
+        parts = await self._ready(request, named())
+        away = request.to == "host"
+        moving = self._residency.offload(parts) if away else self._residency.backload(parts)
+        work = self._backend.offload if away else self._backend.backload
+        nbytes = await self._together("Move", lambda: work(moving))
+        return messages.Moved(nbytes=nbytes, seconds=time.perf_counter() - began)
+
+    def _must_stand_at(self, step: int, what: str) -> None:
+        if self.step != step or self.dirty:
+            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker stands at {self.step}")
+
+
+def _sequences(tokens: samples.Tokens) -> Any:
+    from services.policy_trainer.worker.backend import Sequences
+
+    return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
+
+
+Runner = Callable[[Calls, Any, Call], Awaitable[Message | Deferred]]
+RUNNERS: Mapping[type[WorkerRequest], Runner] = MappingProxyType(
+    {
+        messages.InitModel: Calls._init_model,
+        messages.LoadCheckpoint: Calls._load_checkpoint,
+        messages.Forward: Calls._forward,
+        messages.ForwardBackward: Calls._forward_backward,
+        messages.OptimStep: Calls._optim_step,
+        messages.Publish: Calls._publish,
+        messages.SaveCheckpoint: Calls._save_checkpoint,
+        messages.SaveModel: Calls._save_model,
+        messages.Move: Calls._move,
+    }
+)

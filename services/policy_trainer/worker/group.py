@@ -1,0 +1,144 @@
+"""A rank's side of its group: joins it, meets the others before every collective, learns of its end. Event loop only.
+
+Everything goes through mailboxes, so that it has deadlines and names; only the collectives themselves, which begin when
+all ranks have met, run in the process group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from proto.messages import ErrorCode, Meet, Met, Ping, Pong
+from services.policy_trainer.worker.rendezvous import END, JOIN, Rendezvous
+from shared.rpc.client import Client
+from shared.rpc.errors import DeadlineExceeded, RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
+
+JOIN_S = 600.0
+"""All ranks must be there within this."""
+WATCH_S = 20.0
+PING_S = 2.0
+
+
+class GroupEnded(RpcError):
+    """This rank's group is no more: the process ends, and its next life joins a new one."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(ErrorCode.LOST, cause)
+
+
+class Group:
+    """The ranks of one worker group. With one rank there is nobody to wait for."""
+
+    def __init__(
+        self, client_of: Callable[[int], Client], rank: int, world_size: int, incarnation: int, *, deadline_s: float
+    ) -> None:
+        """`client_of`: the mailbox of a rank; `deadline_s`: longest wait of one rank for another."""
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = 0
+        self._client_of = client_of
+        self._deadline_s = deadline_s
+        self._round = ""
+        self._rendezvous = Rendezvous(world_size, incarnation, deadline_s=deadline_s) if rank == 0 else None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- rank 0's mailbox
+
+    def on_meet(self, request: Meet, call: Call) -> Deferred:
+        """Handler of `Meet`. Raises RpcError(bad_request) on other ranks."""
+        if self._rendezvous is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"rank {self.rank}: ranks meet at policy-trainer-worker/0")
+
+        def answer(outcome: Met | RpcError) -> None:
+            if isinstance(outcome, RpcError):
+                call.fail(outcome)
+            else:
+                call.reply(outcome)
+
+        self._rendezvous.arrive(request, answer, asyncio.get_running_loop().time())
+        self._set_timer()
+        return DEFERRED
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._rendezvous.next_deadline() if self._rendezvous is not None else None
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.expire(asyncio.get_running_loop().time())
+            self._set_timer()
+
+    # ---- every rank
+
+    async def join(self) -> None:
+        """Wait until all ranks are there. Raises DeadlineExceeded."""
+        if self.world_size > 1:
+            met = await self._ask(Meet(generation=0, round=JOIN, rank=self.rank), JOIN_S)
+            self.generation = met.generation
+
+    async def watch(self) -> None:
+        """Never returns; raises GroupEnded when the group has."""
+        if self.world_size == 1:
+            await asyncio.Event().wait()
+        while True:
+            try:
+                await self._ask(Meet(generation=self.generation, round=END, rank=self.rank), WATCH_S)
+            except DeadlineExceeded:
+                continue  # a long poll: ask again, rank 0 may be in its next life by now
+            except RpcError as error:
+                if error.code not in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
+                    raise GroupEnded(str(error)) from None
+
+    async def meet(self, round_name: str, failure: str = "") -> None:
+        """Wait for all ranks at `round_name`. Raises RpcError(lost) when a rank cannot go on, GroupEnded."""
+        if self.world_size == 1:
+            return
+        self._round = round_name
+        try:
+            met = await self._ask(self._meet(round_name, failure), 2 * self._deadline_s)
+        except DeadlineExceeded as error:
+            raise GroupEnded(f"{round_name}: rank 0 does not answer: {error}") from None
+        except RpcError as error:
+            raise GroupEnded(str(error)) from None
+        finally:
+            self._round = ""
+        if met.failures and not failure:
+            raise RpcError(ErrorCode.LOST, f"{round_name} refused: {'; '.join(met.failures)}"[:1000])
+
+    async def withdraw(self, cause: str) -> None:
+        """Give up the round that this rank waits in, if any: it fails on every rank, unless all have met already."""
+        if self._round:
+            await self._ask(self._meet(self._round, cause), self._deadline_s)
+
+    async def silent(self) -> list[int]:
+        """Ranks whose mailbox does not answer now."""
+
+        async def ping(rank: int) -> int | None:
+            try:
+                await self._client_of(rank).call(Ping(), Pong, deadline_s=PING_S)
+            except RpcError:
+                return rank
+            return None
+
+        answers = await asyncio.gather(*(ping(rank) for rank in self._others()))
+        return [rank for rank in answers if rank is not None]
+
+    def end(self, cause: str) -> None:
+        """This rank cannot go on; on rank 0 the others are told, elsewhere they see it when this process comes back."""
+        if self._rendezvous is not None:
+            self._rendezvous.end(cause)
+
+    def _others(self) -> Iterable[int]:
+        return (rank for rank in range(self.world_size) if rank != self.rank)
+
+    def _meet(self, round_name: str, failure: str) -> Meet:
+        return Meet(generation=self.generation, round=round_name, rank=self.rank, failure=failure[:500])
+
+    async def _ask(self, request: Meet, deadline_s: float) -> Met:
+        return await self._client_of(0).call(request, Met, deadline_s=deadline_s)

@@ -1,0 +1,30 @@
+"""Estimators of KL(policy || reference) from one sampled token, differentiable in `cur`. Never sums tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+def k2(cur: Tensor, ref: Tensor) -> Tensor:
+    """(cur - ref)^2 / 2: biased, but its gradient is that of the KL.
+
+    Source: Schulman, "Approximating KL divergence", 2020, estimator k2.
+    """
+    return 0.5 * (cur - ref).square()
+
+
+def k3(cur: Tensor, ref: Tensor) -> Tensor:
+    """exp(ref - cur) - (ref - cur) - 1: unbiased, never negative.
+
+    Sources: Schulman, "Approximating KL divergence", 2020, estimator k3; GRPO (arXiv 2402.03300), equation 4.
+    """
+    delta = ref - cur
+    return torch.expm1(delta) - delta
+
+
+KL_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType({"k2": k2, "k3": k3})
+"""k1, cur - ref, is missing: as a term of the loss its expected gradient is zero (E[grad log p] = 0)."""

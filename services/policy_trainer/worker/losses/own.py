@@ -1,0 +1,49 @@
+"""A policy loss of the user's own, found once when a worker starts. Never takes a path from a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proto.messages import ErrorCode, LossSpec
+from services.policy_trainer.worker.losses.policy import PolicyLoss, Terms
+from services.policy_trainer.worker.losses.tokens import TokenData
+from shared.rpc.errors import RpcError
+from shared.topology.algorithm import Loss, is_function
+from shared.user_function import find_function
+
+
+def own_policy_loss(options: Loss) -> PolicyLoss | None:
+    """The function `options` names by import path, or None for a builtin.
+
+    Raises RpcError(bad_request), one line, when it cannot be imported or called as `fn(cur, anchor, tokens, **params)`.
+    """
+    if not is_function(options.name):
+        return None
+    try:
+        return user_loss(find_function(options.name, "algorithm.loss.name", 3, options.params), options.params)
+    except ValueError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+
+
+def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> PolicyLoss:
+    """`function` as a policy loss: `fn(cur, anchor, tokens, **params)` with `tokens: TokenData` returns the loss [M].
+
+    Its result is weighed, masked and truncated like any other loss. Raises RpcError(bad_request) when it is no tensor
+    of [M].
+    """
+
+    def loss(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+        found = function(cur, anchor, data, **params)
+        if not isinstance(found, Tensor) or found.shape != cur.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"loss {spec.name} returned {shape}; it must return one value a token, {list(cur.shape)}",
+            )
+        return found, torch.zeros_like(cur, dtype=torch.bool)
+
+    return loss

@@ -1,0 +1,106 @@
+"""The policy loss of each token, by name: `(loss [M], whether the ratio was clipped [M])`. Never weighs or sums tokens.
+
+`cur` [M] are the present log-probs (with a gradient), `anchor` [M] those the ratio r = exp(cur - anchor) is taken
+against, A the advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from proto.messages import LossSpec
+from services.policy_trainer.worker.losses.tokens import TokenData, ratio
+
+Terms = tuple[Tensor, Tensor]
+PolicyLoss = Callable[[LossSpec, Tensor, Tensor, TokenData], Terms]
+
+
+def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+    """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual_clip` c, -max(that, c A) where A < 0.
+
+    Sources: PPO (arXiv 1707.06347), equation 7; low and high apart: DAPO (arXiv 2503.14476), equation 10; dual clip:
+    Ye et al. (arXiv 1912.09729), the dual-clip objective.
+    """
+    return _clipped(spec, ratio(cur - anchor), data.advantages)
+
+
+def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+    """The clipped loss with one ratio a sequence, s = exp(mean of log r over the sequence's tokens).
+
+    The sum over the sequence carries no gradient; each token gets it through sg[s] exp(cur - sg[cur]), which under
+    seq_mean_token_mean is the gradient of s itself.
+    Source: GSPO (arXiv 2507.18071), equations 5 and 7; the token form is equation 14.
+    """
+    log_s = data.sequence_mean(cur - anchor) + cur - cur.detach()
+    return _clipped(spec, ratio(log_s), data.advantages)
+
+
+def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+    """-sg[clamp(r)] A cur: every token keeps a gradient, however far its ratio is off.
+
+    `clamp` upper: to at most 1 + high (TRL, whose epsilon_high is our 1 + high); both: to [1 - low, 1 + high] (verl).
+    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
+    """
+    r = ratio(cur - anchor).detach()
+    clamped = r.clamp(max=1.0 + spec.clip_high)
+    if spec.clamp == "both":
+        clamped = clamped.clamp(min=1.0 - spec.clip_low)
+    return -clamped * data.advantages * cur, clamped != r
+
+
+def sapo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+    """-f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (0 counts as negative).
+
+    Source: SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), its soft gate.
+    """
+    tau = torch.where(
+        data.advantages > 0,
+        torch.full_like(data.advantages, spec.gate_positive),
+        torch.full_like(data.advantages, spec.gate_negative),
+    )
+    gate = torch.sigmoid(tau * (ratio(cur - anchor) - 1.0)) * (4.0 / tau)
+    return -gate * data.advantages, _none(cur)
+
+
+def importance_sampling(_spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+    """-r A, whose gradient is that of -sg[r] A cur: the policy gradient, corrected for who sampled.
+
+    Source: the off-policy policy gradient, as in equation 6 of PPO (arXiv 1707.06347).
+    """
+    return -ratio(cur - anchor) * data.advantages, _none(cur)
+
+
+def cross_entropy(_spec: LossSpec, cur: Tensor, _anchor: Tensor, _data: TokenData) -> Terms:
+    """-cur: maximum likelihood of the tokens, whatever their advantage (supervised fine-tuning)."""
+    return -cur, _none(cur)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
+    {
+        "ppo_clip": ppo_clip,
+        "gspo": gspo,
+        "cispo": cispo,
+        "sapo": sapo,
+        "importance_sampling": importance_sampling,
+        "cross_entropy": cross_entropy,
+    }
+)
+
+
+def _clipped(spec: LossSpec, r: Tensor, advantages: Tensor) -> Terms:
+    unclipped = r * advantages
+    gain = torch.minimum(unclipped, r.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high) * advantages)
+    clipped = gain < unclipped
+    if spec.dual_clip > 0:
+        floor = spec.dual_clip * advantages
+        clipped = clipped | ((advantages < 0) & (floor > gain))
+        gain = torch.where(advantages < 0, torch.maximum(gain, floor), gain)
+    return -gain, clipped
+
+
+def _none(cur: Tensor) -> Tensor:
+    return torch.zeros_like(cur, dtype=torch.bool)

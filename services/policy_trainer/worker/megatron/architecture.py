@@ -1,0 +1,122 @@
+"""Reads a Hugging Face configuration as what megatron-core has to build. Must never guess: what it does not know is
+refused, because a model that is almost right trains without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from proto.messages import ErrorCode
+from services.policy_trainer.layout import Layout
+from shared.rpc.errors import RpcError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_ROPE = ("default", "linear", "llama3")
+_PAD_TO = 8
+"""The padded vocabulary of each tensor-parallel rank is a multiple of this: matrix units want it."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of the families above; sizes in elements. `windows` [layers]: tokens a layer looks back, None: all."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    norm_eps: float
+    qkv_bias: bool
+    linear_bias: bool
+    qk_norm: bool
+    tied: bool
+    windows: tuple[int | None, ...]
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of the embedding, so that `tp` ranks have as many each; the last ones belong to no token."""
+        unit = _PAD_TO * tp
+        return -(-self.vocab // unit) * unit
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError when a degree of `layout` does not divide what it splits."""
+        for name, degree, what, count in (
+            ("tp", layout.tp, "attention heads", self.heads),
+            ("tp", layout.tp, "key-value heads", self.key_heads),
+            ("tp", layout.tp, "columns of the feed-forward layer", self.ffn),
+            ("pp", layout.pp, "layers", self.layers),
+        ):
+            if count % degree:
+                raise ValueError(f"{name} {degree} does not divide the model's {count} {what}; use a divisor")
+
+
+def read_config(folder: Path) -> Any:
+    """The Hugging Face configuration of `folder`. Raises RpcError(bad_request)."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {first[:300]}") from None
+
+
+def read(config: Any) -> Architecture:
+    """Raises RpcError(bad_request) for a model that this backend would not reproduce."""
+    kind = str(config.model_type)
+    heads = int(config.num_attention_heads)
+    bias = bool(getattr(config, "attention_bias", False))
+    linear_bias = bool(getattr(config, "mlp_bias", False))
+    qkv_bias = bias or kind == "qwen2"
+    refused = None
+    if kind not in FAMILIES:
+        refused = f"model_type {kind!r} (it knows {', '.join(FAMILIES)})"
+    elif config.hidden_act != "silu":
+        refused = f"hidden_act {config.hidden_act!r}"
+    elif bias != linear_bias:
+        refused = f"attention_bias {bias} with mlp_bias {linear_bias}"
+    elif config.rope_parameters["rope_type"] not in _ROPE:
+        refused = f"rope_type {config.rope_parameters['rope_type']!r}"
+    elif getattr(config, "attention_dropout", 0.0):
+        refused = f"attention_dropout {config.attention_dropout}"
+    if refused:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"backend megatron does not know {refused}; use backend torch")
+    layers = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    return Architecture(
+        layers=layers,
+        hidden=int(config.hidden_size),
+        ffn=int(config.intermediate_size),
+        heads=heads,
+        key_heads=int(config.num_key_value_heads or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab=int(config.vocab_size),
+        positions=int(config.max_position_embeddings),
+        norm_eps=float(config.rms_norm_eps),
+        qkv_bias=qkv_bias,
+        linear_bias=linear_bias,
+        qk_norm=kind == "qwen3",
+        tied=bool(config.tie_word_embeddings),
+        windows=tuple(int(config.sliding_window) if each == "sliding_attention" else None for each in kinds),
+    )
+
+
+def rotary_frequencies(config: Any, architecture: Architecture) -> Tensor:
+    """float32 [head_dim / 2]: radians a position, as the Hugging Face model computes them, bit for bit."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        even = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float()
+        return cast(Tensor, 1.0 / (rope["rope_theta"] ** (even / architecture.head_dim)))
+    frequencies, scaling = cast(Any, ROPE_INIT_FUNCTIONS)[rope["rope_type"]](config, torch.device("cpu"))
+    if scaling != 1.0:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST, f"backend megatron: rope scaling {scaling} of attention; use backend torch"
+        )
+    return cast(Tensor, frequencies)

@@ -1,0 +1,150 @@
+"""Weights of Llama, Qwen2 and Qwen3 between Hugging Face names and megatron-core's, whole and split over tp and pp.
+
+Pure arithmetic on tensors: no process group, no file. Every rule has its exact inverse, so it serves weights, gradients
+and optimizer moments alike. With H heads, G key-value heads of D elements, megatron keeps the queries of a group beside
+its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups. Padding rows of the vocabulary are
+zero and are dropped on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from services.policy_trainer.worker.megatron.architecture import Architecture
+
+Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
+"""How the full tensor lies on tensor-parallel ranks: everywhere, cut in dimension 0 or 1, or as described above."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of megatron-core, `name` as on the pipeline stage `stage`, made of the Hugging Face tensors `parts`
+    of the full `shapes`."""
+
+    stage: int
+    name: str
+    rule: Rule
+    parts: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Converter:
+    """The table of all weights of a model under `tp` and `pp`, in the order of the Hugging Face model."""
+
+    def __init__(self, model: Architecture, tp: int, pp: int) -> None:
+        self._model = model
+        self._tp = tp
+        per_stage = model.layers // pp
+        embedding = ("model.embed_tokens.weight",)
+        table = (model.vocab, model.hidden)
+        self.weights = [Weight(0, "embedding.word_embeddings.weight", "vocab", embedding, (table,))]
+        for layer in range(model.layers):
+            self.weights += self._layer(layer // per_stage, layer % per_stage, f"model.layers.{layer}")
+        last = pp - 1
+        self.weights.append(
+            Weight(last, "decoder.final_layernorm.weight", "whole", ("model.norm.weight",), ((model.hidden,),))
+        )
+        self.copies: list[Weight] = []
+        """Second copies of a weight on another stage: written when weights are loaded, never read."""
+        if not model.tied:
+            self.weights.append(Weight(last, "output_layer.weight", "vocab", ("lm_head.weight",), (table,)))
+        elif pp > 1:
+            self.copies.append(Weight(last, "output_layer.weight", "vocab", embedding, (table,)))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every Hugging Face tensor, a tied one once."""
+        return {part: shape for each in self.weights for part, shape in zip(each.parts, each.shapes, strict=True)}
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    def _layer(self, stage: int, local: int, source: str) -> list[Weight]:
+        model = self._model
+        hidden, ffn, dim = model.hidden, model.ffn, model.head_dim
+        queries, keys = model.heads * dim, model.key_heads * dim
+        target = f"decoder.layers.{local}"
+        attention, mlp = f"{source}.self_attn", f"{source}.mlp"
+        qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
+        gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+
+        def one(name: str, rule: Rule, part: str, *shape: int) -> Weight:
+            return Weight(stage, f"{target}.{name}", rule, (part,), (shape,))
+
+        def several(name: str, rule: Rule, parts: Sequence[str], rows: Sequence[int], *rest: int) -> Weight:
+            return Weight(stage, f"{target}.{name}", rule, tuple(parts), tuple((each, *rest) for each in rows))
+
+        def ends(parts: Sequence[str], end: str) -> list[str]:
+            return [f"{part}.{end}" for part in parts]
+
+        rows = (queries, keys, keys)
+        found = [
+            one("input_layernorm.weight", "whole", f"{source}.input_layernorm.weight", hidden),
+            several("self_attention.linear_qkv.weight", "qkv", ends(qkv, "weight"), rows, hidden),
+            one("self_attention.linear_proj.weight", "columns", f"{attention}.o_proj.weight", hidden, queries),
+            one("pre_mlp_layernorm.weight", "whole", f"{source}.post_attention_layernorm.weight", hidden),
+            several("mlp.linear_fc1.weight", "gate_up", ends(gate_up, "weight"), (ffn, ffn), hidden),
+            one("mlp.linear_fc2.weight", "columns", f"{mlp}.down_proj.weight", hidden, ffn),
+        ]
+        if model.qkv_bias:
+            found.append(several("self_attention.linear_qkv.bias", "qkv", ends(qkv, "bias"), rows))
+        if model.linear_bias:
+            found += [
+                one("self_attention.linear_proj.bias", "whole", f"{attention}.o_proj.bias", hidden),
+                several("mlp.linear_fc1.bias", "gate_up", ends(gate_up, "bias"), (ffn, ffn)),
+                one("mlp.linear_fc2.bias", "whole", f"{mlp}.down_proj.bias", hidden),
+            ]
+        if model.qk_norm:
+            found += [
+                one("self_attention.q_layernorm.weight", "whole", f"{attention}.q_norm.weight", dim),
+                one("self_attention.k_layernorm.weight", "whole", f"{attention}.k_norm.weight", dim),
+            ]
+        return found
+
+    # ---- one weight
+
+    def split(self, weight: Weight, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What each tensor-parallel rank holds of the full `parts`."""
+        tp, rule = self._tp, weight.rule
+        if rule == "whole":
+            return [parts[0]] * tp
+        if rule == "columns":
+            return list(parts[0].chunk(tp, 1))
+        if rule == "vocab":
+            padding = parts[0].new_zeros(self._model.padded_vocab(tp) - self._model.vocab, *parts[0].shape[1:])
+            return list(torch.cat([parts[0], padding]).chunk(tp))
+        if rule == "qkv":
+            grouped = [part.view(self._model.key_heads, -1, *part.shape[1:]) for part in parts]
+            return [each.flatten(0, 1) for each in torch.cat(grouped, 1).chunk(tp)]
+        if rule == "gate_up":
+            return [torch.cat(pair) for pair in zip(*(part.chunk(tp) for part in parts), strict=True)]
+        return list(parts[0].chunk(tp))
+
+    def join(self, weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The full parts of what each tensor-parallel rank holds; exact inverse of `split`."""
+        rule = weight.rule
+        if rule == "whole":
+            return [shards[0]]
+        if rule == "columns":
+            return [torch.cat(list(shards), 1)]
+        if rule == "vocab":
+            # cut first: a slice of the whole would keep the padding's memory with it
+            rows = len(shards[0])
+            return [torch.cat([each[: max(0, self._model.vocab - at * rows)] for at, each in enumerate(shards)])]
+        if rule == "qkv":
+            model = self._model
+            sizes = [model.heads // model.key_heads * model.head_dim, model.head_dim, model.head_dim]
+            whole = torch.cat([each.view(-1, sum(sizes), *each.shape[1:]) for each in shards])
+            return [part.flatten(0, 1) for part in torch.split(whole, sizes, 1)]
+        if rule == "gate_up":
+            halves = [each.chunk(2) for each in shards]
+            return [torch.cat([half[index] for half in halves]) for index in range(2)]
+        return [torch.cat(list(shards))]

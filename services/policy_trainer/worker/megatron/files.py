@@ -1,0 +1,59 @@
+"""Reads single tensors of a Hugging Face model folder, and writes such a folder. Must never unpickle or download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+
+
+class ModelFiles:
+    """The tensors of `folder` by name, read when asked for: a rank reads its own part of a model only."""
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises RpcError(bad_request) when tensors of `shapes` are missing or have other shapes."""
+        self._folder = folder
+        self._file_of: dict[str, Path] = {}
+        wrong: list[str] = []
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                with safe_open(file, "pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - not a dict
+                        self._file_of[name] = file
+                        if name in shapes and tuple(opened.get_slice(name).get_shape()) != shapes[name]:
+                            wrong.append(name)
+        except (SafetensorError, OSError) as error:
+            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
+        wrong += sorted(shapes.keys() - self._file_of.keys())
+        if wrong:
+            raise self._unusable(f"weights missing or of another shape: {', '.join(wrong[:3])}; save the model again")
+
+    def __call__(self, name: str) -> Tensor:
+        """One full tensor, in the file's dtype."""
+        try:
+            with safe_open(self._file_of[name], "pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
+        return tensor
+
+    def _unusable(self, why: str) -> RpcError:
+        return RpcError(ErrorCode.BAD_REQUEST, f"model {self._folder}: {why}")
+
+
+def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Configuration and safetensors, as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    save_torch_state_dict(
+        {name: each.contiguous() for name, each in weights.items()}, folder, metadata={"format": "pt"}
+    )

@@ -1,0 +1,123 @@
+"""megatron-core's process groups for a layout, and the exact copies of tensors that go over them. Only tensors travel:
+never an object collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
+from shared.model.context import ContextRank
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Groups:
+    """The groups of this rank; every rank makes its Groups at the same time. One layout a process."""
+
+    def __init__(self, place: Place) -> None:
+        """Raises ValueError when the process already has groups of another layout, or a rank is alone among several."""
+        layout = place.layout
+        if not dist.is_initialized():
+            if layout.world_size > 1:
+                raise ValueError(f"rank {place.rank} of {layout.world_size}: open the process group first")
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        if not parallel_state.model_parallel_is_initialized():
+            with megatron_device():
+                parallel_state.initialize_model_parallel(
+                    layout.tp,
+                    layout.pp,
+                    context_parallel_size=layout.cp,
+                    order="tp-cp-ep-dp-pp",  # as `Layout` counts
+                    create_gloo_process_groups=False,
+                    distributed_timeout_minutes=_deadline() / timedelta(minutes=1),
+                )
+                megatron_random.initialize_rng_tracker(inference_rng_tracker=not torch.cuda.is_available())
+                if torch.cuda.is_available():
+                    megatron_random.model_parallel_cuda_manual_seed(1)
+        degrees = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            dist.get_world_size(),
+        )
+        if degrees != (layout.tp, layout.pp, layout.cp, layout.world_size):
+            raise ValueError(f"this process has groups of tp, pp, cp, world {degrees}; {layout} needs a new one")
+        self.place = place
+        self.tp = parallel_state.get_tensor_model_parallel_group()
+        self.pp = parallel_state.get_pipeline_model_parallel_group()
+        self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._cp = parallel_state.get_context_parallel_group()
+        self.context = ContextRank(place.cp_rank, layout.cp, self._cp) if layout.cp > 1 else None
+        """The ranks that sequences are cut over; None without context parallelism."""
+
+    def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
+        """Elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
+        if self.context is None:
+            return values
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self._cp)
+        return total
+
+    def merge_over_dp(self, filled: Tensor) -> None:
+        """In place: every rank of dp x cp filled its own part of zeros; afterwards all have all parts, bit for bit."""
+        if self.dp_cp.size() > 1:
+            dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
+
+    def gather_over_tp(self, local: Tensor) -> list[Tensor]:
+        """The tensors of all tensor-parallel ranks."""
+        if self.tp.size() == 1:
+            return [local]
+        shards = [torch.empty_like(local) for _ in range(self.tp.size())]
+        dist.all_gather(shards, local.contiguous(), group=self.tp)
+        return shards
+
+    def first_of_tp(self, values: Tensor) -> Tensor:
+        """What rank 0 of the tensor-parallel group has, on all of them."""
+        if self.tp.size() > 1:
+            dist.broadcast(values, group_src=0, group=self.tp)
+        return values
+
+    def from_last_stage(self, values: Tensor) -> Tensor:
+        """What the last pipeline stage has, on all of them."""
+        if self.pp.size() > 1:
+            dist.broadcast(values, group_src=self.pp.size() - 1, group=self.pp)
+        return values
+
+    def to_rank_0(self, tensors: Sequence[Tensor], stage: int) -> list[Tensor] | None:
+        """The tensors that the first rank of pipeline stage `stage` has, on rank 0; None elsewhere.
+
+        Other ranks give tensors of the same shapes and dtypes, which are overwritten on rank 0.
+        """
+        source = stage * (self.place.layout.world_size // self.place.layout.pp)
+        if source != 0 and self.place.rank == source:
+            for each in tensors:
+                dist.send(each.contiguous(), 0)
+        if self.place.rank != 0:
+            return None
+        if source != 0:
+            for each in tensors:
+                dist.recv(each, source)
+        return list(tensors)
+
+    def most(self, value: float) -> float:
+        """The largest `value` of all ranks."""
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
+
+
+def _deadline() -> timedelta:
+    """How long a collective of the group of all ranks may take: the groups made of it get the same."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    deadline: timedelta = backend.options._timeout
+    return deadline

@@ -1,0 +1,220 @@
+"""megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank. Runs a
+micro-batch; knows no loss. Logits exist only where a token is scored, and never for the whole vocabulary at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather_sequence
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.megatron.architecture import Architecture
+from services.policy_trainer.worker.megatron.attention import PackedAttention
+from services.policy_trainer.worker.megatron.logprobs import token_logprobs
+from shared.model.attention import Trees
+from shared.model.context import Cut
+from shared.model.logprobs import MAX_LOGITS, Entropy, Scores
+from shared.model.tree import MicroBatch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch on the device; with context parallelism this rank's part of it. `layout` is for attention only."""
+
+    batch: MicroBatch
+    layout: Trees | Cut
+    temperature: float
+    entropy: Entropy
+
+
+def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *, engine: bool) -> TransformerConfig:
+    """What megatron-core calls the settings of `model`. `engine`: Transformer Engine (CUDA only), which brings sequence
+    parallelism where tp > 1.
+    """
+    layout = place.layout
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_query_groups=model.key_heads,
+        kv_channels=model.head_dim,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        add_bias_linear=model.linear_bias,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=engine and layout.tp > 1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,  # micro-batches are packed: each has its own number of nodes
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others refuse the line above
+        calculate_per_token_loss=True,  # nothing is divided: not the loss, not the gradient
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,  # weights are always loaded
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
+    """A decoder layer whose parameters have the same names with and without Transformer Engine."""
+    norm: Any = te.TENorm if engine else WrappedTorchNorm
+    column: Any = te.TEColumnParallelLinear if engine else ColumnParallelLinear
+    row: Any = te.TERowParallelLinear if engine else RowParallelLinear
+    qk_norm: Any = norm if model.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column,
+        core_attention=ModuleSpec(module=PackedAttention, params={"windows": model.windows}),
+        linear_proj=row,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class PackedGPT(GPTModel):  # type: ignore[misc]
+    """A pipeline stage. `forward` takes a `Packed`; gives hidden states [N, 1, hidden], on the last stage `Scores`."""
+
+    def __init__(
+        self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: Place, *, engine: bool
+    ) -> None:
+        """`frequencies` as of `architecture.rotary_frequencies`. Weights are whatever memory holds."""
+        layout = place.layout
+        super().__init__(
+            config=config,
+            transformer_layer_spec=layer_spec(model, engine=engine),
+            vocab_size=model.padded_vocab(layout.tp),
+            max_sequence_length=model.positions,
+            pre_process=place.pp_rank == 0,
+            post_process=place.pp_rank == layout.pp - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="none",  # rotations come from the nodes' own positions, below
+        )
+        if config.sequence_parallel and self.post_process:
+            # the head gets whole rows, picked from a gathered sequence: see `_scores`
+            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
+        self._vocab = model.vocab
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+
+    def recompute_layers(self) -> None:
+        """Keep only each layer's input for the backward pass and run the layer again there."""
+        for layer in self.decoder.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def forward(self, packed: Packed) -> Any:
+        batch, device = packed.batch, self._frequencies.device
+        angles = torch.from_numpy(batch.depths).to(device).float()[:, None] * self._frequencies
+        hidden: Tensor | None = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=torch.from_numpy(batch.token_ids).to(device)[None], position_ids=None)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=packed.layout,
+            rotary_pos_emb=torch.cat([angles, angles], 1)[:, None, None],
+        )
+        return self._scores(packed, cast(Tensor, hidden)) if self.post_process else hidden
+
+    def _scores(self, packed: Packed, hidden: Tensor) -> Scores:
+        """Log-probs and entropies of the tokens that this micro-batch scores, on every tensor-parallel rank."""
+        batch, device = packed.batch, hidden.device
+        if self.config.sequence_parallel:
+            hidden = gather_sequence(hidden, tensor_parallel_output_grad=False)
+        rows = hidden[torch.from_numpy(batch.predictors).to(device)]
+        predictor_C = torch.from_numpy(batch.child_predictor).to(device)
+        token_C = torch.from_numpy(batch.child_token).to(device)
+        step = max(1, MAX_LOGITS * self.config.tensor_model_parallel_size // self.vocab_size)
+        if len(rows) <= step:
+            logprobs_C, entropy_P = self._head(packed, rows, predictor_C, token_C)
+        else:
+            logprobs_C, entropy_P = self._head_in_blocks(packed, rows, predictor_C, token_C, step)
+        child_M = torch.from_numpy(batch.token_child).to(device)
+        entropy_M = None
+        if entropy_P is not None:
+            entropy_M = entropy_P[predictor_C][child_M]
+        return Scores(torch.from_numpy(batch.tokens).to(device), logprobs_C[child_M], entropy_M)
+
+    def _head(self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(rows, weight=weight)
+        return token_logprobs(
+            logits[:, 0],
+            predictor_C,
+            token_C,
+            packed.temperature,
+            packed.entropy,
+            vocab=self._vocab,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _head_in_blocks(
+        self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """At most `step` rows of logits live at a time; going back they are computed again."""
+        places: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for start in range(0, len(rows), step):
+            which = ((predictor_C >= start) & (predictor_C < start + step)).nonzero()[:, 0]
+            found, entropy = checkpoint(
+                self._head,
+                packed,
+                rows[start : start + step],
+                predictor_C[which] - start,
+                token_C[which],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            places.append(which)
+            logprobs.append(found)
+            if entropy is not None:
+                entropies.append(entropy)
+        joined = torch.cat(logprobs)
+        joined = torch.zeros_like(joined).index_copy(0, torch.cat(places), joined)
+        return joined, torch.cat(entropies) if entropies else None

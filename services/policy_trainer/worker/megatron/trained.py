@@ -1,0 +1,254 @@
+"""The model, its gradient buffers and megatron-core's distributed optimizer, and their whole state under Hugging Face
+names. Adds no scaling anywhere: gradients are sums over data and context ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch import Tensor, nn
+
+from services.policy_trainer.worker.backend import State
+from services.policy_trainer.worker.megatron.converter import Converter, Weight
+from services.policy_trainer.worker.megatron.groups import Groups
+from services.policy_trainer.worker.megatron.model import PackedGPT
+from shared.topology.algorithm import Optimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Trained:
+    """All methods that move weights or state are collectives."""
+
+    def __init__(self, model: PackedGPT, converter: Converter, groups: Groups, optimizer: Optimizer) -> None:
+        self._converter = converter
+        self._groups = groups
+        self._settings = optimizer
+        config = model.config
+        self._low = bool(config.bf16)
+        self._grad_dtype = torch.float32 if self._low else config.params_dtype
+        self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        for weight in [*converter.weights, *converter.copies]:
+            if weight.stage == groups.place.pp_rank:
+                # megatron-core tells this while initialising; without it a norm leaves out the shards of other ranks
+                cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=self._low,
+                overlap_grad_reduce=False,  # gradients of several calls add up; `reduce` sums over ranks once
+            ),
+            model,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Fresh optimizer state for the weights as they are."""
+        options, params = self._settings, [each for each in self._params.values() if each.requires_grad]
+        # every parameter decays, as in the torch backend: megatron's own groups leave out norms and biases
+        group = {"params": params, "is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0}
+        inner = torch.optim.AdamW(
+            [group],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        self.optimizer = DistributedOptimizer(
+            inner,
+            OptimizerConfig(
+                bf16=self._low,
+                use_distributed_optimizer=True,
+                params_dtype=params[0].dtype,
+                clip_grad=options.clip_norm,
+            ),
+            None,
+            None,
+            model_chunks=[self.model],
+            per_model_buffers={0: self.model.buffers},
+            data_parallel_group=self._groups.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+        self.optimizer.tp_group = self._groups.tp
+        self.optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+
+    # ---- updates
+
+    def reduce(self) -> None:
+        """Sum gradients over data and context ranks (each keeps its part), and over copies of the same parameter."""
+        finalize_model_grads([self.model], None)
+
+    def norm(self) -> float:
+        """Norm of the whole gradient, the same on every rank; after `reduce`."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def update(self, grad_norm: float, lr: float) -> None:
+        """Clip by `grad_norm` and step; after `norm`."""
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.clip_norm, grad_norm)
+        optimizer.step_with_ready_grads()
+
+    def drop_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    # ---- out of the layout
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """Full weights on the host, on rank 0; {} elsewhere."""
+        return self._whole(lambda name: self._params[name].detach(), next(iter(self._params.values())).dtype)
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """Full gradients on rank 0 after `reduce`; {} elsewhere."""
+        return self._whole(lambda name: self._filled(name, self._grad_part(name), self._grad_dtype), self._grad_dtype)
+
+    def _grad_part(self, name: str) -> Tensor | None:
+        param = self._params[name]
+        part = self._part(param)
+        grad: Tensor = cast(Any, param).main_grad
+        return None if part is None else grad.view(-1)[part]
+
+    @torch.no_grad()
+    def state(self) -> State:
+        """Copies, on rank 0; empty elsewhere."""
+        weights = {name: each.clone() for name, each in self.weights().items()}
+        mains = self._mains()
+        optimizer: dict[str, Tensor] = {}
+
+        def add(slot: str, of: Callable[[Tensor], Tensor]) -> None:
+            def read(name: str) -> Tensor:
+                main = mains.get(self._params[name])
+                return self._filled(name, None if main is None else of(main), torch.float32)
+
+            whole = self._whole(read, torch.float32)
+            optimizer.update({f"{slot}/{name}": each for name, each in whole.items()})
+
+        inner: Any = self.optimizer.optimizer
+        steps = self._groups.most(max((self._steps(main) for main in mains.values()), default=0.0))
+        if steps:
+            for slot in _MOMENTS:
+                add(slot, lambda main, slot=slot: inner.state[main][slot])  # type: ignore[misc]
+            if weights:
+                optimizer |= {f"step/{name}": torch.tensor(steps) for name in weights}
+        if self._low:
+            add("master", lambda main: main)
+        return State(weights, optimizer)
+
+    def _steps(self, main: Tensor) -> float:
+        """Updates so far: torch's optimizer counts a parameter, Transformer Engine's a group."""
+        inner: Any = self.optimizer.optimizer
+        return float(inner.state[main].get("step", inner.param_groups[0].get("step", 0)) if main in inner.state else 0)
+
+    def _whole(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Hugging Face tensors on rank 0 of what `read` gives for the name of each parameter of this stage."""
+        found: dict[str, Tensor] = {}
+        place = self._groups.place
+        first = place.tp_rank == place.cp_rank == place.dp_rank == 0
+        device = next(iter(self._params.values())).device
+        for weight in self._converter.weights:
+            parts: list[Tensor] = []
+            if place.pp_rank == weight.stage:
+                parts = self._converter.join(weight, self._groups.gather_over_tp(read(weight.name)))
+            elif place.rank == 0:
+                parts = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.shapes]
+            if first and (arrived := self._groups.to_rank_0(parts, weight.stage)) is not None:
+                found |= {name: each.cpu() for name, each in zip(weight.parts, arrived, strict=True)}
+        return found
+
+    def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The local parameter `name` of `part`, which each data-parallel rank has a piece of, or none."""
+        param = self._params[name]
+        flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+        where = self._part(param)
+        if part is not None and where is not None:
+            flat[where] = part.detach()
+        self._groups.merge_over_dp(flat)
+        return flat.view(param.shape)
+
+    def _part(self, param: nn.Parameter) -> slice | None:
+        """Which elements of `param` this data-parallel rank trains."""
+        if param not in self.optimizer.model_param_gbuf_map:
+            return None
+        found = self.optimizer._get_model_param_range_map(param)["param"]
+        return slice(found.start, found.end)
+
+    def _mains(self) -> dict[nn.Parameter, Tensor]:
+        """What the optimizer trains of each parameter on this rank: its float32 piece."""
+        optimizer = self.optimizer
+        pairs = [
+            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+        ]
+        return {param: main for params, mains in pairs for param, main in zip(params, mains, strict=True)}
+
+    # ---- into the layout
+
+    @torch.no_grad()
+    def set_weights(self, weights: Callable[[str], Tensor]) -> None:
+        """Take over the full tensors that `weights` gives by Hugging Face name; masters follow, moments go."""
+        for weight in [*self._converter.weights, *self._converter.copies]:
+            if weight.stage == self._groups.place.pp_rank:
+                param = self._params[weight.name]
+                param.copy_(self._mine(weight, [weights(part) for part in weight.parts], param.dtype))
+        self.reset()
+
+    @torch.no_grad()
+    def set_optimizer(self, slots: dict[str, Tensor]) -> None:
+        """Take over `State.optimizer`, after `set_weights`."""
+        inner: Any = self.optimizer.optimizer
+        mains = self._mains()
+        for weight in [*self._converter.weights, *self._converter.copies]:
+            if weight.stage != self._groups.place.pp_rank or self._params[weight.name] not in mains:
+                continue
+            param = self._params[weight.name]
+            main, where = mains[param], self._part(param)
+
+            def piece(slot: str, weight: Weight = weight, where: slice | None = where) -> Tensor | None:
+                parts = [slots.get(f"{slot}/{name}") for name in weight.parts]
+                given = [part for part in parts if part is not None]
+                if len(given) < len(parts):
+                    return None
+                return self._mine(weight, given, torch.float32).reshape(-1)[where].clone()
+
+            master, moments = piece("master"), {slot: piece(slot) for slot in _MOMENTS}
+            if self._low and master is not None:
+                main.copy_(master)
+            step = slots.get(f"step/{weight.parts[0]}")
+            if step is not None and all(each is not None for each in moments.values()):
+                on_device = {slot: each.to(main.device) for slot, each in moments.items() if each is not None}
+                inner.state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
+
+    def _mine(self, weight: Weight, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return self._converter.split(weight, parts)[self._groups.place.tp_rank].to(dtype)
+
+    # ---- memory
+
+    def tensors(self) -> list[Tensor]:
+        """All weights and constants of this rank."""
+        return [*self._params.values(), *self.model.module.buffers()]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Where gradients are summed."""
+        return [buffer.grad_data for buffer in self.model.buffers]
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Moments, step counts, and masters that are tensors of their own."""
+        inner: Any = self.optimizer.optimizer
+        found = [each for slots in inner.state.values() for each in slots.values() if isinstance(each, Tensor)]
+        return found + (list(self._mains().values()) if self._low else [])

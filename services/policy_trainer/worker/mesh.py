@@ -1,0 +1,91 @@
+"""The process groups of the torch backend and the few sums that go over them. Never sums anything with a gradient:
+`all_reduce` in place is invisible to autograd, and a reduced loss must not be taken backward.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from services.policy_trainer.layout import Place
+from shared.model.context import ContextRank
+
+
+def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> None:
+    """Join the group of all ranks, meeting the others through `file` (private to the run's owner).
+
+    A collective that takes longer than `deadline_s` raises RuntimeError. Blocks until all ranks are there.
+    """
+    store = FileStore(str(file), place.layout.world_size)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=place.rank,
+        world_size=place.layout.world_size,
+        timeout=timedelta(seconds=deadline_s),
+    )
+
+
+class Mesh:
+    """Groups of a layout without tensor or pipeline ranks; every rank must make its Mesh at the same time."""
+
+    def __init__(self, place: Place, device: str) -> None:
+        """Raises ValueError for tp or pp above 1: only backend megatron splits layers."""
+        layout = place.layout
+        if layout.tp * layout.pp > 1:
+            raise ValueError(f"tp {layout.tp}, pp {layout.pp}: backend torch has dp and cp only; use backend megatron")
+        self.place = place
+        self._context: ContextRank | None = None
+        if layout.cp > 1:
+            for first in range(0, layout.world_size, layout.cp):  # every rank makes every group
+                group = dist.new_group(list(range(first, first + layout.cp)))
+                if first == place.dp_rank * layout.cp:
+                    self._context = ContextRank(place.cp_rank, layout.cp, group)
+        self.shard_mesh: DeviceMesh | None = None
+        if layout.world_size > 1:
+            self.shard_mesh = init_device_mesh(device, (layout.world_size,), mesh_dim_names=("dp_cp",))
+
+    @property
+    def context(self) -> ContextRank | None:
+        """The ranks that sequences are cut over; None without context parallelism."""
+        return self._context
+
+    def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
+        """Elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
+        if self._context is None:
+            return values
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self._context.group)
+        return total
+
+    def most(self, count: int) -> int:
+        """The largest `count` of all ranks."""
+        if self.shard_mesh is None:
+            return count
+        value = torch.tensor([count])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    @torch.no_grad()
+    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Scalar: sum of `values` where `mask` over all tokens of all ranks; no gradient."""
+        total = torch.where(mask.bool(), values, torch.zeros_like(values)).sum().detach().clone()
+        if self.shard_mesh is not None:
+            dist.all_reduce(total)
+        return total
+
+    @torch.no_grad()
+    def masked_mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Scalar: mean of `values` over all masked-in tokens of all ranks, 0 if there are none; no gradient.
+
+        A mean of each rank's mean would be wrong wherever ranks hold different numbers of tokens.
+        """
+        count = self.masked_sum(mask.to(values.dtype), mask)
+        return self.masked_sum(values, mask) / count.clamp(min=1.0)

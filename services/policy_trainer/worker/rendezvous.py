@@ -1,0 +1,107 @@
+"""Where the ranks of a group meet before every collective: rank 0's side, a pure state machine over arrivals.
+
+No rank enters a collective that another one cannot join: a rank that failed says so here and all of them refuse the
+call, with their process group intact. Missing on purpose: a way back from an ended group. A rank that comes in a second
+life ends it, and all ranks start anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from proto.messages import ErrorCode, Meet, Met
+from shared.rpc.errors import RpcError
+
+JOIN, END = "join", "end"
+_DECIDED_ROUNDS = 64
+"""Rounds that are remembered for ranks that come late to them."""
+
+Answer = Callable[[Met | RpcError], None]
+
+
+@dataclass
+class _Round:
+    deadline: float
+    waiting: dict[int, Answer] = field(default_factory=dict)
+
+
+class Rendezvous:
+    """`arrive` and `expire` answer ranks through the callbacks they came with; `ended` says why there is no group."""
+
+    def __init__(self, world_size: int, generation: int, *, deadline_s: float) -> None:
+        """`generation`: names the group to be formed, never 0; a rank that waits longer than `deadline_s` ends it."""
+        self.ended = ""
+        self._world_size = world_size
+        self._generation = generation
+        self._deadline_s = deadline_s
+        self._formed = False
+        self._rounds: dict[str, _Round] = {}
+        self._decided: OrderedDict[str, Met] = OrderedDict()
+        self._parked: dict[int, Answer] = {}
+
+    def arrive(self, request: Meet, answer: Answer, now: float) -> None:
+        """A rank came to a round. `answer` is called once, now or when the round is decided."""
+        if self.ended:
+            answer(self._lost())
+        elif request.round == JOIN:
+            self._join(request, answer)
+        elif request.generation != self._generation or not self._formed:
+            answer(RpcError(ErrorCode.LOST, f"group {request.generation:x} has ended; this is another one"))
+        elif request.round == END:
+            self._parked[request.rank] = answer
+        elif request.round in self._decided:
+            answer(self._decided[request.round])
+        else:
+            current = self._rounds.setdefault(request.round, _Round(now + self._deadline_s))
+            current.waiting[request.rank] = answer
+            if request.failure:
+                self._decide(request.round, [f"rank {request.rank}: {request.failure}"])
+            elif len(current.waiting) == self._world_size:
+                self._decide(request.round, [])
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do; None: nobody waits."""
+        return min((each.deadline for each in self._rounds.values()), default=None)
+
+    def expire(self, now: float) -> None:
+        """End the group when a round is past its deadline, naming who is missing."""
+        for name, current in self._rounds.items():
+            if now >= current.deadline:
+                missing = sorted(set(range(self._world_size)) - current.waiting.keys())
+                names = ", ".join(f"policy-trainer-worker/{rank}" for rank in missing)
+                self.end(f"{name}: {names} did not come within {self._deadline_s:g} s of the first rank")
+                return
+
+    def end(self, cause: str) -> None:
+        """There is no group any more; everybody who waits is told."""
+        self.ended = self.ended or cause
+        waiting = [answer for current in self._rounds.values() for answer in current.waiting.values()]
+        for answer in (*waiting, *self._parked.values()):
+            answer(self._lost())
+        self._rounds.clear()
+        self._parked.clear()
+
+    def _join(self, request: Meet, answer: Answer) -> None:
+        if self._formed:
+            # not answered: the client asks again until this rank is in its next life too, and is let in there
+            self.end(f"policy-trainer-worker/{request.rank} was restarted: the group is formed anew")
+            return
+        self._parked[request.rank] = answer
+        if len(self._parked) == self._world_size:
+            self._formed = True
+            joined, self._parked = self._parked, {}
+            for each in joined.values():
+                each(Met(generation=self._generation))
+
+    def _decide(self, name: str, failures: list[str]) -> None:
+        met = Met(generation=self._generation, failures=failures)
+        self._decided[name] = met
+        if len(self._decided) > _DECIDED_ROUNDS:
+            self._decided.popitem(last=False)
+        for answer in self._rounds.pop(name).waiting.values():
+            answer(met)
+
+    def _lost(self) -> RpcError:
+        return RpcError(ErrorCode.LOST, f"the group has ended: {self.ended}")

@@ -1,0 +1,93 @@
+"""A whole model on one rank, and what the optimizer trains of it. Weights of 16 bits have float32 masters: an update of
+1e-6 vanishes in bfloat16, and so does a micro-batch's gradient in a long sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.load import named_weights
+from shared.model.logprobs import Scorer
+
+
+class Replica:
+    """`scorer` runs the model; `masters` are the parameters of the optimizer, by Hugging Face name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.scorer = Scorer(model)
+        self.masters: dict[str, nn.Parameter] = {}
+        self._params = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        for name, param in self._params.items():
+            low = param.dtype in (torch.bfloat16, torch.float16)
+            self.masters[name] = nn.Parameter(param.detach().float()) if low else param
+            if low:
+                cast(Any, param).register_post_accumulate_grad_hook(self._into(self.masters[name]))
+        self.separate = {name for name, param in self._params.items() if self.masters[name] is not param}
+        """Names whose master is another tensor than the weight."""
+
+    @staticmethod
+    def _into(master: nn.Parameter) -> Callable[[Tensor], None]:
+        def move(param: Tensor) -> None:
+            if param.grad is None:
+                return
+            grad = param.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            param.grad = None
+
+        return move
+
+    def after_inference(self) -> None:
+        """Nothing stays behind of a pass without a gradient."""
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """The weights follow their masters."""
+        for name in self.separate:
+            self._params[name].copy_(self.masters[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live weights; they change with the next update."""
+        return named_weights(self.model)
+
+    @torch.no_grad()
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Copy in full weights of the same names and shapes; masters follow."""
+        for name, tensor in named_weights(self.model).items():
+            tensor.copy_(weights[name])
+        for name in self.separate:
+            self.masters[name].copy_(self._params[name])
+
+    def whole(self, part: Tensor) -> Tensor:
+        """A copy on the host of the full tensor that `part`, shaped like a master, is this rank's part of."""
+        return part.detach().to("cpu", copy=True)
+
+    def part(self, whole: Tensor, master: nn.Parameter) -> Tensor:
+        """This rank's part of a full tensor, as `master` is split."""
+        return whole.to(master.device, master.dtype, copy=True)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Full shape of every weight."""
+        return {name: tensor.shape for name, tensor in named_weights(self.model).items()}
+
+    def whole_scalar(self, value: Tensor) -> float:
+        """A scalar over all masters as a number."""
+        return float(value)
+
+    @property
+    def trained_shapes(self) -> list[torch.Size]:
+        """Full shape of every master."""
+        return [master.shape for master in self.masters.values()]
+
+    def own_masters(self) -> list[Tensor]:
+        """Masters that are tensors of their own."""
+        return [self.masters[name] for name in sorted(self.separate)]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the model on this rank."""
+        return [*self.model.parameters(), *self.model.buffers()]

@@ -1,0 +1,103 @@
+"""Keeps tensors off the device, bit for bit, and gives their memory back while they are there.
+
+On CUDA the shelf is host memory; on a CPU-only machine, where device and host are the same memory, it is a file, so
+that memory really falls. Must never change which tensor objects a model or optimizer holds: their storage is emptied
+and filled again in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Shelf:
+    """One set of tensors that is either on the device or on the shelf. Compute thread only."""
+
+    def __init__(self, file: Path) -> None:
+        """`file`: where the bytes of CPU tensors go; its folder is made when needed."""
+        self._file = file
+        self._stored: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is on the shelf."""
+        return bool(self._stored)
+
+    def put(self, tensors: Iterable[Tensor]) -> int:
+        """Move the storages of `tensors` here (each once, however many share it); returns bytes freed."""
+        tensors = list(tensors)
+        own_storages(tensors)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = storage
+        on_cpu = [each for each in storages.values() if each.device.type == "cpu"]
+        if on_cpu:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("wb") as file:
+                for storage in on_cpu:
+                    file.write(_bytes(storage))
+        for storage in storages.values():
+            size = storage.nbytes()
+            copy = None
+            if storage.device.type != "cpu":
+                copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            self._stored.append((storage, size, copy))
+        for storage, _, _ in self._stored:
+            storage.resize_(0)
+        if on_cpu:
+            _give_back()
+        return sum(size for _, size, _ in self._stored)
+
+    def take(self) -> int:
+        """Bring everything back into the same tensors; returns bytes moved. Raises OSError when the file is gone."""
+        moved = 0
+        on_cpu = [(storage, size) for storage, size, copy in self._stored if copy is None]
+        if on_cpu:
+            with self._file.open("rb") as file:
+                for storage, size in on_cpu:
+                    storage.resize_(size)
+                    if file.readinto(_bytes(storage)) != size:
+                        raise OSError(f"{self._file}: shorter than what was put there")
+            self._file.unlink()
+        for storage, size, copy in self._stored:
+            if copy is not None:
+                storage.resize_(size)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+            moved += size
+        self._stored = []
+        return moved
+
+
+def _give_back() -> None:
+    """Have the allocator return what is free to the system; glibc keeps pieces below 32 MiB otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none, and need none
+    if trim is not None:
+        trim(0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _bytes(storage: torch.UntypedStorage) -> memoryview:
+    """The storage's memory, writable. Not through numpy: a storage that was lent to it can never be resized again."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def own_storages(tensors: Iterable[Tensor]) -> None:
+    """Give every tensor whose memory belongs to somebody else too (a mapped file, numpy) memory that can be freed."""
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor) and not tensor.untyped_storage().resizable():
+            copies.setdefault(tensor.data_ptr(), tensor.data.clone())
+            tensor.data = copies[tensor.data_ptr()]

@@ -1,0 +1,40 @@
+"""Brings a rank's device, process group and backend up, from the topology. The one place that knows which backend."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.backend import Backend, BackendOptions
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.mesh import open_group
+from shared.rundir import RunDir
+from shared.topology import Topology
+
+
+def make_backend(run: RunDir, topology: Topology, place: Place, generation: int) -> Backend:
+    """The model of the topology on this rank; with several ranks, their process group `generation` is open then."""
+    options = topology.services.policy_trainer
+    device = options.device(place.rank)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    if place.layout.world_size > 1:
+        if device == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks on CPU share a host: nothing listens outside it
+        open_group(run.sockets / f"group-{generation:x}", place, device, deadline_s=options.collective_s)
+    settings = BackendOptions(
+        max_tokens=options.max_tokens_per_micro_batch,
+        threads=options.threads or 1,
+        device=device,
+        scratch=run.path / "offloaded",
+        recompute=options.recompute,
+    )
+    policy = topology.policy
+    if options.backend == "torch":
+        return TorchBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)
+    from services.policy_trainer.worker.megatron.backend import MegatronBackend  # an extra that not everybody installs
+
+    return MegatronBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)

@@ -1,0 +1,84 @@
+"""Newer weights for a block that is being sampled: its samples keep their tokens and cached keys and values, and go on
+under the new version from the next decode step (`services.rollout.in_flight: keep`). Must never let a token be sampled
+with weights that were not proved, nor touch a block that wants one exact version (evaluations).
+
+Generation stands still for the swap and its proof only, not while the weights are fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from proto.messages import WeightsRef
+from services.rollout.engine import Engine
+from services.rollout.weights_sync import WeightsSync, weights_meta
+from shared.dataplane.client import DataClient
+from shared.rpc.errors import RpcError
+
+FETCH_S = 30.0
+
+
+class InFlight:
+    """Belongs to the service's loop. `run` must run for announcements to have an effect."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sync: WeightsSync,
+        data: DataClient,
+        emit: Callable[[str, dict[str, float | str]], None],
+    ) -> None:
+        """`emit(topic, values)`: telemetry."""
+        self._engine = engine
+        self._sync = sync
+        self._data = data
+        self._emit = emit
+        self._swapping = asyncio.Lock()
+        self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
+        self._versions: list[int] | None = None
+
+    @asynccontextmanager
+    async def settled(self) -> AsyncIterator[None]:
+        """No swap begins or goes on inside: for whoever loads weights, and looks at what the engine holds."""
+        async with self._swapping:
+            yield
+
+    def begin(self, version: int, *, exact: bool) -> list[int]:
+        """A block is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
+        versions = [version]
+        self._versions = None if exact else versions
+        return versions
+
+    def end(self) -> None:
+        """The block is done."""
+        self._versions = None
+
+    def announce(self, ref: WeightsRef) -> None:
+        """The scheduler has a newer version. Said again and again: one that cannot be used now is forgotten."""
+        if self._versions is not None and not self._announced.full():
+            self._announced.put_nowait(ref)
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises RpcError(conflict), generation held, when engine and trainer disagree."""
+        while True:
+            await self._update(await self._announced.get())
+
+    async def _update(self, ref: WeightsRef) -> None:
+        try:
+            (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S)
+        except RpcError as error:
+            self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})  # superseded meanwhile
+            return
+        async with self._swapping:
+            versions = self._versions
+            if versions is None or not self._sync.needs(ref, exact=False):
+                return
+            began = time.perf_counter()
+            await self._engine.pause()
+            await self._sync.load(ref, weights)
+            versions.append(ref.step)
+            await self._engine.resume()  # not after a failure: the service ends
+            self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

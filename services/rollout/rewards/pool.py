@@ -1,0 +1,372 @@
+"""Scores samples in a pool of processes that can be killed. A function that hangs, crashes, raises or eats memory costs
+its own sample and never the block, the loop or the service.
+
+A process works through the calls it was given one by one (coroutine functions: at once) and answers each; when it is
+late or dies, the call it was at is the culprit: that sample fails, the others go to the process that replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from proto.messages import ErrorCode
+from services.rollout.rewards.frames import LENGTH, LIMIT_BYTES, Answer, Ready, Setup, Work, frame
+from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
+from services.rollout.rewards.score import ANSWER, CRASHED, RAISED, TIMEOUT, Score, add_all, failed, totals
+from shared.data.gym_process import HASH_SEED
+from shared.rpc.errors import RpcError
+from shared.sample import Sample
+
+GRACE_S = 0.5  # a call on a busy machine is not hung yet
+START_S = 60.0  # importing a user's libraries
+START_ATTEMPTS = 3
+PLAIN_CALLS = 16
+ASYNC_CALLS = 64
+_UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
+_PACKAGES = Path(__file__).parents[3]
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of function `function` over the samples at `places` of the block."""
+
+    function: int
+    samples: list[Sample]
+    places: list[int]
+    done: asyncio.Event
+    told: Callable[[], None]
+    alone: bool = False
+    scores: list[Score] = field(default_factory=list)
+
+    def finish(self, scores: list[Score]) -> None:
+        self.scores = scores
+        self.done.set()
+        self.told()
+
+
+class _Process:
+    """The service's end of one reward process."""
+
+    def __init__(
+        self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._child = child
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls) -> _Process:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.rollout.rewards.process",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # killed with whatever a function has started
+                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(child, reader, writer)
+
+    async def send(self, message: bytes) -> None:
+        self._writer.write(message)
+        await self._writer.drain()
+
+    async def read(self) -> bytes:
+        """Raises IncompleteReadError or ConnectionError once the process is gone."""
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > LIMIT_BYTES:
+            raise ConnectionError(f"a reward process announced {length} bytes")
+        return await self._reader.readexactly(length)
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """Kill it and all it started; says how it had ended by itself within `grace_s`, if it had."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._child.wait()
+        status = self._child.returncode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        await self._child.wait()
+        self._writer.close()
+        if status is None:
+            return "was killed"
+        return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+class RewardPool:
+    """Belongs to the service's loop. `start` before the first block, `close` at the end."""
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        *,
+        timeout_s: float,
+        memory_bytes: int,
+        processes: int,
+        emit: Callable[[str, dict[str, float | str]], None],
+    ) -> None:
+        """`emit(topic, values)`: where telemetry goes."""
+        self._terms = list(terms)
+        self._setup = Setup([(term.function, term.params) for term in terms], timeout_s, memory_bytes)
+        self._processes = processes
+        self._emit = emit
+        self._inline: dict[int, RewardFunction] = {}
+        self._group: list[bool] = []
+        self._is_async: list[bool] = []
+        self._waiting: deque[_Call] = deque()
+        self._more = asyncio.Event()
+        self._workers: list[asyncio.Task[None]] = []
+        self._counts: Counter[str] = Counter()
+        self._listeners: list[Callable[[], None]] = []
+
+    async def start(self) -> None:
+        """Load every function once. Raises RpcError(bad_request), one line, for one that cannot be had."""
+        inline = {at: term for at, term in enumerate(self._terms) if is_inline(term.function)}
+        self._inline = {at: load_reward(term.function, term.params) for at, term in inline.items()}
+        self._group = self._is_async = [False] * len(self._terms)
+        if len(inline) < len(self._terms):
+            first = await self._spawn()  # a user's module is never imported in this process
+            self._workers = [
+                asyncio.create_task(self._work(first if number == 0 else None)) for number in range(self._processes)
+            ]
+
+    async def watch(self) -> None:
+        """Wait for the end of a process that cannot be replaced: raises its RpcError. Without processes, for ever."""
+        await asyncio.gather(*self._workers, asyncio.Event().wait())
+
+    async def close(self) -> None:
+        """End every process."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._workers.clear()
+
+    async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
+        """Scores of every sample, in the shape of `groups` (one group a task): the weighted sum over the functions.
+
+        `advance` is called whenever a call has ended, of whichever block: to wait for one's turn is not to hang.
+        Raises RpcError(bad_request) when processes cannot be started any more.
+        """
+        flat = [sample for group in groups for sample in group]
+        sums = [Score(0.0) for _ in flat]
+        calls: list[_Call] = []
+        for at, term in enumerate(self._terms):
+            if at in self._inline:
+                scores = [_call_inline(self._inline[at], sample) for sample in flat]
+                add_all(sums, range(len(flat)), scores, term.weight)
+            else:
+                calls += self._calls(groups, at)
+        self._listeners.append(advance)
+        try:
+            await self._finished(calls)
+        finally:
+            self._listeners.remove(advance)
+            for call in calls:
+                call.done.set()  # given up: whoever meets it in the queue leaves it
+        for call in calls:
+            add_all(sums, call.places, call.scores, self._terms[call.function].weight)
+        self._report(sums)
+        scored = iter(sums)
+        return [[next(scored) for _ in group] for group in groups]
+
+    async def _finished(self, calls: Sequence[_Call]) -> None:
+        self._waiting.extend(calls)
+        self._more.set()
+        everything = asyncio.create_task(_all_done(calls))
+        try:
+            await asyncio.wait({everything, *self._workers}, return_when=asyncio.FIRST_COMPLETED)
+            for worker in self._workers:
+                if worker.done() and not worker.cancelled():
+                    worker.result()
+            await everything
+        finally:
+            everything.cancel()
+            await asyncio.gather(everything, return_exceptions=True)
+
+    def _calls(self, groups: Sequence[Sequence[Sample]], function: int) -> list[_Call]:
+        calls: list[_Call] = []
+        place = 0
+        for group in groups:
+            places = list(range(place, place + len(group)))
+            place += len(group)
+            if self._group[function]:
+                calls.append(_Call(function, list(group), places, asyncio.Event(), self._told))
+            else:
+                calls += [
+                    _Call(function, [sample], [at], asyncio.Event(), self._told)
+                    for sample, at in zip(group, places, strict=True)
+                ]
+        return calls
+
+    def _told(self) -> None:
+        self._counts["calls"] += 1
+        for listener in self._listeners:
+            listener()
+
+    def _report(self, scores: Sequence[Score]) -> None:
+        failures = [score for score in scores if score.value is None]
+        self._counts.update(score.kind for score in failures)
+        values: dict[str, float | str] = {
+            "samples": len(scores),
+            "samples_failed": len(failures),
+            **{f"total/{kind}": float(count) for kind, count in sorted(self._counts.items())},
+        }
+        if failures:
+            values["last_failure"] = failures[-1].failure
+        self._emit("reward", values)
+
+    # ---- one task a process
+
+    async def _work(self, process: _Process | None) -> None:
+        try:
+            while True:
+                # Before there is work for it: the others take what comes while this one starts.
+                process = process or await self._spawn_again()
+                calls = await self._take()
+                if not await self._run(process, calls):
+                    process = None
+        finally:
+            if process is not None:
+                await process.end()
+
+    async def _take(self) -> list[_Call]:
+        while True:
+            while self._waiting and self._waiting[0].done.is_set():
+                self._waiting.popleft()
+            if self._waiting:
+                break
+            self._more.clear()
+            await self._more.wait()
+        first = self._waiting.popleft()
+        calls = [first]
+        # A fair share: a long queue must not lie with one process while another is idle.
+        most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
+        most = 1 if first.alone else min(most, 1 + len(self._waiting) // self._processes)
+        while len(calls) < most and self._waiting and _same(first, self._waiting[0]):
+            calls.append(self._waiting.popleft())
+        return calls
+
+    async def _run(self, process: _Process, calls: list[_Call]) -> bool:
+        """Have `calls` done; False when the process was ended."""
+        function = calls[0].function
+        name, timeout_s = self._terms[function].function, self._setup.timeout_s
+        calls, message = _encoded(name, calls)
+        pending = dict(enumerate(calls))
+        failure, why = CRASHED, ""
+        ended = False
+        try:
+            await process.send(message)
+            while pending and not ended:
+                async with asyncio.timeout(timeout_s + GRACE_S * (2 if self._is_async[function] else 1)):
+                    answer = msgspec.msgpack.decode(await process.read(), type=Answer)
+                pending.pop(answer.number).finish(answer.scores)
+                ended = answer.last
+        except TimeoutError:
+            failure, why = TIMEOUT, f"no answer within {timeout_s:g} s (reward.timeout_s)"
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, KeyError):
+            failure = CRASHED
+        except asyncio.CancelledError:
+            await process.end()
+            raise
+        else:
+            if not ended:
+                return True
+        # The socket closes a moment before the exit status is there.
+        status = await process.end(GRACE_S if failure == CRASHED else 0.0)
+        self._counts["restarts"] += 1
+        left = list(pending.values())
+        if not ended:
+            self._blame(left, failed(name, failure, why or f"took its process down: it {status}"))
+        self._waiting.extendleft(reversed([call for call in left if not call.done.is_set()]))
+        self._more.set()
+        return False
+
+    def _blame(self, left: list[_Call], score: Score) -> None:
+        """The call that ended the process: the first not answered; of calls at once, none until it does so alone."""
+        if self._is_async[left[0].function] and len(left) > 1:
+            for call in left:
+                call.alone = True
+        else:
+            left[0].finish([score] * len(left[0].samples))
+
+    async def _spawn_again(self) -> _Process:
+        for attempt in range(START_ATTEMPTS):
+            try:
+                return await self._spawn()
+            except RpcError:
+                if attempt == START_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _spawn(self) -> _Process:
+        process = await _Process.start()
+        try:
+            async with asyncio.timeout(START_S):
+                await process.send(frame(self._setup))
+                ready = msgspec.msgpack.decode(await process.read(), type=Ready)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            status = await process.end()
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"reward functions {', '.join(term.function for term in self._terms)}: their process {status} while "
+                f"it loaded them ({type(error).__name__}, limit {START_S:g} s)",
+            ) from None
+        except asyncio.CancelledError:
+            await process.end()
+            raise
+        if ready.error:
+            await process.end()
+            raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
+        self._group, self._is_async = ready.group, ready.is_async
+        return process
+
+
+async def _all_done(calls: Sequence[_Call]) -> None:
+    for call in calls:
+        await call.done.wait()
+
+
+def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
+    """The calls that a process can be handed, and the Work of them; the others fail here."""
+    try:
+        return calls, frame(Work(calls[0].function, [call.samples for call in calls]))
+    except _UNFIT:
+        pass
+    fit: list[_Call] = []
+    for call in calls:
+        try:
+            frame(Work(call.function, [call.samples]))
+        except _UNFIT as error:
+            call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
+        else:
+            fit.append(call)
+    return fit, frame(Work(calls[0].function, [call.samples for call in fit]))
+
+
+def _same(first: _Call, other: _Call) -> bool:
+    return other.function == first.function and not other.alone and not other.done.is_set()
+
+
+def _call_inline(function: RewardFunction, sample: Sample) -> Score:
+    try:
+        return totals(function.name, function.call(sample, **function.params), 1, group=False)[0]
+    except Exception as error:
+        return failed(function.name, RAISED, f"raised {type(error).__name__}: {error}")

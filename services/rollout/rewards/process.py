@@ -1,0 +1,130 @@
+"""One reward process: loads the functions, calls them one Work after the other, and is killed when it is late. Must
+never be trusted to end itself, and must never import torch: `python -m services.rollout.rewards.process FD`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from services.rollout.rewards.frames import LENGTH, Answer, Ready, Setup, Work, frame
+from services.rollout.rewards.load import RewardFunction, load_reward
+from services.rollout.rewards.score import MEMORY, RAISED, TIMEOUT, Score, failed, totals
+from shared.rpc.errors import RpcError
+from shared.sample import Sample
+
+MAX_CONCURRENT_CALLS = 64
+_PR_SET_PDEATHSIG = 1
+_LIKELY_VICTIM = b"700"
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def main(descriptor: int) -> None:
+    """Serve the service at the other end of the socket until it goes away."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # before the engine, if it comes to that
+    os.dup2(2, 1)  # what a function prints is for people
+    link = socket.socket(fileno=descriptor)
+    setup = _read(link, Setup)
+    if setup is None:
+        return
+    try:
+        functions = [load_reward(name, params) for name, params in setup.functions]
+    except RpcError as error:
+        link.sendall(frame(Ready([], [], str(error))))
+        return
+    _limit_memory(setup.memory_bytes)
+    link.sendall(frame(Ready([each.group for each in functions], [each.is_async for each in functions])))
+    while (work := _read(link, Work)) is not None:
+        function = functions[work.function]
+        if function.is_async:
+            asyncio.run(_serve_async(link, function, work, setup.timeout_s))
+        else:
+            _serve_plain(link, function, work)
+
+
+def _serve_plain(link: socket.socket, function: RewardFunction, work: Work) -> None:
+    for number, samples in enumerate(work.calls):
+        try:
+            answer = function.call(samples if function.group else samples[0], **function.params)
+            scores = totals(function.name, answer, len(samples), group=function.group)
+        except BaseException as error:  # a user's sys.exit(), too, costs only its sample
+            scores = _raised(function, samples, error)
+        _send(link, number, scores)
+
+
+async def _serve_async(link: socket.socket, function: RewardFunction, work: Work, timeout_s: float) -> None:
+    slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def one(number: int, samples: list[Sample]) -> None:
+        async with slots:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await function.call(samples if function.group else samples[0], **function.params)
+                scores = totals(function.name, answer, len(samples), group=function.group)
+            except TimeoutError:
+                why = f"no answer within {timeout_s:g} s (reward.timeout_s)"
+                scores = [failed(function.name, TIMEOUT, why)] * len(samples)
+            except (Exception, SystemExit) as error:
+                scores = _raised(function, samples, error)
+        _send(link, number, scores)
+
+    await asyncio.gather(*(one(number, samples) for number, samples in enumerate(work.calls)))
+
+
+def _raised(function: RewardFunction, samples: list[Sample], error: BaseException) -> list[Score]:
+    if isinstance(error, MemoryError):
+        why = "more memory than reward.memory allows (MemoryError)"
+        return [failed(function.name, MEMORY, why)] * len(samples)
+    return [failed(function.name, RAISED, f"raised {type(error).__name__}: {error}")] * len(samples)
+
+
+def _send(link: socket.socket, number: int, scores: list[Score]) -> None:
+    # What is left in memory after an allocation failed is not known: the next call gets a fresh process.
+    last = any(score.kind == MEMORY for score in scores)
+    link.sendall(frame(Answer(number, scores, last)))
+    if last:
+        os._exit(0)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Limit private writable memory (RLIMIT_DATA): libraries mapped from files, which RLIMIT_AS counts, are shared."""
+    held = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            held = int(line.split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + memory_bytes, held + memory_bytes))
+
+
+def _read(link: socket.socket, kind: type[M]) -> M | None:
+    head = _exactly(link, LENGTH.size)
+    body = _exactly(link, LENGTH.unpack(head)[0]) if head else b""
+    return msgspec.msgpack.decode(body, type=kind) if body else None
+
+
+def _exactly(link: socket.socket, count: int) -> bytes:
+    """`count` bytes, or none when the service is gone."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = link.recv(count - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

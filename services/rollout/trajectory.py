@@ -1,0 +1,59 @@
+"""`Rolled`: the tokens of one finished sample, whichever way it was made. Plain arrays, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from proto.tensors import Array
+from services.rollout.engine import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One sequence of N tokens: `token_ids` int32, `loss_mask` uint8 (1: sampled by the policy), `logprobs` float32
+    (0 where not sampled), `versions` int32 (-1 where not sampled), each [N]."""
+
+    token_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """A sample: its sequences, none for one that failed. `truncated`: its last answer was cut for its length."""
+
+    sequences: list[Tokens]
+    truncated: bool
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(int(each.loss_mask.sum()) for each in self.sequences)
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest policy version that sampled."""
+        each = np.concatenate([each.versions[each.loss_mask == 1] for each in self.sequences])
+        return int(each.min()), int(each.max())
+
+
+def rolled(prompt_ids: Sequence[int], generation: Generation, version: int, later: Sequence[int] = ()) -> Rolled:
+    """The sample of a single turn: the prompt, then what policy `version` sampled, or one of the `later` versions that
+    replaced it in the midst of the block."""
+    before, after = len(prompt_ids), len(generation.token_ids)
+    token_ids = np.empty(before + after, np.int32)
+    token_ids[:before] = prompt_ids
+    token_ids[before:] = generation.token_ids
+    loss_mask = np.zeros(before + after, np.uint8)
+    loss_mask[before:] = 1
+    logprobs = np.zeros(before + after, np.float32)
+    logprobs[before:] = generation.logprobs
+    versions = np.full(before + after, -1, np.int32)
+    versions[before:] = version
+    if generation.swaps is not None:
+        versions[before:] = np.array([version, *later], np.int32)[generation.swaps]
+    return Rolled([Tokens(token_ids, loss_mask, logprobs, versions)], truncated=generation.finish_reason == "length")

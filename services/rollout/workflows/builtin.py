@@ -1,0 +1,95 @@
+"""Workflows by the name `builtin:<name>`. Each is an ordinary workflow: no access to the service."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shared.workflow import LLM, Context, Message, Trajectory
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SUM = re.compile(r"[0-9(][0-9+\-*/(). ]*")
+_MOST_CHARACTERS = 100
+
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes an expression of numbers with + - * / and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
+    """Turns with a calculator: an answer that calls it, in a tool call or by ending in `=`, gets the value back and is
+    asked again; so is one that is wrong, as the calculator checks it against the prompt's own expression. At most
+    `max_turns` answers. Metric `calculator_calls`.
+    """
+    prompt = row["prompt"]
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    asked = str(messages[-1].get("content") or "")
+    calls = 0
+    for left in range(max_turns - 1, -1, -1):
+        turn = await llm.chat(messages, tools=[CALCULATOR])
+        expression = _wanted(turn.text, [call.arguments for call in turn.tool_calls], asked)
+        if expression is None or not left:
+            break
+        calls += 1
+        messages = [*messages, turn.message, {"role": "tool", "content": f"{expression}={_value_text(expression)}"}]
+    ctx.state["calculator_calls"] = calls
+    return llm.trajectory(metrics={"calculator_calls": float(calls)})
+
+
+def _wanted(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
+    """The expression to compute, None when the answer stands."""
+    if called:
+        return str(called[0].get("expression", ""))
+    if text.strip().endswith("="):
+        return text.strip().rstrip("=")
+    found = _SUM.search(asked)
+    if found is None:
+        return None
+    expression = found[0].strip()
+    return None if text.strip() == _value_text(expression) else expression
+
+
+def _value_text(expression: str) -> str:
+    try:
+        value = compute(expression)
+    except (ValueError, SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        return f"error: {error}"[:_MOST_CHARACTERS]
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def compute(expression: str) -> int | float:
+    """The value of numbers, + - * / and parentheses; nothing else is ever run. Raises ValueError."""
+    if len(expression) > _MOST_CHARACTERS:
+        raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
+    return _computed(ast.parse(expression.strip(), mode="eval").body)
+
+
+def _computed(node: ast.AST) -> int | float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value: int | float = _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+        return value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_computed(node.operand)
+    raise ValueError("only numbers, + - * / and parentheses")
+
+
+BUILTINS = {"calculator": calculator}

@@ -1,0 +1,109 @@
+"""The service's side of one sample's calls: history to tokens, tokens through the engine, tokens to text. Belongs
+to the service's loop; must never run a user's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from services.rollout.engine import Prompt, SamplingParams
+from services.rollout.prompts import PromptBuilder, tool_calls
+from services.rollout.workflows.batching import CallBatcher
+from services.rollout.workflows.conversation import Call, Conversation
+from shared.workflow import Message, Turn, WorkflowError
+
+
+class OnText(Protocol):
+    """Runs blocking work on the thread of rows and tokenizer."""
+
+    def __call__(self, work: Callable[[], Any]) -> Awaitable[Any]: ...
+
+
+class SampleCalls:
+    """Calls of the policy for one sample, one after the other or at once; every one is captured."""
+
+    def __init__(
+        self,
+        name: str,
+        conversation: Conversation,
+        *,
+        prompts: PromptBuilder,
+        batcher: CallBatcher,
+        sampling: SamplingParams,
+        version: int,
+        on_text: OnText,
+    ) -> None:
+        """`name`: the sample's, unique in the run; `version`: what the engine holds, for the whole block."""
+        self._name = name
+        self.conversation = conversation
+        self._prompts = prompts
+        self._batcher = batcher
+        self._sampling = sampling
+        self._version = version
+        self._on_text = on_text
+        self._calls = 0
+        self.closed = ""
+        """Why no more calls are taken; empty while they are."""
+
+    async def chat(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Turn:
+        """The policy's answer. `max_new_tokens` and `stop` may shorten it, beyond what the topology says.
+
+        Raises ContextFull and WorkflowError.
+        """
+        self._check_open()
+        call: Call = await self._on_text(lambda: self.conversation.begin(messages, tools or None))
+        return await self._sampled(call, max_new_tokens, stop)
+
+    async def complete(self, prompt: str) -> Turn:
+        """The policy's continuation of raw text. Raises like `chat`."""
+        self._check_open()
+        call: Call = await self._on_text(lambda: self.conversation.begin_text(prompt))
+        return await self._sampled(call, None, ())
+
+    async def _sampled(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+        conversation = self.conversation
+        self._calls += 1
+        room = conversation.room(call)
+        sampling = replace(
+            self._sampling,
+            samples=1,
+            block_rows=0,
+            max_new_tokens=min(room, max_new_tokens or room),
+            stop=(*self._sampling.stop, *stop),
+        )
+        try:
+            generation = await self._batcher.sample(Prompt(f"{self._name}/{self._calls}", call.prompt_ids), sampling)
+            self._check_open()
+            token_ids = generation.token_ids.tolist()
+        except BaseException:
+            await self._on_text(lambda: conversation.give_up(call))
+            raise
+
+        def end() -> str:
+            answer = self._prompts.completion(token_ids, sampling.stop)
+            conversation.end(call, generation, self._version, answer)
+            return answer
+
+        text: str = await self._on_text(end)
+        return Turn(
+            text=text,
+            token_ids=token_ids,
+            logprobs=generation.logprobs.tolist(),
+            versions=[self._version] * len(token_ids),
+            finish_reason=generation.finish_reason,
+            prompt_tokens=len(call.prompt_ids),
+            tool_calls=tool_calls(text),
+        )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkflowError(self.closed)

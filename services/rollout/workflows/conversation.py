@@ -1,0 +1,143 @@
+"""The token side of one sample's calls: which sequence a call continues, and what is appended to it. Must never
+tokenise again what was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.rollout.engine import Generation
+from services.rollout.prompts import PromptBuilder
+from shared.workflow import ContextFull, Message, Sequence, WorkflowError
+
+_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+
+
+@dataclass(eq=False)
+class _Open:
+    """A sequence with the history that its tokens stand for; `tools` are part of its first prompt."""
+
+    history: list[Message]
+    tools: list[dict[str, Any]] | None
+    tokens: Sequence = field(default_factory=Sequence)
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to be sampled: `prompt_ids` is the whole input, its last `added` tokens are not in the sequence yet."""
+
+    sequence: _Open
+    messages: list[Message]
+    prompt_ids: list[int]
+    added: int
+
+
+class Conversation:
+    """All sequences of one sample. Belongs to one thread at a time (the tokenizer's)."""
+
+    def __init__(self, prompts: PromptBuilder, *, context_tokens: int, max_tokens: int, max_new_tokens: int) -> None:
+        """`context_tokens`: of the model; `max_tokens`: of all sequences together; `max_new_tokens`: of a call."""
+        self._prompts = prompts
+        self._context_tokens = context_tokens
+        self._max_tokens = max_tokens
+        self._max_new_tokens = max_new_tokens
+        self._open: list[_Open] = []
+        self._promised = 0
+        self.last_messages: list[Message] = []
+        self.last_text = ""
+        self.finish_reason = ""
+        self.turns = 0
+
+    def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Call:
+        """The call for a history: the longest sequence that it continues, else a new one.
+
+        Raises ContextFull when it does not fit, WorkflowError when the template does not take it.
+        """
+        if not messages:
+            raise WorkflowError("a chat needs at least one message")
+        try:
+            for sequence in sorted(self._open, key=lambda each: -len(each.history)):
+                known = len(sequence.history)
+                if sequence.busy or sequence.tools != tools or not _begins(messages, sequence.history):
+                    continue
+                added = self._prompts.continuation(messages[known:], tools, sequence.tokens.token_ids)
+                return self._fits(Call(sequence, messages, [*sequence.tokens.token_ids, *added], len(added)))
+            ids = self._prompts.token_ids({"prompt": messages, "tools": tools})
+        except ValueError as error:
+            raise WorkflowError(f"{error}") from None
+        return self._fits(Call(_Open([], tools), messages, ids, len(ids)))
+
+    def begin_text(self, prompt: str) -> Call:
+        """The call for raw text, always a new sequence. Raises like `begin`."""
+        try:
+            ids = self._prompts.token_ids({"prompt": prompt})
+        except ValueError as error:
+            raise WorkflowError(f"{error}") from None
+        return self._fits(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
+
+    def room(self, call: Call) -> int:
+        """Tokens that the call may sample."""
+        return min(self._max_new_tokens, self._context_tokens - len(call.prompt_ids))
+
+    def end(self, call: Call, generation: Generation, version: int, text: str) -> None:
+        """Take up what was sampled by policy `version`."""
+        sequence, tokens = call.sequence, call.sequence.tokens
+        if sequence not in self._open:
+            self._open.append(sequence)
+        self.give_up(call)
+        new, sampled = call.prompt_ids[len(call.prompt_ids) - call.added :], generation.token_ids.tolist()
+        tokens.token_ids += [*new, *sampled]
+        tokens.loss_mask += [0] * len(new) + [1] * len(sampled)
+        tokens.logprobs += [0.0] * len(new) + generation.logprobs.tolist()
+        tokens.versions += [-1] * len(new) + [version] * len(sampled)
+        sequence.history = [*call.messages, {"role": "assistant", "content": text}]
+        self.last_messages, self.last_text = sequence.history, text
+        self.finish_reason = generation.finish_reason
+        self.turns += 1
+
+    def give_up(self, call: Call) -> None:
+        """The call is not under way any more."""
+        call.sequence.busy = False
+        self._promised -= call.added + self.room(call)
+
+    def sequences(self) -> list[Sequence]:
+        """Everything sampled, in the order in which the sequences were opened."""
+        return [each.tokens for each in self._open]
+
+    def _fits(self, call: Call) -> Call:
+        room = self.room(call)
+        if room < 1:
+            raise ContextFull(
+                f"a prompt of {len(call.prompt_ids)} tokens leaves no room in the model's context of "
+                f"{self._context_tokens}"
+            )
+        held = sum(len(each.tokens.token_ids) for each in self._open) + self._promised
+        if held + call.added + room > self._max_tokens:
+            raise ContextFull(
+                f"{held} tokens held, {call.added} added and {room} new ones are more than workflow.max_tokens "
+                f"({self._max_tokens}) of a sample"
+            )
+        call.sequence.busy = True
+        self._promised += call.added + room
+        return call
+
+
+def _begins(messages: Items[Message], history: Items[Message]) -> bool:
+    """Whether `messages` goes on from `history`; what agents add to a message (refusal: null, ...) does not matter."""
+    if len(messages) <= len(history):
+        return False
+    return all(_plain(new) == _plain(old) for new, old in zip(messages, history, strict=False))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    kept = {key: message[key] for key in _COMPARED if message.get(key)}
+    if message.get("role") == "assistant":
+        # The text says it all: an agent hands calls back parsed, where the policy wrote text.
+        kept.pop("tool_calls", None)
+    content = kept.get("content")
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        kept["content"] = "".join(part["text"] for part in content)
+    return kept

@@ -1,0 +1,55 @@
+"""Which finished tasks a step may take: the oldest ones in order, or with `consume: completion` the first finished, as
+far as their oldest token is not too old. Pure. Must never drop a task that another service holds.
+
+In admission order leases alone bound the staleness (their oldest version follows from the step). In order of
+completion a task may be overtaken, so every finished task is checked before each step that it might go into.
+"""
+
+from __future__ import annotations
+
+from services.scheduler import scalars
+from services.scheduler.granting import Granting
+
+
+class Freshness(Granting):
+    """What `complete` and `form_batch` need to know of it."""
+
+    def takeable(self) -> int:
+        """How many tasks the next step could take."""
+        return self.window.ready_anywhere if self.plan.by_completion else self.window.ready
+
+    def take(self) -> list[int]:
+        """Remove a step's tasks from the window; needs as many `takeable`."""
+        if self.plan.by_completion:
+            return self.window.take_completed(self.plan.tasks_per_step)
+        return self.window.take(self.plan.tasks_per_step)
+
+    def drop_if_stale(self, slot: int) -> bool:
+        """Before a task is ready: whether it was dropped, because the next step may not train on it any more."""
+        if not self.plan.by_completion:
+            return False
+        self.checked += 1
+        oldest = self._oldest_version(slot)
+        staleness = self.batched_step - oldest
+        if staleness <= self.plan.staleness:
+            return False
+        self.stale += 1
+        self._drop(slot, f"oldest token of version {oldest}: {staleness} behind, staleness is {self.plan.staleness}")
+        return True
+
+    def drop_stale(self) -> None:
+        """After a step was batched: finished tasks that the step after it may not train on."""
+        if not self.plan.by_completion:
+            return
+        for admission in self.window.ready_members():
+            slot = self.window.slot(admission)
+            self.window.mark_unready(admission)
+            if not self.drop_if_stale(slot):
+                self.window.mark_ready(admission)
+
+    def _oldest_version(self, slot: int) -> int:
+        """Of the task's tokens; too old for any step when its result does not tell."""
+        data = self.tasks.scalars[slot] or b"\0\0"
+        layout = self.layouts[int.from_bytes(data[:2], "little")] if self.layouts else ()
+        versions = scalars.column(layout, "version_min", self.tasks.samples[slot], data[2:])
+        return int(versions.min()) if versions is not None and len(versions) else -1 - self.plan.staleness

@@ -1,0 +1,65 @@
+"""Entries of the library reasoning-gym by index, as rows and rewards need them. Must never import the library before a
+source of this kind is opened; where rows have to be the same as elsewhere it must run under `gym_process.HASH_SEED`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+from shared.data.source import DataError, nearest, require
+
+PACKAGE = "reasoning_gym"
+EXTRA = "rewards"
+GYM_KEY = "reasoning_gym"
+"""Field of a row that says how to make its entry again: `{"source", "index"}`."""
+SIZE = 1000
+_CACHED_ENTRIES = 4096
+
+
+class GymEntries:
+    """Entries of one data set by index; made again from the seed, never stored in a row."""
+
+    def __init__(self, source: str, *, where: str) -> None:
+        """`source`: as the topology names it. Raises DataError for a library, data set or parameter that is not."""
+        require(PACKAGE, EXTRA, f"{where}: source {source!r}")
+        from reasoning_gym import factory
+
+        dataset, _, query = source.partition(":")[2].partition("?")
+        if dataset not in factory.DATASETS:
+            raise DataError(f"{where}: source {source!r} names no data set{nearest(dataset, factory.DATASETS)}")
+        known = {each.name for each in dataclasses.fields(factory.DATASETS[dataset][1])}
+        given: dict[str, Any] = {"size": SIZE, "seed": 0}
+        for key, text in parse_qsl(query, keep_blank_values=True):
+            if key not in known:
+                raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, known)}")
+            given[key] = _value(text)
+        try:
+            self._dataset = factory.create_dataset(dataset, **given)
+        except Exception as error:  # a data set's own validation raises whatever it likes
+            raise DataError(
+                f"{where}: source {source!r} refuses its parameters: {type(error).__name__}: {error}".replace("\n", " ")
+            ) from None
+        self._cached: Callable[[int], dict[str, Any]] = lru_cache(_CACHED_ENTRIES)(self._dataset.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """`{"question", "answer", "metadata"}`; belongs to everyone: not to be changed."""
+        return self._cached(index)
+
+    def score(self, answer: str, entry: dict[str, Any]) -> float:
+        """The data set's own score of `answer`, from 0.0 to 1.0."""
+        return float(self._dataset.score_answer(answer, entry))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

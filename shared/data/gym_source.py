@@ -1,0 +1,38 @@
+"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the library reasoning-gym as rows. Must never make a
+row in this process, whose hash seed is its own.
+"""
+
+from __future__ import annotations
+
+from shared.data.gym import EXTRA, GYM_KEY, PACKAGE
+from shared.data.gym_process import RowMaker
+from shared.data.source import Row, RowError, check_index, require
+
+
+class GymSource:
+    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`; `size` (default 1000) and `seed` (default 0) of the query."""
+
+    def __init__(self, name: str, *, where: str) -> None:
+        require(PACKAGE, EXTRA, f"{where}: source {name!r}")
+        self.name = name
+        self._maker = RowMaker(name, where=where)
+
+    def __len__(self) -> int:
+        return self._maker.rows
+
+    def row(self, index: int) -> Row:
+        check_index(index, len(self), self.name)
+        entry = self._maker.entry(index)
+        return {
+            "id": f"{self.name}#{index}",
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            GYM_KEY: {"source": self.name, "index": index},
+        }
+
+    def place(self, index: int) -> str:
+        return f"{self.name} row {index}"
+
+    def validate(self) -> list[RowError]:
+        """None: the rows are made, and making them all would cost more than any could be worth."""
+        return []

@@ -1,0 +1,63 @@
+"""Opens a source by the name a topology gives it. Must never import what only another kind of source needs.
+
+- ``builtin:addition`` and ``builtin:addition?split=test``: two-digit additions, ``"47+85="`` -> ``"132"``.
+- ``jsonl:/path/file.jsonl``: one JSON object a line; blank lines are no rows.
+- ``parquet:/path/file.parquet``: one row a row (extra ``data``).
+- ``datasets:/path/folder`` with an optional ``?split=name``: what ``Dataset.save_to_disk`` wrote (extra ``data``).
+- ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the library reasoning-gym (extra ``rewards``).
+
+A relative path is relative to the working directory.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl
+
+from shared.data.addition import AdditionSource
+from shared.data.jsonl import JsonlSource
+from shared.data.source import DataError, Source, nearest
+
+FORMS = "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reasoning-gym:<data set>"
+
+
+def open_source(source: str, *, where: str) -> Source:
+    """Opens `source`; `where` is the file:line that named it and starts every error about the source itself.
+
+    Raises DataError for an unknown kind, builtin or parameter, for a library that is not installed and for a file
+    that is missing or has no rows. A bad row is not an error here: see `Source.validate`.
+    """
+    kind, _, rest = source.partition(":")
+    if kind == "builtin":
+        name, _, query = rest.partition("?")
+        if name != "addition":
+            raise DataError(f"{where}: source {source!r} names no builtin{nearest(name, ['addition'])}")
+        split = _split(source, query, where, default="train")
+        if split not in ("train", "test"):
+            raise DataError(f"{where}: source {source!r} has split {split!r}; the splits are train and test")
+        return AdditionSource(split, name=source)
+    if kind == "jsonl":
+        return JsonlSource(rest, name=source, where=where)
+    if kind == "parquet":
+        from shared.data.tables import ParquetSource
+
+        return ParquetSource(rest, name=source, where=where)
+    if kind == "datasets":
+        from shared.data.tables import SavedDatasetSource
+
+        folder, _, query = rest.partition("?")
+        return SavedDatasetSource(folder, _split(source, query, where, default=""), name=source, where=where)
+    if kind == "reasoning-gym":
+        from shared.data.gym_source import GymSource
+
+        return GymSource(source, where=where)
+    raise DataError(f"{where}: source {source!r} is of no known kind; write {FORMS}")
+
+
+def _split(source: str, query: str, where: str, *, default: str) -> str:
+    """The value of `split`, the only parameter there is."""
+    split = default
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key != "split":
+            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, ['split'])}")
+        split = value
+    return split

@@ -1,0 +1,121 @@
+"""What a source of dataset rows is, and which rows can be used. Must never read anything itself.
+
+A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its
+index is part of its task id, so it counts bad rows too: dropping one never renumbers the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+
+SHOWN_CHARS = 60
+
+
+class DataError(Exception):
+    """A source or a row that cannot be used. One line: the place, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class RowError:
+    """One unusable row: its index in the source, its 1-based line in the file (0: the file has no lines), the text of
+    its DataError."""
+
+    index: int
+    line: int
+    message: str
+
+
+class Source(Protocol):
+    """An ordered set of rows with random access; the same index is the same row in every process."""
+
+    @property
+    def name(self) -> str:
+        """The source as the topology names it."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Row:
+        """Row `index`, a dict of its own for each call. Raises DataError when the row cannot be used and
+        IndexError outside 0 <= index < len."""
+
+    def place(self, index: int) -> str:
+        """Where row `index` is to be found: `file:line`, or the nearest thing to it. For people."""
+
+    def validate(self) -> list[RowError]:
+        """Reads every row once and returns the unusable ones in order; `row` raises for exactly these."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The end of an error about the unknown name `given`."""
+    names = sorted(known)
+    close = difflib.get_close_matches(given, names, n=1)
+    shown = names if len(names) <= 12 else [*names[:12], f"and {len(names) - 12} more"]
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(shown)}"
+
+
+def require(module: str, extra: str, what: str) -> None:
+    """Raises DataError naming the optional `extra` when its `module` is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise DataError(f"{what} needs the package {module}, install it with: pip install 'rlbus[{extra}]'")
+
+
+def check_index(index: int, rows: int, name: str) -> None:
+    """Raises IndexError outside 0 <= index < rows."""
+    if not 0 <= index < rows:
+        raise IndexError(f"source {name!r} has no row {index}: it has rows 0 to {rows - 1}")
+
+
+def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowError]:
+    """Every row of `source` that cannot be used, by reading all of them."""
+    errors = []
+    for index in range(len(source)):
+        try:
+            source.row(index)
+        except DataError as error:
+            errors.append(RowError(index=index, line=lines[index] if lines else 0, message=str(error)))
+    return errors
+
+
+def row_problem(row: object) -> str | None:
+    """What makes `row` unusable, with the remedy; None when nothing does."""
+    if not isinstance(row, dict):
+        return f"a row must be a JSON object with a prompt, not {_json_type(row)}"
+    if "prompt" not in row:
+        keys = ", ".join(sorted(row)) or "none"
+        return f"row has no prompt (its keys: {keys}); add a prompt: text or a list of messages"
+    problem = _prompt_problem(row["prompt"])
+    if problem:
+        return problem
+    if not isinstance(row.get("tools", []), list | None):
+        return f"tools must be a list of tool definitions, not {_json_type(row['tools'])}"
+    if isinstance(row.get("id", ""), list | dict | bool | float):
+        return f"id must be text or a whole number, not {_json_type(row['id'])}"
+    return None
+
+
+def _prompt_problem(prompt: object) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt else "prompt is empty; a prompt needs at least one character"
+    if not isinstance(prompt, list):
+        return f"prompt must be text or a list of messages, not {_json_type(prompt)}"
+    if not prompt:
+        return "prompt is an empty list; a prompt needs at least one message"
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f'prompt message {number} has no role; a message is {{"role": ..., "content": ...}}'
+        content = message.get("content")
+        # A list holds parts, for templates that know them; a turn that only calls tools has no content.
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            return f'prompt message {number} has no content; a message is {{"role": ..., "content": ...}}'
+    return None
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

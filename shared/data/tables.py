@@ -1,0 +1,157 @@
+"""Rows out of Arrow tables: `parquet:/path/file.parquet` and `datasets:/path/folder`, with pyarrow alone. Must never
+hold a whole Parquet file in memory; a data set's Arrow files are mapped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, check_index, require, row_problem
+
+_CACHED_BYTES = 256 << 20
+_BATCH_ROWS = 1024
+_EXTRA = "data"
+
+
+class _TableSource:
+    """Rows over tables one after the other; `_table(k)` gives the k-th, of `_sizes[k]` rows."""
+
+    def __init__(self, path: str, sizes: list[int], *, name: str, where: str) -> None:
+        self.name = name
+        self.path = path
+        self._starts = [0, *itertools.accumulate(sizes)]
+        if not len(self):
+            raise DataError(f"{where}: source {name!r} has no rows; write at least one with a prompt")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, index: int) -> Row:
+        check_index(index, len(self), self.name)
+        at = bisect.bisect_right(self._starts, index) - 1
+        row: Row = self._table(at).slice(index - self._starts[at], 1).to_pylist()[0]
+        return self._checked(index, row)
+
+    def place(self, index: int) -> str:
+        return f"{self.path} row {index}"
+
+    def validate(self) -> list[RowError]:
+        errors = []
+        for at, start in enumerate(self._starts[:-1]):
+            index = start
+            # In batches: a row at a time costs an order of magnitude more.
+            for batch in self._table(at).to_batches(max_chunksize=_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    try:
+                        self._checked(index, row)
+                    except DataError as error:
+                        errors.append(RowError(index=index, line=0, message=str(error)))
+                    index += 1
+        return errors
+
+    def _table(self, at: int) -> Any:
+        raise LookupError(at)  # a subclass has tables
+
+    def _checked(self, index: int, row: Row) -> Row:
+        # A column that this row leaves empty is no field of it: every row of a table has every column.
+        row = {key: _without_nulls(value) for key, value in row.items() if value is not None}
+        problem = row_problem(row)
+        if problem:
+            shown = repr(row)
+            text = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
+            raise DataError(f"{self.place(index)}: {problem}: {text}")
+        return row
+
+
+class ParquetSource(_TableSource):
+    """One row group at a time is read and kept, up to 256 MiB of them."""
+
+    def __init__(self, path: str, *, name: str, where: str) -> None:
+        require("pyarrow", _EXTRA, f"{where}: source {name!r}")
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        except (OSError, pyarrow.ArrowException) as error:
+            why = f"{error}".splitlines()[0][:200]
+            raise DataError(
+                f"{where}: source {name!r} cannot be read: {why} ({os.path.abspath(path)}); "
+                "give the path of a readable Parquet file"
+            ) from None
+        groups = range(self._file.metadata.num_row_groups)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        super().__init__(path, [self._file.metadata.row_group(at).num_rows for at in groups], name=name, where=where)
+
+    def _table(self, at: int) -> Any:
+        table = self._cache.pop(at, None)
+        if table is None:
+            table = self._file.read_row_group(at)
+            while self._cache and sum(each.nbytes for each in self._cache.values()) + table.nbytes > _CACHED_BYTES:
+                self._cache.popitem(last=False)
+        self._cache[at] = table
+        return table
+
+
+class SavedDatasetSource(_TableSource):
+    """A data set that the library `datasets` has saved (`Dataset.save_to_disk`): its Arrow files, mapped.
+
+    Reads the format itself (state.json names the stream files), so the library need not be installed. Of a saved
+    DatasetDict give the folder of one split, or `?split=<name>`.
+    """
+
+    def __init__(self, path: str, split: str, *, name: str, where: str) -> None:
+        require("pyarrow", _EXTRA, f"{where}: source {name!r}")
+        import pyarrow
+
+        folder = Path(path)
+        try:
+            if split:
+                folder = folder / split
+            elif (folder / "dataset_dict.json").is_file():
+                splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+                raise DataError(
+                    f"{where}: source {name!r} has the splits {', '.join(splits)}; add ?split=<one of them>"
+                )
+            state = json.loads((folder / "state.json").read_text())
+            if state.get("_indices_data_files"):
+                raise DataError(f"{where}: source {name!r} was saved with an index; save it after flatten_indices()")
+            self._tables = [_mapped(folder / each["filename"]) for each in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise DataError(
+                f"{where}: source {name!r} cannot be read: {why}; give a folder written by Dataset.save_to_disk"
+            ) from None
+        super().__init__(str(folder), [each.num_rows for each in self._tables], name=name, where=where)
+
+    def _table(self, at: int) -> Any:
+        return self._tables[at]
+
+
+def _mapped(file: Path) -> Any:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as stream:
+        return pyarrow.ipc.open_stream(stream).read_all()
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every message of a column the same fields: the ones that a message has not are null."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return dict(_fields(value))
+    return value
+
+
+def _fields(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, each in value.items():
+        if each is not None:
+            yield key, _without_nulls(each)

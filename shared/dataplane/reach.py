@@ -1,0 +1,52 @@
+"""Does a process share memory with a store? Found out, never configured: it must not believe a name or a path.
+
+The store writes a random token to a file beside its shards. Who reads that token there sees the same file system; the
+boot id keeps apart hosts that share a network file system, where mappings and locks do not do what they do here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from enum import Enum
+from pathlib import Path
+
+from proto.messages import StorePlace
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Reach(Enum):
+    """How a reader gets at shards."""
+
+    AUTO = "auto"  # map where memory is shared, stream elsewhere
+    STREAM = "stream"  # always as from another host
+
+
+def write_place(path: str) -> StorePlace:
+    """Make the token file of a store, or take the one that is there; only the owner can read it."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        token = Path(path).read_text()
+        if token.startswith(_boot_id()):
+            return StorePlace(path=path, token=token)
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    token = f"{_boot_id()} {secrets.token_hex(16)}"
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+    return StorePlace(path=path, token=token)
+
+
+def shares_memory(place: StorePlace) -> bool:
+    """Can this process map the files of the store that announced `place`?"""
+    if not place.token.startswith(_boot_id()):
+        return False
+    try:
+        return Path(place.path).read_text() == place.token
+    except OSError:
+        return False
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip()

@@ -1,0 +1,109 @@
+"""Memory that streams fill, used again: taking fresh pages from the kernel costs ten times what filling them does.
+
+A region is a nameless file, mapped once to write to it and once more, copy-on-write, by each fetch. It must never be
+used again while a fetch's mapping of it lives.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+
+ROUND_BYTES = 1 << 20
+WASTE = 2
+"""A region may be used for a stream of at least 1/WASTE of its size."""
+
+
+class Region:
+    """`capacity` bytes; `view` is the mapping to write to."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._descriptor = os.memfd_create("rlbus-stream", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, capacity)
+            self.view = memoryview(mmap.mmap(self._descriptor, capacity))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def copy(self) -> mmap.mmap:
+        """A private mapping, which costs memory only where it is written to."""
+        return mmap.mmap(self._descriptor, self.capacity, access=mmap.ACCESS_COPY)
+
+
+class Regions:
+    """Hands out regions; keeps those that nobody uses any more, up to `idle_limit_bytes`. Any thread."""
+
+    def __init__(self, idle_limit_bytes: int) -> None:
+        self._limit_bytes = idle_limit_bytes
+        self._lock = threading.RLock()  # a finalizer may run inside
+        self._idle: list[Region] = []
+        self.idle_bytes = 0
+
+    def take(self, nbytes: int) -> Region:
+        """The smallest idle region that fits without much waste, or a new one."""
+        capacity = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+        with self._lock:
+            fitting = [region for region in self._idle if capacity <= region.capacity <= WASTE * capacity]
+            if fitting:
+                region = min(fitting, key=lambda each: each.capacity)
+                self._idle.remove(region)
+                self.idle_bytes -= region.capacity
+                return region
+        return Region(capacity)
+
+    def give_back(self, region: Region) -> None:
+        """Nobody maps it any more, or will. The oldest idle ones make room for it."""
+        with self._lock:
+            self._idle.append(region)
+            self.idle_bytes += region.capacity
+            while self.idle_bytes > self._limit_bytes:
+                self.idle_bytes -= self._idle.pop(0).capacity
+
+    def clear(self) -> None:
+        """Give the idle memory back to the kernel, now and from here on."""
+        with self._lock:
+            self._limit_bytes = self.idle_bytes = 0
+            self._idle.clear()
+
+
+class Lease:
+    """A region in use: by whoever holds this object, and by every mapping that `copy` made."""
+
+    def __init__(self, regions: Regions, nbytes: int) -> None:
+        self.region = regions.take(nbytes)
+        self._uses = _Uses(regions, self.region)
+        self._uses.enter(self)
+
+    def copy(self) -> mmap.mmap:
+        """A private mapping; the region is in use as long as it lives."""
+        data = self.region.copy()
+        self._uses.enter(data)
+        return data
+
+
+class _Uses:
+    """Counts what uses a region and gives it back after the last."""
+
+    def __init__(self, regions: Regions, region: Region) -> None:
+        self._regions, self._region = regions, region
+        self._lock = threading.RLock()
+        self._count = 0
+
+    def enter(self, user: object) -> None:
+        with self._lock:
+            self._count += 1
+        weakref.finalize(user, self._leave).atexit = False
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = not self._count
+        if last:
+            self._regions.give_back(self._region)

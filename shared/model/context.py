@@ -1,0 +1,196 @@
+"""Context parallelism: every sequence is cut over several ranks, and attention sees all of it. Zig-zag, explicit
+positions. Labels never move: a label belongs to the node that predicts it, so the cut only decides who holds the node.
+
+A sequence of L slots (padded to a multiple of 2n) makes 2n chunks; rank r of n holds chunks r and 2n-1-r, so that all
+ranks attend to about as many pairs. Keys and values are gathered from all ranks; going back, their gradients are summed
+over the ranks and each takes its own part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shared.model.attention import UNKNOWN_TERMS
+from shared.model.tree import Block, MicroBatch
+
+NAME = "rlbus_context"
+
+
+@dataclass(frozen=True)
+class ContextRank:
+    """This rank among the `size` ranks of `group`, which hold parts of the same sequences."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class CutBatch:
+    """One rank's nodes of a micro-batch. Its blocks count this rank's slots; `longest[b]` counts those of all ranks."""
+
+    batch: MicroBatch
+    longest: list[int]
+
+
+@dataclass(frozen=True)
+class ContextBlock:
+    """A block on the device: `gather` [R * Ll] nodes of the local slots, `mask` bool [Ll, n * Ll] who may see whom."""
+
+    rows: int
+    gather: Tensor
+    mask: Tensor
+    distance: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the attention function needs of a `CutBatch`."""
+
+    blocks: list[ContextBlock]
+    scatter: Tensor
+    ranks: ContextRank
+
+
+def local_slots(longest: int, rank: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Slots (positions in a row padded to `longest`, a multiple of 2 * size) that `rank` holds, ascending."""
+    chunk = longest // (2 * size)
+    first, second = rank * chunk, (2 * size - 1 - rank) * chunk
+    return np.concatenate([np.arange(first, first + chunk), np.arange(second, second + chunk)])
+
+
+def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
+    """The part of `batch` (rows are chains: planned without sharing) that `rank` of `size` holds.
+
+    A rank that holds no node at all gets one that nobody looks at, so that it runs through every layer.
+    """
+    count = len(batch.token_ids)
+    slots_in_all = sum(block.rows * block.longest for block in batch.blocks)
+    node_at_slot = np.full(slots_in_all, -1, dtype=np.int64)
+    node_at_slot[batch.scatter] = np.arange(count)
+    held: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    longest: list[int] = []
+    begin = 0
+    for block in batch.blocks:
+        nodes_RL = node_at_slot[begin : begin + block.rows * block.longest].reshape(block.rows, block.longest)
+        begin += block.rows * block.longest
+        padded = -(-block.longest // (2 * size)) * 2 * size
+        whole_RL = np.full((block.rows, padded), -1, dtype=np.int64)
+        whole_RL[:, : block.longest] = nodes_RL
+        held.append(whole_RL[:, local_slots(padded, rank, size)])
+        longest.append(padded)
+    flat = np.concatenate([each.reshape(-1) for each in held])
+    scatter = np.flatnonzero(flat >= 0)
+    nodes = flat[scatter]
+    to_local = np.full(count, -1, dtype=np.int64)
+    to_local[nodes] = np.arange(len(nodes))
+    blocks = [
+        Block(each.shape[0], each.shape[1], np.where(each >= 0, to_local[each], 0).reshape(-1), None) for each in held
+    ]
+    token_ids, depths = batch.token_ids[nodes], batch.depths[nodes]
+    if not len(nodes):
+        token_ids, depths, scatter = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+    mine_P = to_local[batch.predictors] >= 0
+    new_predictor = np.cumsum(mine_P) - 1
+    mine_C = mine_P[batch.child_predictor]
+    new_child = np.cumsum(mine_C) - 1
+    mine_M = mine_C[batch.token_child]
+    local = MicroBatch(
+        token_ids=token_ids,
+        depths=depths,
+        blocks=blocks,
+        scatter=scatter,
+        predictors=to_local[batch.predictors[mine_P]],
+        child_predictor=new_predictor[batch.child_predictor[mine_C]],
+        child_token=batch.child_token[mine_C],
+        tokens=batch.tokens[mine_M],
+        token_child=new_child[batch.token_child[mine_M]],
+    )
+    return CutBatch(local, longest)
+
+
+def to_device(cut_batch: CutBatch, ranks: ContextRank, device: torch.device) -> Cut:
+    """Indices and masks of `cut_batch` on `device`."""
+    blocks: list[ContextBlock] = []
+    for block, longest in zip(cut_batch.batch.blocks, cut_batch.longest, strict=True):
+        query = torch.from_numpy(local_slots(longest, ranks.rank, ranks.size)).to(device)
+        keys = np.concatenate([local_slots(longest, rank, ranks.size) for rank in range(ranks.size)])
+        distance = query[:, None] - torch.from_numpy(keys).to(device)
+        blocks.append(ContextBlock(block.rows, torch.from_numpy(block.gather).to(device), distance >= 0, distance))
+    return Cut(blocks, torch.from_numpy(cut_batch.batch.scatter).to(device), ranks)
+
+
+def attend_cut(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cut: Cut,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes -> [1, N, H, D]. Raises ValueError."""
+    if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
+        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
+    heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
+    # keys and values travel together: one collective a block
+    nodes_NXD = torch.cat([key, value], dim=3)[0].transpose(0, 1)
+    q_NHD = query[0].transpose(0, 1)
+    outputs: list[Tensor] = []
+    for block in cut.blocks:
+        q_RHLD = _rows(q_NHD, block)
+        all_RGKX = gather_rows(_rows(nodes_NXD, block), cut.ranks)
+        k_RGKD, v_RGKD = torch.split(all_RGKX, [key.shape[3], dim], dim=3)
+        mask = block.mask
+        if sliding_window is not None:
+            mask = mask & (block.distance < sliding_window)
+        out_RHLD = nn.functional.scaled_dot_product_attention(
+            q_RHLD, k_RGKD, v_RGKD, attn_mask=mask, scale=scaling, enable_gqa=heads != key_heads
+        )
+        outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
+    slots = torch.cat(outputs)
+    return slots.index_select(0, cut.scatter).view(1, -1, heads, dim), None
+
+
+def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
+    """[R, G, Ll, X] of every rank -> [R, G, n * Ll, X], ranks one after the other; differentiable."""
+    everyone: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
+    return everyone.movedim(0, 2).flatten(2, 3)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, ranks: ContextRank) -> Tensor:
+        ctx.ranks = ranks
+        everyone = local.new_empty((ranks.size, *local.shape))
+        dist.all_gather(list(everyone.unbind(0)), local, group=ranks.group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # every rank attended to everybody's keys: a key's gradient is the sum over the ranks
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total[ctx.ranks.rank], None
+
+
+def _rows(nodes_NHD: Tensor, block: ContextBlock) -> Tensor:
+    """[N, H, D] -> [R, H, Ll, D]."""
+    heads, dim = nodes_NHD.shape[1:]
+    picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
+    return picked.view(block.rows, -1, heads, dim).transpose(1, 2)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend_cut)

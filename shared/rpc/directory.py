@@ -1,0 +1,58 @@
+"""Keeps clients connected to where their peers answer now, when a run spans hosts. It must never block a request:
+a client without a connection holds its requests until there is one or their deadline passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+
+RETRY_S = 0.5
+"""Between two look-ups of a peer that is not registered yet."""
+PAUSE_S = 1.0
+"""Between two look-ups of a peer that is connected and silent: it may be busy, or it may have moved."""
+Find = Callable[[str, int], Awaitable[str]]
+"""(service, instance) -> its endpoint as seen from here. Raises RpcError while nobody knows."""
+
+
+class Directory:
+    """Belongs to one event loop."""
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._searches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._log = structlog.get_logger("directory")
+
+    def follow(self, service: str, instance: int, client: Client) -> None:
+        """Connect `client` to that service as soon as it is known where it is, and again whenever it moves."""
+        key = (service, instance)
+
+        def look() -> None:
+            search = self._searches.get(key)
+            if search is None or search.done():
+                self._searches[key] = asyncio.create_task(self._search(key, client))
+
+        client.on_silent = look
+        look()
+
+    async def close(self) -> None:
+        """End all look-ups."""
+        for search in self._searches.values():
+            search.cancel()
+        await asyncio.gather(*self._searches.values(), return_exceptions=True)
+
+    async def _search(self, key: tuple[str, int], client: Client) -> None:
+        while True:
+            try:
+                client.connect(await self._find(*key))
+            except RpcError as error:
+                self._log.info("peer not found", peer=client.peer, error=str(error))
+            if client.endpoint:
+                await asyncio.sleep(PAUSE_S)
+                return
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,69 @@
+"""The answers that were given, for retries. None may reach another role, or answer another request."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from proto.tensors import Buffer
+from shared.security.roles import Role
+
+CACHED_REPLIES = 16384
+CACHED_REPLY_BYTES = 32 << 20
+GRACE_S = 5.0
+"""A caller retries until its deadline; an answer is of no use to anyone this long after it."""
+
+
+class Key(NamedTuple):
+    """How a request is known: by who sent it, and by the two numbers in its envelope."""
+
+    role: Role
+    incarnation: int
+    request_id: int
+
+
+def fingerprint(kind: int, parts: Sequence[Buffer]) -> int:
+    """Of what a request asks: its type, body and tensor table (which has checksums of the tensors). A retry has the
+    same one; only the remaining time in its envelope differs."""
+    digest = xxhash.xxh3_64_intdigest(parts[1], kind)
+    return digest if len(parts) == 2 else digest ^ xxhash.xxh3_64_intdigest(parts[2], kind + 1)
+
+
+class Replies:
+    """The newest answers of one role, bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._kept: OrderedDict[Key, tuple[int, list[Buffer]]] = OrderedDict()
+        self._ends: list[tuple[float, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Key) -> tuple[int, list[Buffer]] | None:
+        """`(fingerprint of the request, frames of the answer)`."""
+        return self._kept.get(key)
+
+    def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
+        """Remember an answer for as long as its caller may retry; the oldest ones go when there are too many."""
+        while self._ends and self._ends[0][0] <= now:
+            self._forget(heapq.heappop(self._ends)[1])
+        # copies: a handler may go on to write to the arrays it answered with
+        kept: list[Buffer] = [bytes(frame) for frame in frames]
+        self._kept[key] = (request, kept)
+        self.nbytes += sum(map(len, kept))
+        heapq.heappush(self._ends, (deadline + GRACE_S, key))
+        if len(self._ends) > 2 * CACHED_REPLIES:  # far deadlines of answers that went for lack of room
+            self._ends = [end for end in self._ends if end[1] in self._kept]
+            heapq.heapify(self._ends)
+        while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, key: Key) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self.nbytes -= sum(map(len, kept[1]))

@@ -1,0 +1,53 @@
+"""Turns CURVE on and off for the next bind or connect of a socket. ipc never has it: its directory is private."""
+
+from __future__ import annotations
+
+import zmq
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+from shared.security.keys import Keyring
+from shared.security.roles import Role
+
+TCP = "tcp://"
+MAX_PORT = 65_535
+_EVERYWHERE = frozenset({"", "*", "0.0.0.0", "[::]"})  # noqa: S104  # refused: nobody can connect to "everywhere"
+HANDSHAKE_MS = 10_000
+"""A peer that has not finished its handshake by then is disconnected."""
+
+
+def is_tcp(endpoint: str) -> bool:
+    """Whether strangers can reach it, so that it needs keys."""
+    return endpoint.startswith(TCP)
+
+
+def check_listen(endpoint: str) -> None:
+    """Raises RpcError(bad_request) unless `endpoint` is `tcp://ADDRESS:PORT` with an address others can connect to."""
+    address, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    if not is_tcp(endpoint) or not port.isdigit() or int(port) > MAX_PORT or address in _EVERYWHERE:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"--listen {endpoint}: must be tcp://ADDRESS:PORT, with an address of this machine that other hosts reach "
+            "(it is announced to them); port 0: a free one",
+        )
+
+
+def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
+    """Before bind: talk CURVE only, to peers whose role is at least `admits`; without a `Gate` to nobody."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
+    """Before connect: talk CURVE only, to whoever holds the secret key of the run's services."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+def clear(socket: zmq.Socket[bytes]) -> None:
+    """Before connect: no CURVE."""
+    socket.setsockopt(zmq.CURVE_SERVER, 0)

@@ -1,0 +1,153 @@
+"""Options of the section `algorithm` that contradict one another or could not act; never one of another section.
+
+An option that silently does nothing is worse than an error: whoever wrote it believes that it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shared.topology.algorithm import CLIPS, GROUP_ADVANTAGES, INVARIANT_ADVANTAGES, is_function
+from shared.topology.problem import Path
+from shared.topology.schema import Topology
+
+Found = Iterator[tuple[Path, str]]
+
+
+def check(topology: Topology) -> Found:
+    """Every option of `algorithm` that is out of range beside the others, or has no effect beside them."""
+    yield from _advantage(topology)
+    yield from _rewards(topology)
+    yield from _clip(topology)
+    yield from _loss_options(topology)
+    yield from _mismatch(topology)
+    yield from _kl(topology)
+    if topology.algorithm.loss.name == "cross_entropy":
+        yield from _cross_entropy(topology)
+    else:
+        yield from _normalisation(topology)
+
+
+def _advantage(topology: Topology) -> Found:
+    algorithm = topology.algorithm
+    advantage = algorithm.advantage
+    path = ("algorithm", "advantage")
+    if algorithm.group_size == 1 and advantage.name in GROUP_ADVANTAGES and algorithm.loss.name != "cross_entropy":
+        message = f"1 leaves advantage {advantage.name} nothing to compare, at least 2"
+        yield ("algorithm", "group_size"), message
+    if advantage.scale is not None and advantage.name != "grpo":
+        message = f"{advantage.scale} has no effect with advantage {advantage.name}; remove it, or use grpo"
+        yield (*path, "scale"), message
+    if advantage.std_epsilon is not None and advantage.scale != "std":
+        yield (*path, "std_epsilon"), f"{advantage.std_epsilon} has no effect without scale std; remove it"
+    if advantage.params and not is_function(advantage.name):
+        yield (*path, "params"), f"have no effect with advantage {advantage.name}, only with my.module:fn; remove them"
+
+
+def _rewards(topology: Topology) -> Found:
+    algorithm = topology.algorithm
+    penalty = algorithm.overlong_penalty
+    if penalty is not None and penalty.tokens > topology.sampling.max_new_tokens:
+        message = f"{penalty.tokens} exceeds sampling.max_new_tokens ({topology.sampling.max_new_tokens}), use less"
+        yield ("algorithm", "overlong_penalty", "tokens"), message
+    if algorithm.filter_zero_variance is not None and algorithm.group_size == 1:
+        message = "would drop every task: the reward of a group of 1 has no variance; remove it, or set group_size"
+        yield ("algorithm", "filter_zero_variance"), message
+
+
+def _normalisation(topology: Topology) -> Found:
+    algorithm = topology.algorithm
+    penalty, kl = algorithm.overlong_penalty, algorithm.kl
+    kl_in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+    name = algorithm.advantage.name
+    invariant = name in INVARIANT_ADVANTAGES or (name == "grpo" and algorithm.advantage.scale == "std")
+    if algorithm.normalise_rewards == "batch" and invariant and penalty is None and not kl_in_reward:
+        message = f"batch has no effect, advantage {name} normalises rewards itself; use none, or another advantage"
+        yield ("algorithm", "normalise_rewards"), message
+
+
+def _clip(topology: Topology) -> Found:
+    loss = topology.algorithm.loss
+    path = ("algorithm", "loss", "clip")
+    if loss.clip is None:
+        return
+    if loss.name not in CLIPS:
+        yield path, f"{list(loss.clip)} has no effect with loss {loss.name}; remove it, or use {' or '.join(CLIPS)}"
+        return
+    low, high = loss.clip
+    if loss.clamp == "upper":
+        if low != 1:
+            message = f"{low} has no effect with clamp upper, use 1.0 (no lower bound), or set clamp both"
+            yield (*path, 0), message
+    elif not 0 < low < 1:
+        yield (*path, 0), f"{low} is out of range, above 0 and below 1, as 0.2"
+    if high <= 0:
+        yield (*path, 1), f"{high} is out of range, above 0, as 0.2"
+
+
+def _loss_options(topology: Topology) -> Found:
+    loss = topology.algorithm.loss
+    path = ("algorithm", "loss")
+    owners = {"dual_clip": "ppo_clip", "clamp": "cispo", "temperatures": "sapo"}
+    for key, owner in owners.items():
+        value = getattr(loss, key)
+        if value is not None and loss.name != owner:
+            yield (*path, key), f"{value} has no effect with loss {loss.name}; remove it, or use {owner}"
+    if loss.dual_clip is not None and loss.name == "ppo_clip" and loss.clip and loss.dual_clip <= 1 + loss.clip[1]:
+        yield (*path, "dual_clip"), f"{loss.dual_clip} must exceed 1 + clip[1] ({1 + loss.clip[1]}), as 3.0"
+    for index, temperature in enumerate(loss.temperatures or ()):
+        if temperature <= 0:
+            yield (*path, "temperatures", index), f"{temperature} is out of range, above 0, as 1.0"
+    if loss.params and not is_function(loss.name):
+        yield (*path, "params"), f"have no effect with loss {loss.name}, only with my.module:fn; remove them"
+    if loss.name == "gspo" and loss.aggregation != "seq_mean_token_mean":
+        message = f"{loss.aggregation} does not fit loss gspo, a ratio per sequence: use seq_mean_token_mean"
+        yield (*path, "aggregation"), message
+
+
+def _mismatch(topology: Topology) -> Found:
+    loss = topology.algorithm.loss
+    path = ("algorithm", "loss")
+    if loss.anchor == "rollout":
+        if loss.tis_cap is not None:
+            message = f"{loss.tis_cap} has no effect with anchor rollout; remove it, or set anchor proximal"
+            yield (*path, "tis_cap"), message
+        if loss.ratio_mask is not None:
+            message = "has no effect with anchor rollout; remove it, or set anchor proximal"
+            yield (*path, "ratio_mask"), message
+    elif loss.ratio_mask is not None and loss.tis_cap is not None:
+        mask = loss.ratio_mask
+        if mask.level == "token" and loss.tis_cap >= mask.high:
+            message = f"{loss.tis_cap} has no effect, ratio_mask leaves out what exceeds {mask.high}; remove it"
+            yield (*path, "tis_cap"), message
+
+
+def _kl(topology: Topology) -> Found:
+    kl = topology.algorithm.kl
+    if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
+        yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient, use k3 or k2"
+
+
+def _cross_entropy(topology: Topology) -> Found:
+    """Its gradient asks for no advantage, hence for no reward: nothing that shapes either can act."""
+    algorithm = topology.algorithm
+    kl = algorithm.kl
+    given = {
+        "filter_zero_variance": algorithm.filter_zero_variance is not None,
+        "overlong_penalty": algorithm.overlong_penalty is not None,
+        "normalise_rewards": algorithm.normalise_rewards != "none",
+    }
+    for key, is_given in given.items():
+        if is_given:
+            yield ("algorithm", key), "has no effect with loss cross_entropy, which looks at no reward; remove it"
+    if algorithm.group_size > 1:
+        message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy, use 1"
+        yield ("algorithm", "group_size"), message
+    if topology.workflow is not None:
+        yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
+    if kl is not None and kl.place == "reward" and kl.coef > 0:
+        message = "reward has no effect with loss cross_entropy, which looks at no reward; use loss"
+        yield ("algorithm", "kl", "in"), message
+    if algorithm.loss.anchor == "proximal":
+        message = "proximal has no effect with loss cross_entropy, which has no ratio; remove it"
+        yield ("algorithm", "loss", "anchor"), message

@@ -1,0 +1,124 @@
+"""Draws docs/staleness.svg: reward against wall-clock for several bounds of staleness, from real runs made here. Must
+never draw a run it did not make, or smooth more than it says.
+
+    python -m tests.bench.plot_staleness [--steps 120]
+
+The quickstart without its reference (one process samples, one trains), one run after the other. The clock starts when
+the first step's row is there, so that it does not count imports; a point is the mean of the last ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench.bench_quickstart import ROOT, SAMPLES_PER_STEP, BenchError, machine, measured_cores, run_cluster
+
+PICTURE = ROOT / "docs" / "staleness.svg"
+BOUNDS = (0, 1, 4)
+NO_REFERENCE = ("algorithm.kl=null", "services.reference=null")
+WINDOW = 10
+COOL_DOWN = 5
+WIDTH, HEIGHT, MARGIN = 720, 420, 56
+COLOURS = ("#0072b2", "#d55e00", "#009e73")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`seconds[i]`: when `reward[i]`, the mean of the WINDOW steps up to there, was reached."""
+
+    staleness: int
+    seconds: list[float]
+    reward: list[float]
+    samples_per_s: float
+    others_cores: float
+
+
+def measure(staleness: int, steps: int, limit_s: float) -> Curve:
+    """One run. Raises BenchError."""
+    settings = (*NO_REFERENCE, f"staleness={staleness}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
+        rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, enough=lambda _: False, more=settings)[:steps]
+    rewards = [each.row["reward/mean"] for each in rows]
+    began = rows[0].at_s
+    return Curve(
+        staleness,
+        [each.at_s - began for each in rows[WINDOW - 1 :]],
+        [statistics.fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)],
+        SAMPLES_PER_STEP * (len(rows) - 1) / (rows[-1].at_s - began),
+        cores.others,
+    )
+
+
+def drawing(curves: list[Curve], caption: str) -> str:
+    """The picture, as SVG text."""
+    longest = max(curve.seconds[-1] for curve in curves)
+    highest = max(max(curve.reward) for curve in curves)
+    lowest = min(min(curve.reward) for curve in curves)
+
+    def x(seconds: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * seconds / longest
+
+    def y(reward: float) -> float:
+        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (reward - lowest) / max(highest - lowest, 1e-9)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<path d="M{MARGIN} {MARGIN}V{HEIGHT - MARGIN}H{WIDTH - MARGIN}" fill="none" stroke="black"/>',
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 28}" text-anchor="middle">seconds of training</text>',
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle" fill="#555" font-size="10">{caption}</text>',
+        f'<text x="{MARGIN}" y="{MARGIN - 12}">mean reward of the last {WINDOW} steps</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        seconds, reward = longest * share, lowest + (highest - lowest) * share
+        parts.append(f'<text x="{x(seconds):.1f}" y="{HEIGHT - MARGIN + 14}" text-anchor="middle">{seconds:.0f}</text>')
+        parts.append(f'<text x="{MARGIN - 6}" y="{y(reward) + 4:.1f}" text-anchor="end">{reward:.2f}</text>')
+        parts.append(f'<path d="M{MARGIN} {y(reward):.1f}H{WIDTH - MARGIN}" stroke="#ddd"/>')
+    for index, curve in enumerate(curves):
+        colour = COLOURS[index % len(COLOURS)]
+        points = " ".join(
+            f"{x(at):.1f},{y(reward):.1f}" for at, reward in zip(curve.seconds, curve.reward, strict=True)
+        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        label = f"staleness {curve.staleness}: {curve.samples_per_s:.0f} samples/s"
+        parts.append(
+            f'<text x="{WIDTH - MARGIN - 190}" y="{HEIGHT - MARGIN - 54 + 17 * index}" fill="{colour}">{label}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Reward against wall-clock for several bounds of staleness.")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer has failed")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    args = parser.parse_args()
+    curves = []
+    try:
+        for staleness in BOUNDS:
+            curves.append(measure(staleness, args.steps, args.limit_s))
+            last = curves[-1]
+            print(
+                f"staleness {staleness}: {last.samples_per_s:.0f} samples/s, reward {last.reward[-1]:.3f} after "
+                f"{last.seconds[-1]:.0f} s, {last.others_cores:.2f} cores used by others",
+                flush=True,
+            )
+    except BenchError as error:
+        sys.exit(f"plot_staleness: {error}")
+    busy = max(curve.others_cores for curve in curves)
+    caption = (
+        f"{args.steps} steps of the quickstart without its reference, {machine()}; others used up to {busy:.1f} cores"
+    )
+    args.picture.parent.mkdir(exist_ok=True)
+    args.picture.write_text(drawing(curves, caption), encoding="utf-8")
+    print(args.picture)
+
+
+if __name__ == "__main__":
+    main()

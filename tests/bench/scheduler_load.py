@@ -1,0 +1,449 @@
+"""Loads a scheduler with many live tasks and times it, alone (`measure_state`) and over its socket (`measure_socket`).
+
+It plays everybody else with the least work that keeps to the protocol, so that what is timed is the scheduler.
+`python -m tests.bench.scheduler_load [TASKS]...` prints both as tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import zmq
+
+from proto.ids import new_incarnation
+from proto.messages import (
+    Ack,
+    Canary,
+    Clear,
+    CommitStep,
+    Complete,
+    CompleteAck,
+    ErrorCode,
+    GetInventory,
+    GetRunInfo,
+    Inventory,
+    LeaseGrant,
+    LeaseRequest,
+    NextBatch,
+    Outcome,
+    PublishWeights,
+    Register,
+    Registered,
+    RunInfo,
+    StepBatch,
+    TaskResult,
+    WeightsRef,
+)
+from services.scheduler.events import Answer, Asked, ClearDone, Configure, Effect, SendClear
+from services.scheduler.plan import Plan
+from services.scheduler.state import Scheduler
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call, Mailbox
+from shared.rundir import RunDir
+
+GROUP = 8
+STEP_TASKS = 2000
+"""A batch's scalars travel inside a control message: 64 KiB a column."""
+BLOCK = 250
+SINGLES = 10_000
+IN_FLIGHT = 64
+CALL_S = 60.0
+SETTLE_S = 0.5
+SETTLE_ROUNDS = 24
+"""Memory is taken as settled when it has not fallen for so many rounds."""
+CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
+DTYPES = {
+    "reward": np.float32,
+    "length": np.int32,
+    "loss_tokens": np.int32,
+    "truncated": np.uint8,
+    "version_min": np.int32,
+    "version_max": np.int32,
+}
+"""The per-sample scalars of the rollout stage."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """`bytes_a_task`: growth of the process's resident memory, snapshots on their way left out. Rates per second."""
+
+    tasks: int
+    bytes_a_task: float
+    leases_in_batches: float
+    results: float
+    single_leases: float
+    collected: float
+    longest_stall_s: float
+    """Longest time that a request took while all this went on."""
+
+
+def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) -> Complete:
+    """A rollout of every task of the grant, with scalars like a real one's."""
+    results = [
+        TaskResult(task.task_id, task.fence, Outcome.DONE, "batch-store/0", 7, GROUP, GROUP * 500, GROUP * 6500)
+        for task in grant.batch.tasks
+    ]
+    count = GROUP * len(results)
+    lengths = chance.integers(1, 500, count).astype(np.int32)
+    columns = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items()}
+    columns |= {"reward": chance.random(count, np.float32), "length": lengths, "loss_tokens": lengths}
+    return Complete(lease_id=grant.lease_id, stage="rollout", incarnation=incarnation, results=results, scalars=columns)
+
+
+def weights_ref(step: int) -> WeightsRef:
+    return WeightsRef(
+        lineage=0,
+        step=step,
+        task_id=f"weights/0/{step}",
+        fence=1,
+        store="batch-store/0",
+        nbytes=1,
+        canary=CANARY,
+        drill=CANARY,
+        drill_seed=0,
+    )
+
+
+def lease_request(life: int, most: int) -> LeaseRequest:
+    return LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=most)
+
+
+def registration(service: str, life: int) -> Register:
+    return Register(service=service, instance=0, incarnation=life, pid=1, host="here", endpoint="", limit_bytes=1 << 60)
+
+
+# ---------------------------------------------------------------------------------------------- the state machine
+
+
+class StateLoad:
+    """The state machine alone, without a socket and without a journal."""
+
+    def __init__(self, tasks: int) -> None:
+        steps = tasks // STEP_TASKS
+        self.plan = Plan(
+            run="load",
+            seed=1,
+            tasks_per_step=STEP_TASKS,
+            group_size=GROUP,
+            staleness=steps - 1,
+            shuffle=True,
+            deterministic=False,
+            rows=range(tasks),
+        )
+        self.machine = Scheduler(self.plan, lease_s=1e9, incarnation=1)
+        self.clears: list[SendClear] = []
+        self.calls = 0
+        # as many steps as there are tasks for: what is consumed is not made up for
+        self.take(self.machine.begin(Configure(steps, 3, 2, True), 0.0))
+        for service in ("batch-store", "rollout"):
+            self.ask(registration(service, 1))
+        self.ask(GetRunInfo(driver=1))
+        self.ask(PublishWeights(driver=1, ref=weights_ref(0)))
+
+    def take(self, effects: list[Effect]) -> Any:
+        self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
+        return next((effect.body for effect in effects if isinstance(effect, Answer) and effect.ref == "call"), None)
+
+    def ask(self, request: Any) -> Any:
+        self.calls += 1
+        return self.take(self.machine.handle(Asked("call", request, 1e9, (1, self.calls)), 0.0))
+
+    def acknowledge(self) -> None:
+        while self.clears:
+            sent = self.clears.pop(0)
+            self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), 0.0))
+
+
+def measure_state(tasks: int) -> Figures:
+    """`tasks` live at once (a multiple of 2000), all leased, rolled out, trained and collected."""
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    load = StateLoad(tasks)
+    chance = np.random.default_rng(1)
+    slowest = 0.0
+
+    def timed(request: Any) -> Any:
+        nonlocal slowest
+        began = time.perf_counter()
+        answer = load.ask(request)
+        slowest = max(slowest, time.perf_counter() - began)
+        return answer
+
+    singles = min(SINGLES, tasks // 4)
+    began = time.perf_counter()
+    grants = [timed(lease_request(1, 1)) for _ in range(singles)]
+    single_s = time.perf_counter() - began
+    lease_s = result_s = 0.0
+    for _ in range((tasks - singles) // BLOCK):
+        began = time.perf_counter()
+        grant = timed(lease_request(1, BLOCK))
+        lease_s += time.perf_counter() - began
+        request = result_of(grant, 1, chance)
+        began = time.perf_counter()
+        timed(request)
+        result_s += time.perf_counter() - began
+    for grant in grants:
+        timed(result_of(grant, 1, chance))
+    del grants
+    gc.collect()
+    grown = psutil.Process().memory_info().rss - before
+    began = time.perf_counter()
+    for step in range(1, tasks // STEP_TASKS + 1):
+        assert timed(NextBatch(driver=1, step=step)) is not None
+        timed(CommitStep(driver=1, step=step, metrics={}))
+        load.acknowledge()
+    collect_s = time.perf_counter() - began
+    assert load.machine.core.clears.collected == tasks
+    in_batches = tasks - singles
+    return Figures(
+        tasks,
+        grown / tasks,
+        in_batches / lease_s,
+        in_batches / result_s,
+        singles / single_s,
+        tasks / collect_s,
+        slowest,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- over the socket
+
+
+TOPOLOGY = """\
+run: {{name: load, steps: {steps}, seed: 1}}
+policy: {{model: {model}, dtype: float32}}
+data: {{train: {{source: "builtin:addition", max_prompt_tokens: 8}}}}
+reward: {{function: "builtin:exact_match"}}
+sampling: {{max_new_tokens: 8}}
+staleness: {staleness}
+algorithm: {{tasks_per_step: {tasks}, group_size: {group}, advantage: {{name: grpo}}}}
+optimizer: {{name: adamw, lr: 1.0e-3}}
+lease: {{lease_s: 600}}
+gc: {{after: commit}}
+services: {{batch-store: {{memory: 4TiB}}, rollout: {{block_tasks: {block}}}}}
+"""
+
+
+def make_run(folder: Path, tasks: int) -> RunDir:
+    """A run whose admission lets `tasks` live at once."""
+    from safetensors.numpy import save_file
+
+    model = folder / "model"
+    model.mkdir()
+    save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
+    (model / "config.json").write_text("{}")
+    run = RunDir.create(folder / "run")
+    steps = tasks // STEP_TASKS
+    text = TOPOLOGY.format(steps=steps, staleness=steps - 1, tasks=STEP_TASKS, group=GROUP, block=BLOCK, model=model)
+    run.topology.write_text(text)
+    return run
+
+
+class SocketLoad:
+    """Everybody but the scheduler, on one loop."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.life = new_incarnation()
+        self.client = Client(self.context, run.endpoint("scheduler", 0), "scheduler/0", self.life)
+        self.store = Mailbox("batch-store/0", new_incarnation())
+        self.store.handle(Clear, self._clear)
+        self.store.handle(GetInventory, self._inventory)
+        self.store.bind(self.context, run.endpoint("batch-store", 0))
+        self.cleared = 0
+        self.grown = asyncio.Event()
+        self.slowest_s = 0.0
+
+    def _clear(self, request: Clear, call: Call) -> Ack:
+        self.cleared += sum(task.task_id.startswith("train/") for task in request.tasks)
+        self.grown.set()
+        return Ack()
+
+    def _inventory(self, request: GetInventory, call: Call) -> Inventory:
+        return Inventory(tasks=[], cursor=0)
+
+    async def ask(self, request: Any, reply: Any) -> Any:
+        """One request; a long poll that found nothing is repeated."""
+        while True:
+            began = time.perf_counter()
+            try:
+                answer = await self.client.call(request, reply, deadline_s=CALL_S)
+            except RpcError as error:
+                if error.code != ErrorCode.NOT_READY:
+                    raise
+                continue
+            self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
+            return answer
+
+    async def join(self) -> None:
+        for service in ("batch-store", "rollout"):
+            await self.ask(registration(service, self.life), Registered)
+        await self.ask(GetRunInfo(driver=self.life), RunInfo)
+        await self.ask(PublishWeights(driver=self.life, ref=weights_ref(0)), Ack)
+
+    async def close(self) -> None:
+        await self.store.close()
+        self.client.close()
+        self.context.term()
+
+
+async def at_once(count: int, width: int, work: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """Do `work` `count` times, `width` at a time."""
+    left = count
+    done: list[Any] = []
+
+    async def lane() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            done.append(await work())
+
+    await asyncio.gather(*(lane() for _ in range(width)))
+    return done
+
+
+@contextlib.asynccontextmanager
+async def scheduler_process(run: RunDir) -> AsyncIterator[psutil.Process]:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.scheduler", "--run", str(run.path))
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        await process.wait()
+        run.remove_volatile()
+
+
+async def _resident_bytes(run: RunDir) -> int:
+    """Of a scheduler that has just begun this run."""
+    async with scheduler_process(run) as process:
+        load = SocketLoad(run)
+        try:
+            await load.join()
+            return int(process.memory_info().rss)
+        finally:
+            await load.close()
+
+
+async def _settled(process: psutil.Process) -> int:
+    """Resident bytes once a snapshot that is being written has gone to disk."""
+    lowest, since = int(process.memory_info().rss), 0
+    while since < SETTLE_ROUNDS:
+        await asyncio.sleep(SETTLE_S)
+        now = int(process.memory_info().rss)
+        since = 0 if now < lowest else since + 1
+        lowest = min(lowest, now)
+    return lowest
+
+
+async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
+    chance = np.random.default_rng(1)
+    async with scheduler_process(run) as process:
+        load = SocketLoad(run)
+        try:
+
+            async def one() -> LeaseGrant:
+                grant: LeaseGrant = await load.ask(lease_request(load.life, 1), LeaseGrant)
+                return grant
+
+            async def block() -> LeaseGrant:
+                grant: LeaseGrant = await load.ask(lease_request(load.life, BLOCK), LeaseGrant)
+                return grant
+
+            await load.join()
+            load.slowest_s = 0.0  # until here: the start of the process
+            singles = min(SINGLES, tasks // 4)
+            began = time.perf_counter()
+            grants = await at_once(singles, IN_FLIGHT, one)
+            single_s = time.perf_counter() - began
+            lease_s = result_s = 0.0
+            blocks = (tasks - singles) // BLOCK
+            while blocks:
+                some = min(blocks, 40)
+                blocks -= some
+                began = time.perf_counter()
+                leased = await at_once(some, 4, block)
+                lease_s += time.perf_counter() - began
+                requests = [result_of(grant, load.life, chance) for grant in leased]
+                began = time.perf_counter()
+                await at_once(some, 4, lambda ready=requests: load.ask(ready.pop(), CompleteAck))  # type: ignore[misc]
+                result_s += time.perf_counter() - began
+            requests = [result_of(grant, load.life, chance) for grant in grants]
+            await at_once(singles, IN_FLIGHT, lambda: load.ask(requests.pop(), CompleteAck))
+            grown = await _settled(process) - before
+            began = time.perf_counter()
+            for step in range(1, tasks // STEP_TASKS + 1):
+                await load.ask(NextBatch(driver=load.life, step=step), StepBatch)
+                await load.ask(CommitStep(driver=load.life, step=step, metrics={}), Ack)
+            async with asyncio.timeout(CALL_S):
+                while load.cleared < tasks:
+                    load.grown.clear()
+                    await load.grown.wait()
+            collect_s = time.perf_counter() - began
+        finally:
+            await load.close()
+    in_batches = tasks - singles
+    return Figures(
+        tasks,
+        grown / tasks,
+        in_batches / lease_s,
+        in_batches / result_s,
+        singles / single_s,
+        tasks / collect_s,
+        load.slowest_s,
+    )
+
+
+def measure_socket(tasks: int) -> Figures:
+    """As `measure_state`, with the real process, its journal and its socket; this process's own work included."""
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder, "small"), Path(folder, "large")
+        small.mkdir()
+        large.mkdir()
+        before = asyncio.run(_resident_bytes(make_run(small, STEP_TASKS)))
+        return asyncio.run(_measure_socket(make_run(large, tasks), tasks, before))
+
+
+def table(rows: list[Figures]) -> str:
+    """Figures as aligned text."""
+    names = [field.name for field in fields(Figures)]
+    cells = [names] + [[f"{getattr(row, name):,.6g}" for name in names] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def in_own_process(what: str, tasks: int) -> Figures:
+    """A measurement in a process of its own: memory that an earlier one left free would be counted as none."""
+    command = [sys.executable, "-m", "tests.bench.scheduler_load", f"--{what}", str(tasks)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ, timeout=1800)
+    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and arguments[0] in ("--state", "--socket"):
+        measure = measure_state if arguments[0] == "--state" else measure_socket
+        row = measure(int(arguments[1]))
+        print(json.dumps({field.name: getattr(row, field.name) for field in fields(Figures)}))
+        return
+    sizes = [int(each) for each in arguments] or [20_000, 80_000, 320_000, 1_000_000]
+    for what in ("state", "socket"):
+        print(what)
+        print(table([in_own_process(what, size) for size in sizes]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

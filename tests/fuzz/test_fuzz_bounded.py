@@ -1,0 +1,66 @@
+"""The coverage-guided target runs for a bounded time and finds nothing; a defect that an input reaches does fail it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 20
+BUSY, LAZY = b"code\xa4busy", b"code\xa4lazy"
+SEALED = 1
+"""The kind of input that reaches the bodies, see fuzz_wire."""
+PLANTED = """
+import sys
+import tests.fuzz.fuzz_wire as target
+from proto import codec
+from proto.messages import ErrorCode
+CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
+whole = codec.decode_body
+def broken(kind, data):
+    body = whole(kind, data)
+    if type(body).__name__ == "Error" and body.code not in CODES:
+        raise KeyError("planted")
+    return body
+codec.decode_body = broken
+import atheris
+atheris.Setup(sys.argv, target.one_input)
+atheris.Fuzz()
+"""
+
+
+def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProcess[str]:
+    seeds = folder / "seeds"
+    seeds.mkdir()
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz.fuzz_wire", "--seeds", str(seeds)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert int(made.stdout.split()[-1]) > 20
+    trigger = next(each for each in seeds.iterdir() if BUSY in (data := each.read_bytes()) and data[0] == SEALED)
+    (seeds / "trigger").write_bytes(trigger.read_bytes().replace(BUSY, LAZY))
+    options = [f"-max_total_time={seconds}", "-rss_limit_mb=1024", "-max_len=8192", f"-artifact_prefix={folder}/"]
+    return subprocess.run(
+        [sys.executable, *program, *options, str(seeds)],
+        cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60,
+    )  # fmt: skip
+
+
+def test_decoders_survive_guided_fuzzing(tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="needs atheris (dev extra)")
+    done = fuzz(tmp_path, "-m", "tests.fuzz.fuzz_wire", seconds=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = re.search(r"Done (\d+) runs in (\d+) second", done.stderr)
+    assert runs is not None, done.stderr[-500:]
+    assert int(runs.group(1)) > 1000
+
+
+def test_target_fails_on_an_exception_other_than_the_one_allowed(tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="needs atheris (dev extra)")
+    done = fuzz(tmp_path, "-c", PLANTED, seconds=SECONDS)
+    assert done.returncode != 0
+    assert "planted" in done.stdout + done.stderr

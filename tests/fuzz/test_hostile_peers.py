@@ -1,0 +1,273 @@
+"""Peers with a key that try to harm a mailbox over tcp: it answers others all the time, lives, and stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket as sockets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from proto import codec
+from proto.messages import GetInventory, Inventory
+from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
+from shared.rpc.transport import EXTRA_FRAMES, SKIP_FRAMES, Pump
+from shared.security.connections import MOST_CONNECTIONS
+from shared.security.roles import Role
+from tests.unit.rpc_actors import CLIENT_INCARNATION, asking, key_folder, raw_dealer, short_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+GROWTH_BYTES = 64 << 20
+ANSWER_S = 10.0
+
+
+@dataclass
+class Server:
+    """The process under attack."""
+
+    process: subprocess.Popen[str]
+    tcp: str
+    ipc: str
+
+    def counts(self) -> dict[str, int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        counts = json.loads(self.process.stdout.readline())
+        assert isinstance(counts, dict)
+        return counts
+
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def answers(self, cursor: int = 21) -> None:
+        """A well-behaved client is served, over both endpoints."""
+
+        async def ask() -> None:
+            for endpoint in (self.ipc, self.tcp):
+                async with asking(endpoint) as client:
+                    answer = await client.call(GetInventory(cursor=cursor), Inventory, deadline_s=ANSWER_S)
+                    assert answer.cursor == 2 * cursor
+
+        asyncio.run(ask())
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with short_directory() as folder:
+        ipc = f"ipc://{folder}/echo"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fuzz.hostile_server", str(key_folder()), ipc],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            under_attack = Server(process, process.stdout.readline().strip(), ipc)
+            under_attack.answers()
+            yield under_attack
+            assert process.poll() is None, "the server died"
+            under_attack.answers()
+        finally:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+def request(number: int, cursor: int = 0) -> list[bytes]:
+    frames = codec.encode(GetInventory(cursor=cursor), request_id=number, incarnation=CLIENT_INCARNATION, remaining_s=9)
+    return [bytes(frame) for frame in frames]
+
+
+@contextmanager
+def growth(server: Server) -> Iterator[None]:
+    before = server.rss_bytes()
+    yield
+    assert server.rss_bytes() - before < GROWTH_BYTES
+
+
+@contextmanager
+def asking_in_thread(endpoint: str) -> Iterator[Callable[[], None]]:
+    """A client whose connection stays open between its questions."""
+    with asyncio.Runner() as runner:
+        client = asking(endpoint)
+        asked = runner.run(client.__aenter__())
+
+        def ask() -> None:
+            answer = runner.run(asked.call(GetInventory(cursor=4), Inventory, deadline_s=ANSWER_S))
+            assert answer.cursor == 8
+
+        yield ask
+        runner.run(client.__aexit__(None, None, None))
+
+
+def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    gone = threading.Event()
+    for _ in range(int(within_s / 0.02)):
+        if condition():
+            return
+        gone.wait(0.02)
+    raise AssertionError("did not happen in time")
+
+
+def test_floods_of_empty_frames_are_refused_one_by_one_and_cost_nothing(server: Server) -> None:
+    with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        for round_ in range(3):
+            peer.send_multipart([b""] * 200_000)
+            until(lambda done=round_ + 1: server.counts()["malformed"] == done)  # type: ignore[misc]
+            server.answers(round_)
+
+
+def test_a_message_of_many_small_frames_is_not_kept(server: Server) -> None:
+    with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        peer.send_multipart([*request(1), *[b"x" * 20] * 300_000])
+        until(lambda: server.counts()["malformed"] == 1)
+
+
+def test_a_peer_that_goes_on_sending_garbage_is_not_read_and_others_are(server: Server) -> None:
+    with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        for number in range(20_000):
+            peer.send_multipart([os.urandom(64), b"body"])
+            if number % 4000 == 0:
+                server.answers(number)
+        until(lambda: (c := server.counts())["malformed"] + c["unread"] == 20_000)
+        counts = server.counts()
+        assert counts["malformed"] <= STRIKES * (counts["quarantines"] + 1)
+        assert counts["quarantines"] >= 1
+        # its valid requests are not read either, until the quarantine ends
+        peer.send_multipart(request(1))
+        assert not peer.poll(300)
+
+
+def test_a_peer_of_a_lesser_role_that_insists_is_put_into_quarantine(server: Server) -> None:
+    with raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        for number in range(STRIKES + 10):
+            peer.send_multipart(request(number + 1))
+        until(lambda: server.counts()["unread"] == 10)
+        assert server.counts()["forbidden"] == STRIKES
+        assert server.counts()["malformed"] == 0
+
+
+def test_many_connections_with_garbage_leave_a_bounded_table(server: Server) -> None:
+    with growth(server):
+        for _ in range(6):
+            with ExitStack() as stack:
+                for _ in range(200):
+                    stack.enter_context(raw_dealer(server.ipc)).send_multipart([b"garbage"])
+                until(lambda: server.counts()["malformed"] % 200 == 0)
+        assert server.counts()["malformed"] == 1200
+        assert server.counts()["peers"] <= MAX_PEERS
+
+
+def test_peers_that_connect_and_stay_silent_hold_nobody_up(server: Server) -> None:
+    host, port = server.tcp.removeprefix("tcp://").split(":")
+    with growth(server), ExitStack() as stack:
+        silent = [stack.enter_context(sockets.create_connection((host, int(port)), 5)) for _ in range(200)]
+        for half in silent[:100]:
+            half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # a greeting that never ends
+        server.answers()
+        # the handshake's time limit ends them
+        for each in silent:
+            each.settimeout(30)
+            while each.recv(4096):
+                pass
+
+
+def test_a_peer_that_never_reads_loses_its_answers_only(server: Server) -> None:
+    with growth(server), raw_dealer(server.tcp, RCVHWM=1, RCVBUF=4096) as peer:
+        for number in range(60_000):
+            peer.send_multipart(request(number + 1))
+            if number % 20_000 == 0:
+                server.answers(number)
+        server.answers()
+
+
+def test_large_valid_and_invalid_messages_in_a_row_are_not_piled_up(server: Server) -> None:
+    body = b"\x81\xa6cursor\x01" + b"\xc0" * (7 << 20)
+    head = codec.envelope.Envelope(
+        type=GetInventory.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
+    ).pack()
+    with raw_dealer(server.tcp, Role.OBSERVER, SNDHWM=4) as peer:
+        before = server.rss_bytes()
+        for _ in range(60):
+            peer.send_multipart([head, body], copy=False)
+        until(lambda: (c := server.counts())["malformed"] + c["unread"] == 60)
+        # a few of them are on their way at any time
+        assert server.rss_bytes() - before < 3 * GROWTH_BYTES
+
+
+def test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_memory(server: Server) -> None:
+    piece = os.urandom(1 << 20)
+    before = server.rss_bytes()
+    seen: list[int] = []
+
+    def ended() -> bool:
+        seen.append(server.rss_bytes() - before)
+        return server.counts()["ended_connections"] >= 1
+
+    with raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        peer.send_multipart([piece] * 1024, copy=False)  # libzmq sends nothing before it has the last frame
+        until(ended)
+        server.answers()
+    assert max(seen) < 512 << 20
+    until(lambda: server.rss_bytes() - before < GROWTH_BYTES)
+
+
+def test_more_connections_than_allowed_are_ended_at_once_and_the_others_stay(server: Server) -> None:
+    host, port = server.tcp.removeprefix("tcp://").split(":")
+    with asking_in_thread(server.tcp) as ask, ExitStack() as stack:
+        ask()
+        for _ in range(MOST_CONNECTIONS + 50):
+            stack.enter_context(sockets.create_connection((host, int(port)), 5))
+        until(lambda: server.counts()["ended_connections"] >= 50)
+        ask()
+
+
+def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> None:
+    async def main() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        taker, giver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        taker.bind("inproc://x")
+        giver.connect("inproc://x")
+        got: list[list[bytes]] = []
+        pump = Pump(taker, got.append)
+        most = codec.CONTROL.frames + EXTRA_FRAMES
+        giver.send_multipart([b"a"] * (most + 1))
+        giver.send_multipart([b"b"] * (2 * SKIP_FRAMES + 7))
+        giver.send_multipart([b"c" * (9 << 20), b"c" * (8 << 20), b"c", b"c"])
+        giver.send_multipart([b"d", b"d"])
+        async with asyncio.timeout(20):
+            while len(got) < 4:  # noqa: ASYNC110  # libzmq's thread moves them
+                await asyncio.sleep(0.01)
+        assert [(frames[0][:1], len(frames)) for frames in got] == [
+            (b"a", most + 1), (b"b", most + 1), (b"c", 2), (b"d", 2),
+        ]  # fmt: skip
+        pump.close()
+        context.destroy(0)
+
+    asyncio.run(main())
+
+
+def test_quarantine_begins_at_the_limit_ends_in_time_and_forgets_slow_offenders() -> None:
+    offenders = Offenders()
+    bad, good = (0, b"bad"), (1, b"bad")
+    assert [offenders.strike(bad, 0.0) for _ in range(STRIKES)] == [False] * (STRIKES - 1) + [True]
+    assert offenders.unheard(bad, 1.0)
+    assert not offenders.unheard(good, 1.0)
+    assert not offenders.unheard(bad, QUARANTINE_S)
+    assert offenders.unread == 1
+    slow = (0, b"slow")
+    for number in range(10 * STRIKES):
+        assert not offenders.strike(slow, number * WINDOW_S / (STRIKES - 2))
+    for number in range(3 * MAX_PEERS):
+        offenders.strike((0, number.to_bytes(4, "little")), 1e6)
+    assert len(offenders) == MAX_PEERS

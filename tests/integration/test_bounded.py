@@ -1,0 +1,393 @@
+"""A store that is full: it spills to disk, then says BUSY; nothing is dropped, doubled or half there, ever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from proto.ids import new_incarnation
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    GetInventory,
+    GetStoreStats,
+    Inventory,
+    Locate,
+    Located,
+    PutTask,
+    StoreStats,
+    TaskHandle,
+    Telemetry,
+)
+from shared.dataplane.client import TaskShards
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call, Mailbox
+from shared.rundir import RunDir
+from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+
+MIB = 1 << 20
+MEMORY = 8 * MIB
+SPILL = 16 * MIB
+SHARD = 2 * MIB - 4096
+"""With header and table a file of it takes 2 MiB exactly."""
+
+
+@asynccontextmanager
+async def served(run: RunDir) -> AsyncIterator[tuple[StoreProcess, Peer]]:
+    store = StoreProcess(run)
+    store.start()
+    try:
+        async with peer_of(run) as peer:
+            yield store, peer
+    finally:
+        if store.process is not None and store.process.poll() is None:
+            store.kill()
+        run.remove_volatile()
+
+
+def shard(number: int, *, split: str = "train", nbytes: int = SHARD) -> TaskShards:
+    values = np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
+    return TaskShards(f"{split}/0/{number}", 1, {"a": values})
+
+
+def meta_of(tasks: list[TaskShards]) -> BatchMeta:
+    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
+    return BatchMeta(tasks=handles, parts=[BatchPart("s", ["a"])], stores=[STORE])
+
+
+async def check(peer: Peer, tasks: list[TaskShards]) -> None:
+    found = await peer.data.fetch(meta_of(tasks), ["a"], deadline_s=30)
+    for task, arrays in zip(tasks, found, strict=True):
+        assert np.array_equal(arrays["a"], task.shards["a"]), task.task_id
+
+
+async def put(peer: Peer, task: TaskShards, deadline_s: float = 30) -> None:
+    await peer.data.put([task], store=STORE, deadline_s=deadline_s)
+
+
+async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
+    await peer.store.call(Clear(tasks=[PutTask(task.task_id, 1) for task in tasks]), Ack, deadline_s=30)
+
+
+async def stats(peer: Peer) -> StoreStats:
+    return await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
+
+
+async def places(peer: Peer, tasks: list[TaskShards]) -> list[str]:
+    """`memory` or `disk` for each task."""
+    request = Locate(tasks=[PutTask(task.task_id, 1) for task in tasks])
+    located = await peer.store.call(request, Located, deadline_s=10)
+    files = [located.files[first] for [first] in located.places]
+    return ["disk" if "/spill/" in path else "memory" for path in files]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what another process does signals nothing here
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
+
+
+def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(12)]
+
+    async def main() -> None:
+        async with served(run) as (_, peer):
+            weights = shard(0, split="weights")
+            await put(peer, weights)
+            for task in tasks[:11]:
+                await put(peer, task)
+            assert await places(peer, [weights]) == ["memory"]  # the oldest, but weights go last
+            assert await places(peer, tasks[:11]) == ["disk"] * 8 + ["memory"] * 3
+            full = await stats(peer)
+            assert full.bytes == full.limit_bytes == MEMORY + SPILL
+            assert (full.shards, full.busy) == (12, 0)
+            with pytest.raises(RpcError, match="of the spill") as caught:
+                await put(peer, tasks[11], deadline_s=1)
+            assert caught.value.code == ErrorCode.BUSY
+            assert (await stats(peer)).busy >= 2  # asked again after retry_after_s
+            waiting = asyncio.ensure_future(put(peer, tasks[11]))
+            await clear(peer, tasks[:1])
+            await waiting
+            await check(peer, tasks[1:])
+            await clear(peer, [*tasks, weights])
+            gc.collect()
+            done = await stats(peer)
+            assert (done.bytes, done.shards, done.files, done.zombie_bytes) == (0, 0, 0, 0)
+            assert not list((run.path.parent / "spill").rglob("*.blk"))
+
+    asyncio.run(main())
+
+
+def test_reader_keeps_what_it_mapped_when_the_file_is_spilled(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(5)]
+
+    async def main() -> None:
+        async with served(run) as (_, peer):
+            await put(peer, tasks[0])
+            [held] = await peer.data.fetch(meta_of(tasks[:1]), ["a"], deadline_s=10)
+            for task in tasks[1:]:
+                await put(peer, task)
+            assert await places(peer, tasks[:1]) == ["disk"]
+            now = await stats(peer)
+            assert now.zombie_bytes == 2 * MIB  # still in memory for this reader
+            assert np.array_equal(held["a"], tasks[0].shards["a"])
+            await check(peer, tasks)
+            del held
+            gc.collect()
+            assert (await stats(peer)).zombie_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_put_that_can_never_fit_the_memory_moves_nothing(run: RunDir) -> None:
+    async def main() -> None:
+        async with served(run) as (_, peer):
+            await put(peer, shard(1))
+            with pytest.raises(RpcError, match="can never fit") as caught:
+                await put(peer, shard(2, nbytes=MEMORY))
+            assert caught.value.code == ErrorCode.BAD_REQUEST
+            assert await places(peer, [shard(1)]) == ["memory"]
+
+    asyncio.run(main())
+
+
+def test_restarted_store_finds_both_places_and_a_damaged_spilled_file_is_not_served(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(7)]
+
+    async def main() -> None:
+        async with served(run) as (store, peer):
+            for task in tasks:
+                await put(peer, task)
+            assert await places(peer, tasks) == ["disk"] * 3 + ["memory"] * 4
+            store.kill()
+            [first, *_] = sorted(run.spill_link.rglob("*.blk"), key=lambda path: path.stat().st_mtime_ns)
+            body = bytearray(first.read_bytes())
+            body[-7] ^= 1
+            first.write_bytes(body)
+            store.start()
+            await check(peer, tasks[1:])
+            assert await places(peer, tasks[1:]) == ["disk"] * 2 + ["memory"] * 4
+            with pytest.raises(RpcError, match="train/0/0#a") as caught:
+                await check(peer, tasks[:1])
+            assert caught.value.code == ErrorCode.MISSING
+
+    asyncio.run(main())
+
+
+def test_a_file_in_both_places_is_kept_once_and_a_half_copied_one_goes(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(2)]
+
+    async def main() -> None:
+        async with served(run) as (store, peer):
+            for task in tasks:
+                await put(peer, task)
+            store.kill()  # and now the traces of a kill between rename and retirement, and in the middle of a copy
+            folder = run.spill_link / "batch-store-0"
+            [first, second] = sorted(
+                (run.shm / "batch-store-0").glob("*.blk"), key=lambda path: path.stat().st_mtime_ns
+            )
+            (folder / first.name).write_bytes(first.read_bytes())
+            (folder / f"{second.stem}.part").write_bytes(second.read_bytes()[:5000])
+            store.start()
+            await check(peer, tasks)
+            assert await places(peer, tasks) == ["disk", "memory"]
+            now = await stats(peer)
+            assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (4 * MIB, 2, 2, 0)
+            assert [path.name for path in folder.iterdir()] == [first.name]
+
+    asyncio.run(main())
+
+
+def test_kills_during_moves_lose_and_double_nothing(tmp_path: Path) -> None:
+    memory, spill = 4 * MIB, 64 * MIB
+    run = make_run(tmp_path, memory=memory, spill=tmp_path / "spill", spill_limit=spill)
+    chance = random.Random(11)
+    acknowledged: list[TaskShards] = []
+    gone: list[TaskShards] = []
+    stop = asyncio.Event()
+    checking = asyncio.Lock()
+
+    def piece(number: int) -> TaskShards:
+        return shard(number, nbytes=300_000 + number % 7 * 1000)
+
+    async def produce(peer: Peer) -> None:
+        number = 0
+        while not stop.is_set():
+            await put(peer, piece(number), deadline_s=60)
+            acknowledged.append(piece(number))
+            number += 1
+            if len(acknowledged) > 60:
+                async with checking:
+                    gone.extend(acknowledged[:20])
+                    del acknowledged[:20]
+                await clear(peer, gone[-20:])
+
+    async def main() -> None:
+        async with served(run) as (store, peer), peer_of(run) as other:
+            async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+                producing = group.create_task(produce(peer))
+                for _ in range(8):
+                    await asyncio.sleep(chance.uniform(0.3, 0.9))
+                    assert not producing.done()
+                    store.kill()
+                    store.start()
+                    async with checking:
+                        await check(other, acknowledged[-5:])
+                stop.set()
+            for _ in range(2):
+                await check(other, acknowledged)
+                page = await other.store.call(GetInventory(), Inventory, deadline_s=30)
+                assert sorted(task.task_id for task in page.tasks) == sorted(task.task_id for task in acknowledged)
+                gc.collect()
+                now = await stats(other)
+                assert now.shards == len(acknowledged)
+                assert now.bytes <= memory + spill
+                assert "disk" in await places(other, acknowledged)
+                store.kill()
+                store.start()
+
+    asyncio.run(main())
+    assert gone
+
+
+def test_telemetry_shows_memory_spill_and_refusals(run: RunDir) -> None:
+    seen: dict[str, float] = {}
+    grown = asyncio.Event()
+
+    def keep(message: Telemetry, call: Call) -> None:
+        if message.topic == "store":
+            seen.update({name: float(value) for name, value in message.values.items()})
+            grown.set()
+
+    async def main() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        monitor = Mailbox("monitor/0", new_incarnation())
+        monitor.handle(Telemetry, keep)
+        monitor.bind(context, run.endpoint("monitor", 0))
+        try:
+            async with served(run) as (_, peer):
+                for number in range(12):
+                    await put(peer, shard(number))
+                with pytest.raises(RpcError):
+                    await put(peer, shard(12), deadline_s=0.3)
+                async with asyncio.timeout(20):
+                    while not (seen.get("busy") and seen["spilled_bytes"] == SPILL):
+                        grown.clear()
+                        await grown.wait()
+                assert seen["memory_bytes"] == MEMORY
+                assert seen["bytes"] == seen["limit_bytes"] == MEMORY + SPILL
+                assert (seen["shards"], seen["zombie_bytes"]) == (12.0, 0.0)
+        finally:
+            await monitor.close()
+            context.term()
+
+    asyncio.run(main())
+
+
+def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
+    run = make_run(tmp_path, memory=MEMORY, shm_root=tmp_path / "folder")
+
+    async def main() -> None:
+        async with served(run) as (store, peer):
+            tasks = [shard(i) for i in range(3)]
+            for task in tasks:
+                await put(peer, task)
+            assert len(list((tmp_path / "folder").rglob("*.blk"))) == 3
+            store.kill()
+            store.start()
+            await check(peer, tasks)
+
+    asyncio.run(main())
+    assert not list((tmp_path / "folder").iterdir())
+
+
+def test_what_a_dead_run_spilled_is_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
+    orphan = tmp_path / "spill" / "rlbus-old"
+    orphan.mkdir(parents=True)
+    (orphan / "shm").symlink_to(tmp_path / "is-gone")
+    foreign = tmp_path / "spill" / "something"
+    foreign.mkdir()
+
+    async def main() -> None:
+        async with served(run) as (_, peer):
+            await put(peer, shard(1))
+            assert not orphan.exists()
+
+    asyncio.run(main())
+    assert foreign.exists()
+    assert [path.name for path in (tmp_path / "spill").iterdir()] == ["something"]  # ours went with the run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MIB}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+
+
+def test_a_full_disk_is_busy_and_the_store_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:
+    run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=6 * MIB)
+    junk = small_disk / "junk"
+
+    async def main() -> None:
+        async with served(run) as (store, peer):
+            tasks = [shard(i) for i in range(5)]
+            for task in tasks[:4]:
+                await put(peer, task)
+            with junk.open("wb", buffering=0) as stream:
+                stream.write(bytes(7 * MIB))
+            with pytest.raises(RpcError) as caught:
+                await put(peer, tasks[4], deadline_s=1)
+            assert caught.value.code == ErrorCode.BUSY
+            await check(peer, tasks[:4])
+            waiting = asyncio.ensure_future(put(peer, tasks[4]))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            junk.unlink()
+            await waiting
+            await check(peer, tasks)
+            assert "memory" in await places(peer, tasks)
+            assert (await stats(peer)).bytes == 10 * MIB  # more than the memory: one is on disk
+            assert store.process is not None
+            assert store.process.poll() is None
+
+    asyncio.run(main())
+    assert not list(small_disk.rglob("*.blk"))
+
+
+def test_a_disk_too_small_for_the_spill_limit_is_refused_at_start(tmp_path: Path, small_disk: Path) -> None:
+    run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=9 * MIB)
+    store = StoreProcess(run)
+    store.start()
+    assert store.process is not None
+    try:
+        _, errors = store.process.communicate(timeout=30)
+    finally:
+        run.remove_volatile()
+    assert store.process.returncode == 1
+    assert b"services.batch-store.spill_limit is 9437184 bytes" in errors

@@ -1,0 +1,144 @@
+"""Rewards and workflows inside the real rollout service, between a real scheduler and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from shared.stages import REFERENCE, ROLLOUT
+from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
+
+MIXED = """
+import ctypes, time
+
+def fine(sample, *, worth=1.0):
+    return worth
+
+def mixed(sample):
+    kind = {0: "hang", 1: "crash", 2: "eat", 3: "raise"}.get(int(sample.task_id.split("/")[2]) % 13)
+    first = sample.token_ids[0] % 4 == 0  # of a group only some
+    if first and kind == "hang":
+        time.sleep(600)
+    if first and kind == "crash":
+        ctypes.string_at(0)
+    if first and kind == "eat":
+        held = [bytearray(1 << 24) for _ in range(1000)]
+    if first and kind == "raise":
+        raise ValueError("cannot score this")
+    return {"sum": 0.25}
+"""
+TWO_TURNS = """
+import time
+
+async def workflow(row, llm, ctx, *, hint):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    turn = await llm.chat(messages)
+    if ctx.sample == 3:
+        await ctx.call(time.sleep, 600)          # a tool that never answers
+    messages += [turn.message, {"role": "tool", "content": hint}]
+    answer = await llm.chat(messages)
+    return llm.trajectory(reward=None if ctx.sample else {"own": 0.5}, metrics={"length": len(answer.text)})
+"""
+
+
+def log_of(processes: Processes, event: str) -> list[dict[str, Any]]:
+    lines = (processes.run.path / "logs" / "rollout-0.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == event]
+
+
+def reward_processes(processes: Processes) -> list[psutil.Process]:
+    children = psutil.Process(processes.running["rollout"].pid).children(recursive=True)
+    return [each for each in children if "services.rollout.rewards.process" in each.cmdline()]
+
+
+@pytest.mark.timeout(240)
+def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(MIXED)
+    lines = '[{function: "my_rewards:mixed", weight: 2}, {function: "my_rewards:fine", params: {worth: 0.125}}]'
+    topology = TOPOLOGY.replace(
+        '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 1, memory: 64MiB}}"
+    )
+
+    async def scenario() -> None:
+        async with cluster(tmp_path, topology) as (processes, driver):
+            processes.start("rollout")
+            processes.start("reference")
+            info = await driver.begin()
+            await driver.publish(info.lineage, 0)
+            samples = 0
+            for step in (1,):
+                batch = await driver.batch(step, deadline_s=120)
+                assert len(batch.batch.tasks) == 8
+                assert set(batch.scalars["reward"].tolist()) == {2 * 0.25 + 0.125}
+                samples += len(batch.scalars["reward"])
+            assert samples >= 16
+            failed = log_of(processes, "samples failed")
+            for line in failed:
+                kind = int(line["task_id"].split("/")[2]) % 13
+                says = ["no answer within 1 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
+                assert kind < 4
+                assert says[kind] in line["first"]
+            children = reward_processes(processes)
+            assert 1 <= len(children) <= 2
+            # Killed with the service, however it ends.
+            processes.end("rollout", 9)
+            gone, alive = psutil.wait_procs(children, timeout=5)
+            assert not alive
+            assert len(gone) == len(children)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.timeout(240)
+def test_a_workflow_of_two_turns_goes_through_the_whole_service(tmp_path: Path) -> None:
+    (tmp_path / "my_flow.py").write_text(TWO_TURNS)
+    flow = 'workflow: {function: "my_flow:workflow", params: {hint: "12"}, timeout_s: 2, max_tokens: 100}\n'
+
+    async def scenario() -> None:
+        async with cluster(tmp_path, TOPOLOGY + flow) as (processes, driver):
+            processes.start("rollout")
+            processes.start("reference")
+            info = await driver.begin()
+            await driver.publish(info.lineage, 0)
+            batch = await driver.batch(1, deadline_s=120)
+            assert [task.samples for task in batch.batch.tasks] == [3] * 8
+            tasks = await driver.data.fetch(batch.batch, (*ROLLOUT.makes, *REFERENCE.makes), deadline_s=20)
+            for task in tasks:
+                mask = task["loss_mask"] == 1
+                assert task["sample_index"].tolist() == [0, 1, 2]
+                assert np.abs(driver.logprobs(task) - task["rollout_logprobs"]).max() < 1e-4
+                assert np.abs(driver.logprobs(task) - task["ref_logprobs"]).max() < 1e-4
+                starts = np.cumsum(task["lengths"]) - task["lengths"]
+                for start, length in zip(starts, task["lengths"], strict=True):
+                    part = mask[start : start + length].astype(int)
+                    assert (np.diff(part) == 1).sum() == 2
+            assert batch.scalars["reward"].reshape(8, 3)[:, 0].tolist() == [0.5] * 8
+            assert set(batch.scalars["reward"].reshape(8, 3)[:, 1:].ravel().tolist()) <= {0.0, 1.0}
+            failed = log_of(processes, "samples failed")
+            assert len(failed) >= 8
+            # Whichever of the two clocks is first: the tool's wait ends with the sample's time.
+            assert all(
+                "no trajectory within 2 s" in line["first"] or "gave no answer within" in line["first"]
+                for line in failed
+            )
+            assert all(line["count"] == 1 for line in failed)
+
+    asyncio.run(scenario())
+
+
+def test_a_workflow_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(tmp_path, TOPOLOGY + 'workflow: {function: "no_such:workflow"}\n') as (processes, _):
+            processes.start("rollout")
+            process = processes.running.pop("rollout")
+            _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+            assert process.returncode == 1
+            assert "workflow 'no_such:workflow': cannot be imported" in errors.decode().splitlines()[-1]
+
+    asyncio.run(scenario())

@@ -1,0 +1,49 @@
+"""How old the tokens of a batch are, from the shards themselves, over 200 steps of real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.token_versions import TokenVersions
+from tests.integration.whole_cluster import cluster
+
+STEPS = 200
+TASKS = 4
+QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
+CHEAP = [
+    f"run.steps={STEPS}",
+    "data.eval={}",
+    "algorithm.kl=null",
+    "services.reference=null",
+    f"algorithm.tasks_per_step={TASKS}",
+    "algorithm.group_size=2",
+    "services.rollout.block_tasks=1",
+    "services.batch-store.memory=256MiB",
+    # A shard is collected when the second newest checkpoint covers it: long after it was read here.
+    "checkpoint.every=50",
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("staleness", "consume"), [(0, "order"), (1, "order"), (2, "order"), (2, "completion")])
+def test_no_token_is_older_than_staleness_allows(staleness: int, consume: str, tmp_path: Path) -> None:
+    overrides = [*CHEAP, f"staleness={staleness}", f"consume={consume}"]
+    with cluster(QUICKSTART, tmp_path, *overrides, limit_s=580) as run:
+        versions = TokenVersions(run)
+        versions.read_to_the_end(STEPS)
+        steps, rows = versions.by_step(), run.rows()
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    # All but what was put and trained on between two looks at the folder at the very end.
+    assert sum(map(len, steps.values())) >= (STEPS - 2) * TASKS
+    ages = [step - 1 - each for step, tasks in steps.items() for task in tasks for each in task]
+    assert min(int(each.min()) for each in ages) >= 0
+    oldest = max(int(each.max()) for each in ages)
+    assert oldest <= staleness
+    assert max(row["rollout/staleness_max"] for row in rows) <= staleness
+    if staleness:
+        assert oldest > 0  # it ran ahead at all
+    if consume == "completion":
+        assert sum(row["rollout/tasks_checked"] for row in rows) >= STEPS * TASKS
+        assert sum(row["rollout/tasks_stale"] for row in rows) == sum(row["rollout/tasks_dropped"] for row in rows)

@@ -1,0 +1,504 @@
+"""Shards that travel to a reader which shares no memory with the store: real store processes, real TCP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proto import bulk, dtypes
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    GetStoreStats,
+    PutTask,
+    StoreStats,
+    TaskHandle,
+)
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.errors import DeadlineExceeded, RpcError
+from tests.integration.store_process import STORE, Peer, make_run, peer_of
+from tests.integration.stream_line import Meddler, Message, TcpLine, TcpStoreProcess, remote
+
+MEMORY = 192 << 20
+Body = Callable[[Peer], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
+    process = TcpStoreProcess(make_run(tmp_path, memory=MEMORY))
+    yield process
+    if process.process is not None and process.process.poll() is None:
+        process.kill()
+    process.run.remove_volatile()
+
+
+def with_peer(store: TcpStoreProcess, body: Body, limit_s: float = 60) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(limit_s), peer_of(store.run) as peer:
+            await body(peer)
+
+    asyncio.run(main())
+
+
+def block(first: int, count: int, size: int = 1000) -> list[TaskShards]:
+    rng = np.random.default_rng(first)
+    return [
+        TaskShards(
+            f"train/0/{i}", 1, {"a": rng.integers(0, 1 << 30, size, np.int32), "b": rng.standard_normal((2, size))}
+        )
+        for i in range(first, first + count)
+    ]
+
+
+def meta_of(tasks: Sequence[TaskShards]) -> BatchMeta:
+    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
+    return BatchMeta(tasks=handles, parts=[BatchPart("s", list(tasks[0].shards))], stores=[STORE])
+
+
+def assert_same(found: Sequence[dict[str, Any]], tasks: Sequence[TaskShards], keys: Sequence[str] = ()) -> None:
+    assert len(found) == len(tasks)
+    for arrays, task in zip(found, tasks, strict=True):
+        assert list(arrays) == list(keys or task.shards)
+        for key, array in arrays.items():
+            expected = task.shards[key]
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+            assert array.tobytes() == expected.tobytes(), f"{task.task_id}#{key}"
+
+
+async def fetch(data: DataClient, tasks: Sequence[TaskShards], deadline_s: float = 30) -> list[dict[str, Any]]:
+    return await data.fetch(meta_of(tasks), list(tasks[0].shards), deadline_s=deadline_s)
+
+
+async def until(condition: Callable[[], bool], what: str, limit_s: float = 20) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            while not condition():  # noqa: ASYNC110 counts of another thread: nobody could set an event
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"not within {limit_s} s: {what}") from None
+
+
+async def clear(peer: Peer, tasks: Sequence[TaskShards]) -> None:
+    await peer.store.call(Clear(tasks=[PutTask(task.task_id, task.fence) for task in tasks]), Ack, deadline_s=10)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_every_element_type_and_shape_comes_byte_exact(store: TcpStoreProcess, plain: bool) -> None:
+    rng = np.random.default_rng(1)
+    shapes = {"scalar": (), "empty": (0, 3), "odd": (7, 3, 5), "long": (70_001,)}
+    tasks = [
+        TaskShards(
+            f"train/0/{row.code}",
+            1,
+            {
+                key: rng.integers(0, 2, int(np.prod(shape)) * row.itemsize, np.uint8).view(row.numpy).reshape(shape)
+                for key, shape in shapes.items()
+            },
+        )
+        for row in dtypes.TABLE
+    ]
+
+    async def body(peer: Peer) -> None:
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer, plain=plain)
+        assert_same(await fetch(data, tasks), tasks)
+        assert_same(await data.fetch(meta_of(tasks), ["odd"], deadline_s=10), tasks, ["odd"])
+        assert_same(await data.fetch(meta_of(tasks), [], deadline_s=10), tasks)
+        assert data.streams.counts.chunks > 0
+        data.close()
+
+    store.plain = plain
+    store.start()
+    with_peer(store, body)
+
+
+def test_store_on_this_host_is_mapped_and_nothing_is_streamed(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 3)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        assert_same(await fetch(peer.data, tasks), tasks)
+        assert peer.data.streams.counts.chunks == 0
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_store_whose_token_is_not_seen_here_is_streamed_from_and_takes_no_put(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 3)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        # what a reader with a shared memory of its own would find at that path
+        (store.run.shm / "batch-store-0" / "place").write_text("another file")
+        stranger = DataClient(lambda service, instance: peer.store)
+        stranger._shares[STORE] = False
+        assert_same(await fetch(stranger, tasks), tasks)
+        assert stranger.streams.counts.chunks > 0
+        with pytest.raises(RpcError, match="another host"):
+            await stranger.put(block(9, 1), store=STORE, deadline_s=5)
+        stranger.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_reader_that_wants_encryption_refuses_a_store_in_clear(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 1)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer)
+        with pytest.raises(RpcError, match="encrypt_bulk"):
+            await fetch(data, tasks)
+        data.close()
+
+    store.plain = True
+    store.start()
+    with_peer(store, body)
+
+
+def test_large_request_comes_in_many_streams_and_one_large_task_in_one(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        many = block(0, 24, 130_000)  # 62 MB
+        [large] = block(100, 1, 2_000_000)  # 40 MB
+        for begin in range(0, 24, 8):
+            await peer.data.put(many[begin : begin + 8], store=STORE, deadline_s=10)
+        await peer.data.put([large], store=STORE, deadline_s=10)
+        data = remote(peer, inflight_bytes=4 << 20)
+        assert_same(await fetch(data, [*many, large]), [*many, large])
+        assert data.streams.counts.inflight_peak_bytes <= 4 << 20
+        assert data.streams.counts.duplicates == data.streams.counts.refused == 0
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_missing_and_collected_shards_are_named(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 4)
+        await peer.data.put(tasks[:3], store=STORE, deadline_s=10)
+        data = remote(peer)
+        with pytest.raises(RpcError) as caught:
+            await fetch(data, tasks)
+        assert caught.value.code == ErrorCode.MISSING
+        assert caught.value.names == ["train/0/3#a", "train/0/3#b"]
+        handles = [TaskHandle("train/0/1", 1, stores=[0])]
+        meta = BatchMeta(tasks=handles, parts=[BatchPart("s", ["a", "z"])], stores=[STORE])
+        with pytest.raises(RpcError) as caught:
+            await data.fetch(meta, ["a", "z"], deadline_s=10)
+        assert caught.value.names == ["train/0/1#z"]
+        await clear(peer, tasks[1:2])
+        with pytest.raises(RpcError) as caught:
+            await fetch(data, tasks[:3])
+        assert caught.value.code == ErrorCode.COLLECTED
+        assert caught.value.names == ["train/0/1"]
+        assert_same(await fetch(data, [tasks[0], tasks[2]]), [tasks[0], tasks[2]])
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 2)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer)
+        first, second = await asyncio.gather(fetch(data, tasks), fetch(data, tasks))
+        for arrays in first:
+            arrays["a"][:] = -1
+            arrays["b"][:] = -1
+        assert_same(second, tasks)
+        assert_same(await fetch(data, tasks), tasks)
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_it(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        blocks = [block(10 * i, 2, 50_000) for i in range(6)]
+        for tasks in blocks:
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer, cache_bytes=0)
+        held = await fetch(data, blocks[0])
+        for tasks in blocks[1:]:
+            assert_same(await fetch(data, tasks), tasks)
+        assert_same(held, blocks[0])
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_concurrent_fetches_of_a_shard_move_it_once(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 8, 100_000)
+        nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer, cache_bytes=0)
+        found = await asyncio.gather(fetch(data, tasks), fetch(data, tasks[:5]), fetch(data, tasks[3:]))
+        for arrays, wanted in zip(found, (tasks, tasks[:5], tasks[3:]), strict=True):
+            assert_same(arrays, wanted)
+        assert nbytes <= data.streams.counts.received_bytes < 1.01 * nbytes
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_fetch_that_gives_up_does_not_take_a_shared_transfer_with_it(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        line = TcpLine(store.port, 8e6)
+        line.port = int(store.advertised.rpartition(":")[2])
+        async with line.open():
+            tasks = block(0, 4, 100_000)
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer)
+            first = asyncio.create_task(fetch(data, tasks))
+            await until(lambda: data.streams.counts.chunks > 0, "the first chunk")
+            second = asyncio.create_task(fetch(data, tasks))
+            with pytest.raises(DeadlineExceeded):
+                await fetch(data, tasks, deadline_s=0.1)
+            first.cancel()
+            assert_same(await second, tasks)
+            assert data.streams.counts.duplicates == 0
+            data.close()
+
+    store.advertised = f"tcp://127.0.0.1:{TcpLine(0).port}"
+    store.start()
+    with_peer(store, body)
+
+
+def test_cache_is_bounded_and_a_second_fetch_comes_from_it(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        blocks = [block(10 * i, 2, 100_000) for i in range(6)]  # 4 MB each
+        data = remote(peer, cache_bytes=16 << 20)
+        for tasks in blocks:
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            await fetch(data, tasks)
+            assert data.streams.cache.nbytes <= 16 << 20
+        assert data.streams.cache.nbytes > 8 << 20
+        before = data.streams.counts.received_bytes
+        assert_same(await fetch(data, blocks[-1]), blocks[-1])
+        assert data.streams.counts.received_bytes == before
+        assert_same(await fetch(data, blocks[0]), blocks[0])
+        assert data.streams.counts.received_bytes > before
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_collected_tasks_leave_the_cache_without_being_asked_for(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 4, 10_000)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer)
+        await fetch(data, tasks)
+        await clear(peer, tasks[:1])
+        with pytest.raises(RpcError) as caught:  # at once: no answer of the store, no copy
+            await fetch(data, tasks)
+        assert caught.value.code == ErrorCode.COLLECTED
+        assert data.streams.cache.nbytes > 0
+        await clear(peer, tasks[1:])
+        await until(lambda: data.streams.cache.nbytes == 0, "the copies to go")
+        data.close()
+
+    store.start()
+    with_peer(store, body)
+
+
+def slowed(store: TcpStoreProcess, bytes_per_s: float) -> TcpLine:
+    """Start `store` behind a line of that speed."""
+    line = TcpLine(store.port, bytes_per_s)
+    store.advertised = f"tcp://127.0.0.1:{line.port}"
+    store.start()
+    return line
+
+
+def test_task_collected_while_it_streams_comes_whole_and_its_room_is_free_afterwards(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            tasks = block(0, 4, 100_000)
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer)
+            coming = asyncio.create_task(fetch(data, tasks))
+            await until(lambda: data.streams.counts.chunks > 0, "the first chunk")
+            await clear(peer, tasks)
+            assert not coming.done()
+            with pytest.raises(RpcError, match="collected"):  # who comes later gets nothing, not even what is under way
+                await fetch(data, tasks)
+            assert not coming.done()
+            assert_same(await coming, tasks)
+            await until(lambda: data.streams.cache.nbytes == 0, "the copies to go")
+
+            async def held() -> int:
+                return (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=5)).bytes
+
+            async with asyncio.timeout(10):
+                while await held():  # noqa: ASYNC110 another process: nobody could set an event
+                    await asyncio.sleep(0.05)
+            data.close()
+
+    line = slowed(store, 8e6)
+    with_peer(store, body)
+
+
+def test_cut_connection_goes_on_where_it_was(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            tasks = block(0, 8, 130_000)
+            nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer, inflight_bytes=2 << 20)
+            coming = asyncio.create_task(fetch(data, tasks))
+            await until(lambda: data.streams.counts.chunks >= 4, "4 chunks")
+            line.cut()
+            await until(lambda: data.streams.counts.chunks >= 9, "9 chunks")
+            line.cut()
+            assert_same(await coming, tasks)
+            assert line.connections >= 3
+            assert data.streams.counts.received_bytes < nbytes + (1 << 20)  # nothing that was here came again
+            data.close()
+
+    line = slowed(store, 20e6)
+    with_peer(store, body)
+
+
+def test_store_killed_during_a_fetch_goes_on_after_its_restart(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            tasks = block(0, 8, 130_000)
+            nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer, inflight_bytes=2 << 20)
+            coming = asyncio.create_task(fetch(data, tasks))
+            await until(lambda: data.streams.counts.chunks >= 6, "6 chunks")
+            store.kill()
+            store.start()
+            assert_same(await coming, tasks)
+            assert nbytes <= data.streams.counts.received_bytes < nbytes + (1 << 20)
+            data.close()
+
+    line = slowed(store, 20e6)
+    with_peer(store, body)
+    assert store.killed == 1
+
+
+def test_fetch_from_a_store_that_stays_away_ends_at_its_deadline(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            tasks = block(0, 8, 130_000)
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer)
+            coming = asyncio.create_task(fetch(data, tasks, deadline_s=3))
+            await until(lambda: data.streams.counts.chunks >= 2, "2 chunks")
+            store.kill()
+            with pytest.raises(DeadlineExceeded):
+                await coming
+            data.close()
+
+    line = slowed(store, 10e6)
+    with_peer(store, body)
+
+
+class Mischief:
+    """What `Meddler` does to chunks: each of the ways once, with the chunks in between left alone."""
+
+    def __init__(self) -> None:
+        self.kept: Message = []
+        self.held: Message = []
+        self.seen = 0
+
+    def __call__(self, message: Message) -> list[Message]:
+        head, payload = message
+        if head[5] != bulk.CHUNK:
+            return [message]
+        self.seen += 1
+        if self.seen == 2:  # a bit of the payload
+            return [[head, payload[:1000] + bytes([payload[1000] ^ 1]) + payload[1001:]]]
+        if self.seen == 3:  # this chunk in the place of another
+            parsed = bulk.unpack_head(head)
+            return [[bulk.pack_head(parsed._replace(chunk=parsed.chunk + 1)), payload]]
+        if self.seen == 4:  # keep one to send it again
+            self.kept = message
+        if self.seen == 6:  # an old one as if it were a missing one
+            parsed = bulk.unpack_head(self.kept[0])
+            return [[bulk.pack_head(parsed._replace(chunk=bulk.unpack_head(head).chunk)), self.kept[1]], message]
+        if self.seen == 7:  # two in the wrong order
+            self.held = message
+            return []
+        if self.seen == 8:
+            return [message, self.held]
+        if self.seen == 9:  # cut off, and with a frame too many
+            return [[head, payload[:-1]], [head, payload, b""], [head], [b"x" * 40, payload]]
+        return [message]
+
+
+def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetched_again(
+    store: TcpStoreProcess,
+) -> None:
+    mischief = Mischief()
+    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", mischief)
+
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 8, 130_000)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer)
+        assert_same(await fetch(data, tasks), tasks)
+        assert mischief.seen > 12
+        assert data.streams.counts.refused >= 7
+        data.close()
+
+    store.advertised = meddler.endpoint
+    store.start()
+    try:
+        with_peer(store, body)
+    finally:
+        meddler.close()
+
+
+def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStoreProcess) -> None:
+    damaged = 0
+    always = False
+
+    def meddle(message: Message) -> list[Message]:
+        nonlocal damaged
+        head, payload = message
+        if head[5] == bulk.CHUNK and bulk.unpack_head(head).chunk == 1 and (always or not damaged):
+            damaged += 1
+            payload = payload[:-1] + bytes([payload[-1] ^ 0x80])
+        return [[head, payload]]
+
+    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
+
+    async def body(peer: Peer) -> None:
+        nonlocal always
+        tasks = block(0, 2, 130_000)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer, plain=True, cache_bytes=0)
+        assert_same(await fetch(data, tasks), tasks)
+        assert damaged == 1
+        always = True
+        with pytest.raises(RpcError, match="damaged") as caught:
+            await fetch(data, tasks)
+        assert caught.value.code == ErrorCode.MISSING
+        assert "train/0/0#a" in caught.value.names
+        data.close()
+
+    store.plain = True
+    store.advertised = meddler.endpoint
+    store.start()
+    try:
+        with_peer(store, body)
+    finally:
+        meddler.close()

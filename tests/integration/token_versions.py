@@ -1,0 +1,60 @@
+"""Reads the versions of tokens from the shards of a run while it goes on: its store goes with it. Judges nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from proto import blockfile
+from proto.tensors import Array
+from tests.integration.whole_cluster import Cluster
+
+
+class TokenVersions:
+    """`of[task_id, fence]`: versions of the sampled tokens, one array a sequence, of every task that was ever put."""
+
+    def __init__(self, run: Cluster) -> None:
+        self._run = run
+        self._read: set[Path] = set()
+        self.of: dict[tuple[str, int], list[Array]] = {}
+
+    def read_to_the_end(self, steps: int) -> None:
+        """Until the run has written its last row; then waits until it is done, well."""
+
+        def ended() -> bool:
+            if len(self._run.rows()) >= steps or self._run.process.poll() is not None:
+                return True
+            self._read_new()
+            return False
+
+        self._run.wait_for(f"{steps} steps", ended)
+        assert self._run.end() == 0, self._run.output()
+
+    def by_step(self) -> dict[int, list[list[Array]]]:
+        """For every step of the journal the sequences of each of its tasks, as last put."""
+        newest = dict(sorted(self.of))
+        return {
+            step: [self.of[task, newest[task]] for task in tasks if task in newest]
+            for step, (_, tasks) in self._run.journaled_steps().items()
+        }
+
+    def _read_new(self) -> None:
+        if not (self._run.path / "run.json").exists():
+            return
+        for file in set(self._run.run.shm.glob("*/*")) - self._read:
+            try:
+                data = file.read_bytes()
+                table = blockfile.parse(data, len(data))
+            except (OSError, blockfile.WireError):
+                continue  # not sealed yet, or collected
+            self._read.add(file)
+            for index, name in enumerate(zip(table.task_ids, table.fences, strict=True)):
+                found = {
+                    shard.key: np.frombuffer(data, np.int32, shard.nbytes // 4, shard.offset)
+                    for shard in table.shards(index)
+                    if shard.key in ("versions", "lengths")
+                }
+                if found:
+                    sequences = np.split(found["versions"], np.cumsum(found["lengths"])[:-1])
+                    self.of[name] = [each[each >= 0] for each in sequences]

@@ -1,0 +1,137 @@
+"""A whole run of `launch.cluster` with real services, which a test looks at and hurts while it goes. Judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from proto import blockfile
+from proto.tensors import Array
+from shared.rundir import RunDir
+from tests.integration.tiny.harness import ROOT, ctl
+
+POLL_S = 0.05
+T = TypeVar("T")
+
+
+@dataclass
+class Cluster:
+    """A launcher, its run directory, and until when (monotonic seconds) the test waits for it."""
+
+    process: subprocess.Popen[bytes]
+    path: Path
+    until: float
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir.open(self.path)
+
+    def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
+        """The first answer that is not None or False; fails once the launcher is gone or time is up."""
+        while True:
+            ended = self.process.poll() is not None  # before asking: what it did last is not missed
+            found = answer()
+            if found is not None and found is not False:
+                return found
+            assert not ended, f"{what}: the run ended first, {self.output()}"
+            assert time.monotonic() < self.until, f"{what}: not in time, {self.output()}"
+            time.sleep(POLL_S)
+
+    def end(self) -> int:
+        """Its exit status, once it is done."""
+        return self.wait_for("end of the run", lambda: None if self.process.poll() is None else (self.process.poll(),))[
+            0
+        ]
+
+    def output(self) -> str:
+        return (self.path / "cluster.out").read_text()[-3000:]
+
+    def rows(self) -> list[dict[str, float]]:
+        """metrics.jsonl as far as it is written, training steps only."""
+        if not (self.path / "metrics.jsonl").exists():
+            return []
+        text = (self.path / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [row for row in rows if row["step"] > 0]
+
+    def journaled_steps(self) -> dict[int, tuple[str, list[str]]]:
+        """State and task ids of every step in the scheduler's journal."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.run.journal}?mode=ro", uri=True)) as journal:
+            found = journal.execute("SELECT step, state, task_ids FROM steps").fetchall()
+        return {step: (state, json.loads(ids)) for step, state, ids in found}
+
+    def status(self) -> dict[str, Any]:
+        """What `ctl status --json` says; {} while nobody answers."""
+        done = ctl(self.path, "status", "--json")
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    def pid(self, service: str) -> int | None:
+        """Of instance 0 of a service that is READY, else None."""
+        for row in self.status().get("services", []):
+            if row["service"] == service and row["state"] == "READY":
+                return int(row["pid"])
+        return None
+
+    def log(self, service: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.log_file(service, 0).read_text().splitlines()]
+
+    def newest_weights(self) -> Path:
+        """The file with the newest version in the store's shared memory."""
+        found: dict[int, Path] = {}
+        for file in self.run.shm.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError, blockfile.WireError):
+                data = file.read_bytes()
+                for task_id in blockfile.parse(data, len(data)).task_ids:
+                    if task_id.startswith("weights/"):
+                        found[int(task_id.rsplit("/", 1)[1])] = file
+        return found[max(found)]
+
+
+def first_matrix(file: Path) -> tuple[int, Array]:
+    """Offset and values of the first parameter with two dimensions in a file of weights."""
+    data = file.read_bytes()
+    shard = next(each for each in blockfile.parse(data, len(data)).shards(0) if len(each.shape) == 2)
+    return shard.offset, np.frombuffer(data, np.float32, shard.nbytes // 4, shard.offset).copy()
+
+
+def overwrite(file: Path, offset: int, values: Array) -> None:
+    """Put `values` into a file that others have mapped, without a new inode."""
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(values.tobytes())
+
+
+@contextlib.contextmanager
+def cluster(topology: Path, folder: Path, *overrides: str, limit_s: float) -> Iterator[Cluster]:
+    """Runs `topology`; whatever is left at the end is killed."""
+    path = folder / "run"
+    path.mkdir(parents=True)
+    command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(path)]
+    for override in overrides:
+        command += ["--set", override]
+    with (path / "cluster.out").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield Cluster(process, path, time.monotonic() + limit_s)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)

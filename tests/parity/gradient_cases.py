@@ -1,0 +1,94 @@
+"""The optimizer batches whose gradients every backend must get right, however they are split. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from proto.messages import LossSpec
+from proto.tensors import Array
+from services.policy_trainer.token_weights import sample_weights
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo")
+MAX_NEW_TOKENS = 12
+VOCAB = 61
+PPO = LossSpec(
+    name="ppo_clip",
+    clip_low=0.2,
+    clip_high=0.28,
+    anchor="proximal",
+    temperature=0.9,
+    tis_cap=2.0,
+    kl_estimator="k3",
+    kl_coef=0.05,
+    entropy_coef=0.01,
+)
+GSPO = LossSpec(
+    name="gspo", clip_low=0.05, clip_high=0.05, anchor="rollout", temperature=1.0, kl_estimator="k2", kl_coef=0.05
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer batch: `flat` as the workers join it, `owner` [S]: whose sequence it is (modulo dp)."""
+
+    name: str
+    spec: LossSpec
+    flat: dict[str, Array]
+    advantages: Array
+    weights: Array
+    owner: Array
+    max_tokens: tuple[int, ...] = field(default=(4096, 30))
+
+    def of(self, dp_rank: int, dp: int) -> tuple[dict[str, Array], Array, Array]:
+        """flat arrays, advantages [T], weights [T] of one data-parallel rank."""
+        mine = self.owner % dp == dp_rank
+        lengths = self.flat["lengths"]
+        tokens = np.repeat(mine, lengths)
+        flat = {key: value[mine if key == "lengths" else tokens] for key, value in self.flat.items()}
+        return (
+            flat,
+            np.repeat(self.advantages[mine], lengths[mine]),
+            np.repeat(self.weights[mine], lengths[mine]),
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Four aggregations over ragged, unevenly masked samples; a rank all masked; an empty rank; sequence ratios."""
+    for index, aggregation in enumerate(AGGREGATIONS):
+        yield _case(aggregation, PPO, aggregation, seed=index, owner=np.arange(9), masked_rows=())
+    yield _case("rank-all-masked", PPO, "token_mean", seed=7, owner=np.arange(9), masked_rows=(1, 3, 5, 7))
+    yield _case("rank-empty", PPO, "seq_mean_token_mean", seed=8, owner=np.zeros(9, np.int64), masked_rows=(2,))
+    yield _case("gspo", GSPO, "seq_mean_token_mean", seed=9, owner=np.arange(9) // 5, masked_rows=())
+
+
+def _case(
+    name: str, spec: LossSpec, aggregation: str, *, seed: int, owner: Array, masked_rows: tuple[int, ...]
+) -> Case:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, VOCAB, size=size) for size in (5, 1, 9)]
+    ids, lengths, masks = [], [], []
+    for row in range(9):
+        answer = rng.integers(3, VOCAB, size=rng.integers(1, MAX_NEW_TOKENS + 1))
+        prompt = prompts[row % 3]
+        mask = np.concatenate([np.zeros(len(prompt)), rng.random(len(answer)) < 0.7])
+        ids.append(np.concatenate([prompt, answer]))
+        masks.append(mask * (row not in masked_rows))
+        lengths.append(len(mask))
+    mask = np.concatenate(masks).astype(np.uint8)
+    total = len(mask)
+    near = rng.normal(-4.0, 0.6, total)
+    flat: dict[str, Array] = {
+        "token_ids": np.concatenate(ids).astype(np.int32),
+        "lengths": np.array(lengths, np.int32),
+        "loss_mask": mask,
+        "rollout_logprobs": (near + rng.normal(0, 0.3, total)).astype(np.float32),
+        "prox_logprobs": near.astype(np.float32),
+        "ref_logprobs": (near + rng.normal(0, 0.2, total)).astype(np.float32),
+        "versions": np.zeros(total, np.int32),
+    }
+    counts = np.array([int(each.sum()) for each in masks])
+    weights = sample_weights(aggregation, counts, max_new_tokens=MAX_NEW_TOKENS)
+    return Case(name, spec, flat, rng.normal(size=9).astype(np.float32), weights, owner)

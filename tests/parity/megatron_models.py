@@ -1,0 +1,90 @@
+"""Tiny models of the families that backend megatron knows, saved as folders, and backends over them. No assertion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from proto.tensors import Array
+from services.policy_trainer.layout import Place
+from services.policy_trainer.worker.backend import BackendOptions, Sequences
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from shared.model.load import named_weights
+from shared.topology.algorithm import Optimizer
+from tests.unit.tiny_models import make_model
+
+VOCAB = 61
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"kind": "qwen3", "head_dim": 12, "tie_word_embeddings": True, "vocab_size": VOCAB},
+    "qwen2-bias": {"kind": "qwen2", "tie_word_embeddings": True, "vocab_size": VOCAB},
+    "llama-untied": {"kind": "llama", "tie_word_embeddings": False, "vocab_size": VOCAB},
+}
+
+
+def hf_model(family: str, dtype: str = "float32") -> Any:
+    """The same weights for the same family; biases are not zero."""
+    model = make_model(**FAMILIES[family], dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float32) * 0.2)
+    return model
+
+
+def save(family: str, folder: Path, dtype: str = "float32") -> Path:
+    """The model's folder; each weight exactly as in `hf_model`."""
+    target = folder / f"{family}-{dtype}"
+    target.mkdir(parents=True, exist_ok=True)
+    model = hf_model(family, dtype)
+    (target / "config.json").write_text(json.dumps(model.config.to_dict()))
+    weights = {name: each.contiguous() for name, each in named_weights(model).items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def options(scratch: Path, max_tokens: int = 4096, recompute: str = "none") -> BackendOptions:
+    return BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=scratch, recompute=recompute)  # type: ignore[arg-type]
+
+
+def megatron(
+    model: Path, place: Place, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none", **given: Any
+) -> MegatronBackend:
+    settings = Optimizer(**{"lr": 1e-3, **given})
+    return MegatronBackend(model, dtype, settings, options(model / "scratch", max_tokens, recompute), place)
+
+
+def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32", **given: Any) -> TorchBackend:
+    """The torch backend of one process over the same weights."""
+    settings = Optimizer(**{"lr": 1e-3, **given})
+    return TorchBackend(
+        folder, dtype, settings, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name)
+    )
+
+
+def prefixes(seed: int = 3) -> list[Array]:
+    """Token ids of a few beginnings of several lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, size=size) for size in (1, 5, 14)]
+
+
+def every_next_token() -> Sequences:
+    """Sequences that ask for the whole next-token distribution after `prefixes`, in the order of the vocabulary."""
+    rows = [np.append(prefix, token) for prefix in prefixes() for token in range(VOCAB)]
+    mask = [np.eye(1, len(row), len(row) - 1, dtype=np.uint8)[0] for row in rows]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    return Sequences(np.concatenate(rows).astype(np.int32), lengths, np.concatenate(mask))
+
+
+@torch.no_grad()
+def plain_distributions(model: Any, temperature: float) -> Array:
+    """[prefixes * VOCAB] log-probs by the Hugging Face model's own forward."""
+    rows = [model(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, -1] for each in prefixes()]
+    found: Array = torch.cat([(row / temperature).log_softmax(-1) for row in rows]).numpy()
+    return found

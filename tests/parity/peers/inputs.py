@@ -1,0 +1,39 @@
+"""The random batch that every peer is recorded on: numpy only, so that it runs in any environment. Computes no loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+GROUPS, GROUP_SIZE, LONGEST = 4, 4, 12
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
+GSPO_CLIP = 0.05
+CISPO_UPPER = 1.6
+"""TRL's epsilon_high: the greatest ratio itself, 1 + our clip[1]."""
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
+KL_COEF, ENTROPY_COEF = 0.04, 0.02
+TIS_CAP, MASK_LOW, MASK_HIGH = 1.5, 0.6, 1.8
+GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
+"""A geometric mean strays less than a token: tighter bounds, so that something is left out."""
+MAX_NEW_TOKENS = 16
+
+
+def batch(seed: int = 20) -> dict[str, np.ndarray[Any, Any]]:
+    """16 samples of up to 12 tokens, float64 [16, 12] with a `mask`; rewards [16], four samples a group."""
+    rng = np.random.default_rng(seed)
+    samples = GROUPS * GROUP_SIZE
+    lengths = rng.integers(1, LONGEST + 1, size=samples)
+    prox = rng.normal(-1.5, 0.7, size=(samples, LONGEST))
+    shape = prox.shape
+    return {
+        "mask": (np.arange(LONGEST) < lengths[:, None]).astype(np.int64),
+        "prox": prox,
+        "cur": prox + rng.normal(scale=0.35, size=shape),
+        "rollout": prox + rng.normal(scale=0.35, size=shape),
+        "ref": prox + rng.normal(scale=0.5, size=shape),
+        "entropy": rng.uniform(0.1, 3.0, size=shape),
+        "advantages": rng.normal(size=samples),
+        "rewards": rng.choice([0.0, 0.25, 1.0, 2.0], size=samples),
+        "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
+    }

@@ -1,0 +1,90 @@
+"""Gradients of the torch backend, not only losses: every split gives those of one process and one micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.policy_trainer.layout import Layout, Place
+from services.policy_trainer.worker.backend import BackendOptions, Sequences
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.batch_loss import BatchLoss
+from shared.topology.algorithm import Optimizer
+from tests.parity.gradient_cases import VOCAB, Case, cases
+from tests.parity.groups import run_group
+from tests.unit.tiny_models import make_model
+
+LIMITS = {"float64": 1e-12, "float32": 1e-5}
+LAYOUTS = {"dp2": Layout(2), "cp2": Layout(2, cp=2), "dp2xcp2": Layout(4, cp=2)}
+ALONE = Layout(1).place(0)
+
+
+def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, recompute: str = "none") -> TorchBackend:
+    def load(_: Path, name: str) -> torch.nn.Module:
+        return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
+
+    options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute)  # type: ignore[arg-type]
+    return TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, place, load=load)
+
+
+def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
+    """Whole gradients (rank 0), this rank's sums, and the log-probs of a forward pass."""
+    place = backend.place
+    flat, advantages, weights = case.of(place.dp_rank, place.layout.dp)
+    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
+    logprobs = backend.forward(sequences, case.spec.temperature)
+    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
+    sums = backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+    trained = backend._trained
+    found = {name: trained.whole(master.grad) for name, master in trained.masters.items()}
+    backend.drop_gradients()
+    return found, sums, logprobs
+
+
+def work(place: Place, folder: Path) -> None:
+    """What each rank does: every case, micro-batch size and precision; rank 0 keeps the gradients."""
+    for dtype in LIMITS:
+        for max_tokens in (4096, 30):
+            recompute = "layers" if max_tokens == 30 else "none"
+            backend = backend_of(dtype, place, folder, max_tokens, recompute)
+            for case in cases():
+                found, sums, logprobs = gradient(backend, case)
+                out = {f"grad/{name}": value for name, value in found.items() if place.rank == 0}
+                out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+                out["logprobs"] = torch.from_numpy(logprobs.copy())
+                save_file(out, folder / f"rank-{place.rank}" / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    run_group("tests.parity.test_gradients_torch:work", layout, tmp_path / name)
+    for dtype, limit in LIMITS.items():
+        alone = backend_of(dtype, ALONE, tmp_path)
+        for case in cases():
+            expected, sums, logprobs = gradient(alone, case)
+            scale = max(float(value.abs().max()) for value in expected.values())
+            assert scale > 1e-4
+            for max_tokens in case.max_tokens:
+                label = f"{dtype}-{max_tokens}-{case.name}"
+                parts = [
+                    load_file(tmp_path / name / f"rank-{rank}" / f"{label}.safetensors")
+                    for rank in range(layout.world_size)
+                ]
+                for weight, value in expected.items():
+                    error = float((parts[0][f"grad/{weight}"] - value).abs().max()) / scale
+                    assert error <= limit, f"{label} {weight}: {error:.2e}"
+                for key, value in sums.items():
+                    found = sum(float(part[f"sum/{key}"]) for part in parts if f"sum/{key}" in part)
+                    assert found == pytest.approx(value, rel=1e-5, abs=1e-6), f"{label} {key}"
+                _logprobs_agree(case, layout, parts, logprobs)
+
+
+def _logprobs_agree(case: Case, layout: Layout, parts: list[dict[str, torch.Tensor]], expected: np.ndarray) -> None:
+    for rank, part in enumerate(parts):
+        mine = np.repeat(case.owner % layout.dp == layout.place(rank).dp_rank, case.flat["lengths"])
+        assert np.abs(part["logprobs"].numpy() - expected[mine]).max(initial=0.0) <= 1e-5

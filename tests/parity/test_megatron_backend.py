@@ -1,0 +1,141 @@
+"""The rest of the backend contract for megatron, on ranks that are both tensor- and data-parallel: bfloat16 with
+float32 masters, resuming, moving memory, refusing, exporting.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.policy_trainer.layout import Layout, Place
+from services.policy_trainer.worker.backend import LocalScores, Sequences, State
+from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
+from services.policy_trainer.worker.residency import PARTS
+from shared.rpc.errors import RpcError
+from tests.parity.gradient_cases import Case, cases
+from tests.parity.groups import run_group
+from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, save
+from tests.parity.test_megatron_gradients import TRAINING, back
+
+FAMILY = "llama-untied"
+
+
+def same(left: State, right: State) -> bool:
+    return all(
+        one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+        for one, two in ((left.weights, right.weights), (left.optimizer, right.optimizer))
+    )
+
+
+def train(backend: MegatronBackend, steps: range) -> None:
+    batches = list(cases())
+    for step in steps:
+        back(backend, batches[step])
+        backend.step(step)
+
+
+def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Path) -> None:
+    """Rank 0 hands its state to everybody through a file, as a checkpoint does."""
+    backend = megatron(model, place, dtype=dtype, **TRAINING)
+    train(backend, range(1, 3))
+    state = backend.state()
+    if place.rank == 0:
+        assert ("master/model.norm.weight" in state.optimizer) == (dtype == "bfloat16")
+        assert state.weights["model.norm.weight"].dtype == getattr(torch, dtype)
+        save_file(state.weights, folder / f"{dtype}-weights")
+        save_file(state.optimizer, folder / f"{dtype}-optimizer")
+    else:
+        assert not state.weights
+        assert not state.optimizer
+    torch.distributed.barrier()
+    other = megatron(model, place, dtype=dtype, **TRAINING)
+    other.load_state(State(load_file(folder / f"{dtype}-weights"), load_file(folder / f"{dtype}-optimizer")))
+    assert same(other.state(), state)
+    train(backend, range(3, 5))
+    train(other, range(3, 5))
+    assert same(other.state(), backend.state())
+    other.restart()
+    fresh = megatron(model, place, dtype=dtype, **TRAINING)
+    assert same(other.state(), fresh.state())
+
+
+def moving_changes_no_bit(model: Path, place: Place) -> None:
+    still, moved = (megatron(model, place, **TRAINING) for _ in range(2))
+    batches: list[Case] = list(cases())
+    for step in (1, 2):
+        for backend in (still, moved):
+            back(backend, batches[step])
+        assert moved.offload(PARTS) > 0
+        assert moved.offload(PARTS) == 0
+        moved.backload(PARTS)
+        assert moved.step(step) == still.step(step)
+    assert same(moved.state(), still.state())
+
+
+def what_is_wrong_is_refused(model: Path, place: Place) -> None:
+    backend = megatron(model, place, **TRAINING)
+    train(backend, range(1, 2))
+    before = backend.state()
+    sequences = every_next_token()
+
+    def broken(local: LocalScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return local.scores.logprobs.sum() * float("nan"), {}
+
+    backend.forward_backward(sequences, 1.0, broken, entropy="none")
+    with pytest.raises(RpcError, match="weights untouched: gradient norm is nan"):
+        backend.step(2)
+    with pytest.raises(RpcError, match=r"weights of another model: model\.norm\.bias"):
+        backend.load_state(State({**load_file(model / "model.safetensors"), "model.norm.bias": torch.zeros(1)}, {}))
+    assert same(backend.state(), before)
+
+
+def a_head_in_blocks_changes_nothing(model: Path, place: Place, folder: Path) -> None:
+    gradients = []
+    for limit in (1 << 26, 200):
+        with patch("services.policy_trainer.worker.megatron.model.MAX_LOGITS", limit), megatron_device():
+            backend = megatron(model, place)
+            back(backend, next(cases()))
+            backend._trained.reduce()
+            gradients.append(backend._trained.gradients())
+    whole, blocks = gradients
+    for name, value in whole.items():
+        np.testing.assert_allclose(blocks[name], value, rtol=1e-4, atol=1e-5)
+
+
+def work(place: Place, folder: Path) -> None:
+    models = folder.parent / "models"
+    for dtype in ("float32", "bfloat16"):
+        resumed_has_the_same_bits(models / f"{FAMILY}-{dtype}", dtype, place, folder)
+    model = models / f"{FAMILY}-float32"
+    moving_changes_no_bit(model, place)
+    what_is_wrong_is_refused(model, place)
+    a_head_in_blocks_changes_nothing(model, place, folder)
+    backend = megatron(model, place, **TRAINING)
+    train(backend, range(1, 3))
+    backend.export(folder / "export")
+    found = backend.forward(every_next_token(), 1.0)
+    nothing = Sequences(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.uint8))
+    assert backend.forward(nothing, 1.0).shape == (0,)
+    np.save(folder / f"rank-{place.rank}" / "logprobs.npy", found[every_next_token().loss_mask == 1])
+    assert backend.parameters == sum(each.numel() for each in load_file(model / "model.safetensors").values())
+
+
+def test_resuming_moving_refusing_and_exporting(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        save(FAMILY, tmp_path / "models", dtype)
+    run_group("tests.parity.test_megatron_backend:work", Layout(4, tp=2), tmp_path / "tp2xdp2")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "tp2xdp2" / "export").eval()
+    assert exported.dtype == torch.float32
+    expected = plain_distributions(exported, 1.0)
+    untrained = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / f"{FAMILY}-float32").eval()
+    assert np.abs(plain_distributions(untrained, 1.0) - expected).max() > 1e-3
+    for rank in range(4):
+        found = np.load(tmp_path / "tp2xdp2" / f"rank-{rank}" / "logprobs.npy")
+        assert np.abs(found - expected).max() <= 1e-5

@@ -1,0 +1,445 @@
+"""Store and scheduler together, whatever happens between them: promises 1 to 4 as invariants, against a plain model.
+
+Both state machines are the real ones; the bus between them (clears, inventories) is a set of messages that are
+delivered late, twice or not at all, and either side may be killed: the scheduler comes back from its journal, or from
+a snapshot and the rest of it, the store from its files and tombstones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from proto import blockfile
+from proto.blockfile import Layout, Table
+from proto.messages import (
+    Canary,
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    ErrorCode,
+    GetRunInfo,
+    LeaseGrant,
+    LeaseRequest,
+    NextBatch,
+    Outcome,
+    PublishWeights,
+    PutTask,
+    Register,
+    StepBatch,
+    TaskResult,
+    WeightsRef,
+)
+from services.batch_store.state import Place, Retire, StoreState, held_bytes
+from services.scheduler import snapshot
+from services.scheduler.events import (
+    Answer,
+    Asked,
+    ClearDone,
+    Configure,
+    Durable,
+    Effect,
+    Fail,
+    Listed,
+    Persist,
+    RequestInventory,
+    SendClear,
+    Tick,
+)
+from services.scheduler.plan import Plan
+from services.scheduler.state import Scheduler
+from shared.rpc.errors import RpcError
+from shared.stages import train_graph
+
+STORE = "batch-store/0"
+PAGE = 4096
+LIMIT = 40 * PAGE
+SPILL = 10 * PAGE
+LEASE_S = 5.0
+CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
+KEYS = {"rollout": "tokens", "reference": "ref"}
+CONFIG = Configure(1000, 50, 2, False)
+PLAN = Plan(
+    run="model",
+    seed=3,
+    tasks_per_step=2,
+    group_size=2,
+    staleness=1,
+    shuffle=True,
+    deterministic=False,
+    rows=range(5),
+    stages=train_graph(with_reference=True),
+    task_bytes=2 * PAGE,
+    weight_bytes=PAGE,
+    weight_versions=3,
+)
+
+
+def block(tasks: list[tuple[str, int]], key: str) -> tuple[Table, int]:
+    layout = Layout([(task_id, fence, {key: np.zeros(100)}) for task_id, fence in tasks])
+    digests = [hash((task_id, fence, key)) & 0xFFFF for task_id, fence in tasks]
+    return blockfile.parse(layout.head(digests), layout.file_bytes), layout.file_bytes
+
+
+class Both(RuleBasedStateMachine):
+    """`accepted`: what the scheduler has accepted and not collected: promise 1 is about these shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.journal: list[Durable] = []
+        self.kept: bytes | None = None
+        self.life = 100
+        self.workers = {"rollout": 1, "reference": 1}
+        self.grants: list[tuple[LeaseGrant, int]] = []
+        self.files: dict[str, tuple[Table, int, Place]] = {}
+        self.zombies: dict[str, tuple[Place, int]] = {}
+        self.tombs: dict[str, int] = {}
+        self.puts = 0
+        self.mail: list[SendClear] = []
+        self.lists = False
+        self.accepted: dict[str, tuple[int, set[str]]] = {}
+        self.batches: dict[int, list[tuple[str, int]]] = {}
+        self.cleared: set[tuple[str, int]] = set()
+        self.checkpoints: list[int] = []
+        self.store = StoreState(STORE, LIMIT, self.life, SPILL)
+        self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=1)
+        self.take(self.machine.begin(CONFIG, 0.0))
+        self.register_store()
+        for service, life in self.workers.items():
+            self.register(service, life)
+        self.ask(GetRunInfo(driver=1))
+        self.publish(0)
+
+    # ---- between the two
+
+    def take(self, effects: list[Effect]) -> Any:
+        answer: Any = None
+        for effect in effects:
+            match effect:
+                case Persist():
+                    self.journal.append(effect.event)
+                case SendClear():
+                    self.mail.append(effect)
+                case RequestInventory():
+                    self.lists = True
+                case Answer(ref="call"):
+                    answer = effect.body
+                case Fail(ref="call"):
+                    answer = effect
+        return answer
+
+    def ask(self, request: Any) -> Any:
+        answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
+        # a call that is held back is answered at once: its deadline is now
+        held = self.take(self.machine.handle(Tick(), self.now))
+        return answer if answer is not None else held
+
+    def register(self, service: str, life: int, limit_bytes: int = 0) -> None:
+        request = Register(
+            service=service, instance=0, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=limit_bytes
+        )
+        self.ask(request)
+
+    def register_store(self) -> None:
+        self.register("batch-store", self.life, self.store.limit_bytes)
+
+    def retire(self, effects: list[Retire]) -> None:
+        for effect in effects:
+            put_id = effect.source.partition(".")[0]
+            _, nbytes, place = self.files.pop(put_id)
+            assert place == effect.place
+            self.zombies[effect.target] = (place, held_bytes(nbytes))
+
+    def put(self, tasks: list[tuple[str, int]], key: str) -> str:
+        """Begin and seal; the code of the refusal, or nothing."""
+        table, nbytes = block(tasks, key)
+        self.puts += 1
+        put_id = f"{self.puts:032x}"
+        names = [PutTask(*task) for task in tasks]
+        try:
+            while self.store.lacks_room(put_id, nbytes) and self.spill():
+                pass
+            self.store.begin(put_id, nbytes, names, self.now)
+        except RpcError as error:
+            return error.code
+        self.files[put_id] = (table, nbytes, Place.MEMORY)
+        try:
+            new = self.store.seal(put_id, table)
+        except RpcError as error:
+            self.retire([self.store.abandon(put_id)])
+            return error.code
+        if not new:
+            self.retire([self.store.abandon(put_id)])
+        return ""
+
+    def spill(self) -> bool:
+        put_id = self.store.begin_move()
+        if put_id is None:
+            return False
+        table, nbytes, _ = self.files[put_id]
+        effect = self.store.end_move(put_id)
+        self.zombies[effect.target] = (Place.MEMORY, held_bytes(nbytes))
+        self.files[put_id] = (table, nbytes, Place.DISK)
+        return True
+
+    def publish(self, step: int) -> None:
+        name = f"weights/{self.machine.core.lineage}/{step}"
+        if self.put([(name, 1)], "w") == ErrorCode.BUSY:
+            self.deliver_all()  # BUSY ends once what was ordered is cleared and nobody maps it
+            assert self.put([(name, 1)], "w") == ""
+        ref = WeightsRef(
+            lineage=self.machine.core.lineage,
+            step=step,
+            task_id=name,
+            fence=1,
+            store=STORE,
+            nbytes=1,
+            canary=CANARY,
+            drill=CANARY,
+            drill_seed=0,
+        )
+        self.ask(PublishWeights(driver=1, ref=ref))
+
+    def deliver_all(self) -> None:
+        """Every clear arrives and is acknowledged, every reader ends."""
+        while self.mail:
+            self.deliver(self.mail.pop(0))
+        self.last_mappings_go()
+
+    def deliver(self, sent: SendClear, *, answered: bool = True) -> None:
+        self.retire(self.store.clear(sent.tasks))
+        for task in sent.tasks:
+            self.tombs[task.task_id] = max(self.tombs.get(task.task_id, 0), task.fence)
+            self.cleared.add((task.task_id, task.fence))
+        if sent.tracked and answered:
+            self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
+
+    # ---- what may happen
+
+    @rule(stage=st.sampled_from(sorted(KEYS)), most=st.integers(1, 3))
+    def lease(self, stage: str, most: int) -> None:
+        life = self.workers[stage]
+        grant = self.ask(LeaseRequest(stage=stage, service=stage, instance=0, incarnation=life, max_tasks=most))
+        if isinstance(grant, LeaseGrant):
+            self.grants.append((grant, life))
+            for task in grant.batch.tasks:
+                assert (task.task_id, task.fence) not in self.cleared  # never leased again once collected
+                if stage == "reference":  # what it is to read is there
+                    self.store.locate([PutTask(task.task_id, task.fence)])
+
+    @precondition(lambda self: self.grants)
+    @rule(
+        data=st.data(), outcome=st.sampled_from((Outcome.DONE,) * 4 + (Outcome.RETRY, Outcome.DROP)), late=st.booleans()
+    )
+    def complete(self, data: st.DataObject, outcome: int, late: bool) -> None:
+        at = data.draw(st.integers(0, len(self.grants) - 1))
+        self.end(*(self.grants[at] if late else self.grants.pop(at)), outcome)
+
+    @rule()
+    def all_goes_well_for_a_step(self) -> None:
+        for stage in ("rollout", "rollout", "reference", "reference"):
+            self.lease(stage, 3)
+            while self.grants:
+                self.last_mappings_go()
+                self.end(*self.grants.pop(), Outcome.DONE)
+        self.train()
+
+    def end(self, grant: LeaseGrant, life: int, outcome: int) -> None:
+        key = KEYS[grant.stage]
+        tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
+        if outcome == Outcome.DONE and self.put(tasks, key):
+            outcome = Outcome.RETRY  # refused: a zombie's, or the store is full of zombies
+        samples = 2 if grant.stage == "rollout" and outcome == Outcome.DONE else 0
+        results = [TaskResult(*task, outcome, STORE, 7, samples, 1, 900) for task in tasks]
+        reply = self.ask(
+            Complete(
+                lease_id=grant.lease_id,
+                stage=grant.stage,
+                incarnation=life,
+                results=results,
+                scalars={"reward": np.ones(samples * len(results), np.float32)} if grant.stage == "rollout" else {},
+            )
+        )
+        refused = {refusal.task_id for refusal in reply.refused}
+        for task_id, fence in tasks:
+            if task_id in refused:
+                continue
+            if outcome == Outcome.DONE:
+                keys = self.accepted.get(task_id, (fence, set()))[1] if grant.stage == "reference" else set()
+                self.accepted[task_id] = (fence, keys | {key})
+        self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
+        table = self.machine.core.tasks
+        for task_id, (fence, _) in list(self.accepted.items()):
+            slot = table.find(task_id)
+            if slot < 0 or table.fence[slot] != fence or table.clears[slot]:
+                del self.accepted[task_id]
+
+    @rule()
+    def expire(self) -> None:
+        self.now += LEASE_S + 1
+        self.take(self.machine.handle(Tick(), self.now))
+        self.forget_gone()
+
+    @rule(stage=st.sampled_from(sorted(KEYS)))
+    def worker_dies(self, stage: str) -> None:
+        self.workers[stage] += 1
+        self.register(stage, self.workers[stage])
+        self.forget_gone()
+
+    @rule()
+    def train(self) -> None:
+        core = self.machine.core
+        step = core.committed_step + 1
+        batch = self.ask(NextBatch(driver=1, step=step))
+        if not isinstance(batch, StepBatch):
+            return
+        tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
+        assert self.batches.setdefault(step, tasks) == tasks  # the same whenever it is asked for
+        self.store.locate([PutTask(*task) for task in tasks])  # promise 1: all of it can be read
+        self.ask(CommitStep(driver=1, step=step, metrics={}))
+        self.publish(step)
+        if batch.checkpoint_now or step % 3 == 0:
+            self.checkpoints = [*self.checkpoints, step][-2:]
+            self.ask(CheckpointSaved(driver=1, step=step, kept=self.checkpoints))
+        self.forget_gone()
+
+    @precondition(lambda self: self.mail)
+    @rule(data=st.data(), twice=st.booleans(), answered=st.booleans())
+    def clear(self, data: st.DataObject, twice: bool, answered: bool) -> None:
+        """A clear arrives; its acknowledgement may be lost, then it is sent again."""
+        sent = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
+        if twice or not answered:
+            self.deliver(sent, answered=False)
+        if answered:
+            self.deliver(sent)
+        elif sent.tracked:
+            self.mail.append(sent)
+
+    @rule()
+    def reconcile(self) -> None:
+        page, cursor = self.store.inventory(0)
+        assert cursor == 0
+        self.take(self.machine.handle(Listed(STORE, page), self.now))
+        self.lists = False
+
+    @rule()
+    def last_mappings_go(self) -> None:
+        for target in list(self.zombies):
+            del self.zombies[target]
+            self.store.reaped(target)
+
+    @rule()
+    def store_is_killed(self) -> None:
+        self.life += 1
+        self.store = StoreState(STORE, LIMIT, self.life, SPILL)
+        self.store.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
+        for put_id, (table, nbytes, place) in list(self.files.items()):
+            self.retire(self.store.recover(put_id, nbytes, table, place))
+        for name, (place, nbytes) in list(self.zombies.items()):
+            del self.zombies[name]
+            self.zombies[self.store.recover_refuse(name, nbytes, place).target] = (place, nbytes)
+        self.register_store()
+
+    @rule(whole=st.booleans())
+    def scheduler_is_killed(self, whole: bool) -> None:
+        """Back from the journal alone, or from the last snapshot and what came after it."""
+        before = snapshot.dump(self.machine.core)
+        self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
+        if whole and self.kept is not None:
+            self.machine.core = snapshot.load(PLAN, self.kept)
+            rest = self.journal[self.kept_at :]
+        else:
+            rest = self.journal
+        for event in rest:
+            self.machine.replay(event)
+        assert snapshot.dump(self.machine.core) == before
+        self.mail.clear()  # what was on its way is asked for again
+        self.take(self.machine.begin(CONFIG, self.now))
+
+    @rule()
+    def snapshot_is_taken(self) -> None:
+        self.kept = snapshot.dump(self.machine.core)
+        self.kept_at = len(self.journal)
+
+    @rule()
+    def a_worker_of_another_run_puts(self) -> None:
+        """An orphan: nobody leased it."""
+        code = self.put([("train/9/9", 1)], "tokens")
+        assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
+
+    # ---- what always holds
+
+    @invariant()
+    def accepted_shards_can_be_read(self) -> None:
+        """Promise 1, and the first half of promise 3."""
+        for task_id, (fence, keys) in self.accepted.items():
+            put_ids, [found] = self.store.locate([PutTask(task_id, fence)])
+            there = {
+                key
+                for place in found
+                for key in self.files[put_ids[place]][0].checksums(self.files[put_ids[place]][0].index[task_id, fence])
+            }
+            assert there >= keys
+
+    @invariant()
+    def what_was_cleared_stays_away(self) -> None:
+        """The second half of promise 3, and late puts are refused: in any life of the store."""
+        for task in [PutTask(*each) for each in self.cleared]:
+            with pytest.raises(RpcError, match="were collected"):
+                self.store.locate([task])
+
+    @invariant()
+    def every_task_is_trained_once(self) -> None:
+        """Promise 2: no task stands in two steps, and committed steps stay as they are."""
+        trained = [task_id for tasks in self.batches.values() for task_id, _ in tasks]
+        assert len(trained) == len(set(trained))
+        assert len(self.batches) >= self.machine.core.committed_step
+
+    @invariant()
+    def nothing_that_is_leased_is_cleared(self) -> None:
+        """Promise 3."""
+        table = self.machine.core.tasks
+        for lease in self.machine.core.leases:
+            for slot in lease.slots:
+                if table.lease[slot] == lease.lease_id:
+                    assert self.tombs.get(table.task_id(slot), 0) < table.fence[slot]
+
+    @invariant()
+    def bytes_stay_within_their_limits(self) -> None:
+        """Promise 4."""
+        assert self.store.used(Place.MEMORY) <= LIMIT
+        assert self.store.used(Place.DISK) <= SPILL
+        assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
+
+    def teardown(self) -> None:
+        """With everybody alive again nothing is left that the scheduler does not want."""
+        self.expire()
+        self.deliver_all()
+        self.reconcile()
+        self.deliver_all()
+        page, _ = self.store.inventory(0)
+        table = self.machine.core.tasks
+        for entry in page:
+            if not entry.task_id.startswith("weights/"):
+                slot = table.find(entry.task_id)
+                assert slot >= 0
+                assert table.fence[slot] == entry.fence
+                assert table.done[slot]  # every lease has expired: what stays was accepted
+        assert self.machine.core.clears.pending() == 0
+        self.last_mappings_go()
+        stats = self.store.stats()
+        assert stats.zombie_bytes == 0
+        assert stats.bytes == sum(held_bytes(nbytes) for _, nbytes, _ in self.files.values())
+
+
+TestStoreAndScheduler = Both.TestCase
+TestStoreAndScheduler.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -1,0 +1,84 @@
+"""Ranks meet before every collective: all go on, or none, and who is missing has a name."""
+
+from __future__ import annotations
+
+from proto.messages import Meet, Met
+from services.policy_trainer.worker.rendezvous import END, JOIN, Rendezvous
+from shared.rpc.errors import RpcError
+
+GENERATION = 77
+
+
+class Ranks:
+    """Notes what every rank is answered."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rendezvous = Rendezvous(size, GENERATION, deadline_s=5.0)
+        self.answers: dict[tuple[int, str], list[Met | RpcError]] = {}
+
+    def come(self, rank: int, name: str, *, failure: str = "", now: float = 0.0, generation: int = GENERATION) -> None:
+        answers = self.answers.setdefault((rank, name), [])
+        request = Meet(generation=0 if name == JOIN else generation, round=name, rank=rank, failure=failure)
+        self.rendezvous.arrive(request, answers.append, now)
+
+    def formed(self) -> Ranks:
+        for rank in range(self.size):
+            self.come(rank, JOIN)
+        assert all(self.answers[rank, JOIN] == [Met(generation=GENERATION)] for rank in range(self.size))
+        return self
+
+
+def test_nobody_goes_on_before_all_have_come() -> None:
+    ranks = Ranks(3).formed()
+    ranks.come(0, "a")
+    ranks.come(2, "a")
+    assert ranks.answers[0, "a"] == ranks.answers[2, "a"] == []
+    ranks.come(1, "a")
+    assert all(ranks.answers[rank, "a"] == [Met(generation=GENERATION)] for rank in range(3))
+
+
+def test_one_failure_is_every_ranks_failure_at_once_and_for_late_ones() -> None:
+    ranks = Ranks(3).formed()
+    ranks.come(0, "a")
+    ranks.come(1, "a", failure="no shards")
+    ranks.come(2, "a")
+    wanted = Met(generation=GENERATION, failures=["rank 1: no shards"])
+    assert all(ranks.answers[rank, "a"] == [wanted] for rank in range(3))
+    assert not ranks.rendezvous.ended
+
+
+def test_a_rank_that_withdraws_after_all_have_met_changes_nothing() -> None:
+    ranks = Ranks(2).formed()
+    ranks.come(0, "a")
+    ranks.come(1, "a")
+    ranks.come(0, "a", failure="a driver takes over")
+    assert ranks.answers[0, "a"] == [Met(generation=GENERATION)] * 2
+
+
+def test_a_missing_rank_ends_the_group_by_name() -> None:
+    ranks = Ranks(3).formed()
+    ranks.come(1, END)
+    ranks.come(0, "Forward 7/3", now=10.0)
+    assert ranks.rendezvous.next_deadline() == 15.0
+    ranks.rendezvous.expire(14.9)
+    assert ranks.answers[0, "Forward 7/3"] == []
+    ranks.rendezvous.expire(15.0)
+    wanted = "Forward 7/3: policy-trainer-worker/1, policy-trainer-worker/2 did not come within 5 s"
+    assert wanted in str(ranks.answers[0, "Forward 7/3"][0])
+    assert wanted in str(ranks.answers[1, END][0])
+    assert ranks.rendezvous.next_deadline() is None
+
+
+def test_a_second_life_of_a_rank_ends_the_group_and_is_not_let_in() -> None:
+    ranks = Ranks(2).formed()
+    ranks.come(0, END)
+    ranks.come(1, JOIN)
+    assert "policy-trainer-worker/1 was restarted" in str(ranks.answers[0, END][0])
+    assert len(ranks.answers[1, JOIN]) == 1  # only its first life's
+
+
+def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:
+    ranks = Ranks(2).formed()
+    ranks.come(1, END, generation=GENERATION - 1)
+    assert "has ended" in str(ranks.answers[1, END][0])

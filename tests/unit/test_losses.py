@@ -1,0 +1,364 @@
+"""Every policy loss, KL and mismatch correction against its formula, value and gradient, in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from proto.messages import LossSpec
+from services.policy_trainer.worker.loss import check, token_loss
+from services.policy_trainer.worker.losses import kl
+from services.policy_trainer.worker.losses.own import own_policy_loss
+from services.policy_trainer.worker.losses.policy import POLICY_LOSSES
+from services.policy_trainer.worker.losses.tokens import TokenData
+from shared.rpc.errors import RpcError
+from shared.topology.algorithm import LOSSES, Loss
+
+LENGTHS = [4, 1, 7, 3]
+M = sum(LENGTHS)
+
+
+def spec(name: str, **options: Any) -> LossSpec:
+    defaults: dict[str, Any] = {
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "anchor": "rollout",
+        "temperature": 1.0,
+        "clamp": "upper",
+        "gate_positive": 1.0,
+        "gate_negative": 1.05,
+    }
+    return LossSpec(name=name, **(defaults | options))
+
+
+def data(seed: int = 0, *, spread: float = 0.4, **changed: Any) -> tuple[Tensor, TokenData]:
+    rng = np.random.default_rng(seed)
+
+    def normal() -> Tensor:
+        return torch.from_numpy(rng.normal(-1.0, spread, size=M))
+
+    cur = normal().requires_grad_()
+    fields: dict[str, Any] = {
+        "rollout": normal(),
+        "prox": normal(),
+        "ref": normal(),
+        "advantages": torch.from_numpy(np.repeat(rng.normal(size=len(LENGTHS)), LENGTHS)),
+        "weights": torch.from_numpy(np.repeat(1.0 / np.array(LENGTHS) / len(LENGTHS), LENGTHS)),
+        "versions": torch.zeros(M, dtype=torch.int32),
+        "sequences": torch.from_numpy(np.repeat(np.arange(len(LENGTHS)), LENGTHS)),
+        "sequence_count": len(LENGTHS),
+    }
+    return cur, TokenData(**(fields | changed))
+
+
+def gradient(total: Tensor, cur: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(total, cur)
+    return found
+
+
+def by_hand(loss: LossSpec, cur: float, anchor: float, advantage: float) -> tuple[float, float]:
+    """Loss and its derivative in `cur` of one token, with the ratio of the token."""
+    r = math.exp(cur - anchor)
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    match loss.name:
+        case "ppo_clip":
+            clipped = min(max(r, low), high)
+            value, slope = -min(r * advantage, clipped * advantage), 0.0
+            if r * advantage <= clipped * advantage:
+                slope = -r * advantage
+            if loss.dual_clip and advantage < 0 and -loss.dual_clip * advantage < value:
+                value, slope = -loss.dual_clip * advantage, 0.0
+            return value, slope
+        case "cispo":
+            weight = min(r, high) if loss.clamp == "upper" else min(max(r, low), high)
+            return -weight * advantage * cur, -weight * advantage
+        case "sapo":
+            tau = loss.gate_positive if advantage > 0 else loss.gate_negative
+            gate = 1 / (1 + math.exp(-tau * (r - 1)))
+            return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * advantage * r
+        case "importance_sampling":
+            return -r * advantage, -r * advantage
+        case "cross_entropy":
+            return -cur, -1.0
+    raise AssertionError(loss.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ppo_clip", {}),
+        ("ppo_clip", {"dual_clip": 1.35}),
+        ("cispo", {}),
+        ("cispo", {"clamp": "both"}),
+        ("sapo", {}),
+        ("importance_sampling", {}),
+        ("cross_entropy", {}),
+    ],
+)
+def test_value_and_gradient_are_those_of_the_formula(name: str, options: dict[str, Any]) -> None:
+    loss = spec(name, **options)
+    cur, tokens = data()
+    total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
+    columns = (cur.tolist(), tokens.rollout.tolist(), tokens.advantages.tolist())
+    expected = [by_hand(loss, *values) for values in zip(*columns, strict=True)]
+    weights = tokens.weights.tolist()
+    assert total.item() == pytest.approx(sum(w * value for w, (value, _) in zip(weights, expected, strict=True)), 1e-12)
+    slopes = torch.tensor([w * slope for w, (_, slope) in zip(weights, expected, strict=True)], dtype=torch.float64)
+    torch.testing.assert_close(gradient(total, cur), slopes, rtol=1e-12, atol=1e-15)
+
+
+def test_dual_clip_bounds_the_loss_only_where_the_advantage_is_negative() -> None:
+    cur, tokens = data(spread=2.0)
+    plain, _ = POLICY_LOSSES["ppo_clip"](spec("ppo_clip"), cur, tokens.rollout, tokens)
+    dual, clipped = POLICY_LOSSES["ppo_clip"](spec("ppo_clip", dual_clip=1.5), cur, tokens.rollout, tokens)
+    negative = tokens.advantages < 0
+    bound = -1.5 * tokens.advantages
+    assert bool((plain[negative] > bound[negative]).any())
+    assert torch.equal(dual[negative], torch.minimum(plain, bound)[negative])
+    assert torch.equal(dual[~negative], plain[~negative])
+    assert bool(clipped[negative & (plain > bound)].all())
+
+
+def test_gspo_is_the_gradient_of_the_sequence_ratio_itself() -> None:
+    loss = spec("gspo", clip_low=0.05, clip_high=0.1)
+    cur, tokens = data(spread=0.2)
+    total, sums = token_loss(loss, cur, tokens, torch.zeros(M))
+    found = gradient(total, cur)
+    objective = torch.zeros((), dtype=torch.float64)
+    for part, advantage in zip(
+        torch.split(cur - tokens.rollout, LENGTHS),
+        [each[0] for each in torch.split(tokens.advantages, LENGTHS)],
+        strict=True,
+    ):
+        s = part.mean().exp()
+        objective = objective - torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage) / len(LENGTHS)
+    assert total.item() == pytest.approx(objective.item(), rel=1e-12)
+    torch.testing.assert_close(found, gradient(objective, cur), rtol=1e-12, atol=1e-15)
+    assert 0 < float(sums["clipped"]) < M
+
+
+def test_gspo_sees_the_parts_of_a_sequence_that_other_ranks_hold() -> None:
+    """Context parallelism: two halves of the tokens, whose sums are added up over both."""
+    loss = spec("gspo", clip_low=0.05, clip_high=0.1)
+    cur, tokens = data(spread=0.2)
+    whole = gradient(token_loss(loss, cur, tokens, torch.zeros(M))[0], cur)
+    log_ratio = (cur - tokens.rollout).detach()
+    halves = [torch.arange(M) % 2 == rank for rank in (0, 1)]
+
+    def part(rank: int) -> TokenData:
+        mine, others = halves[rank], halves[1 - rank]
+        other_sums = [
+            torch.zeros(len(LENGTHS), dtype=torch.float64).index_add(0, tokens.sequences[others], values[others])
+            for values in (log_ratio, torch.ones_like(log_ratio))
+        ]
+        answers = iter(other_sums)
+        columns = {
+            name: getattr(tokens, name)[mine]
+            for name in ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
+        }
+        return TokenData(**columns, sequence_count=len(LENGTHS), add_up=lambda sums: sums + next(answers))
+
+    for rank, mine in enumerate(halves):
+        total, _ = token_loss(loss, cur[mine], part(rank), torch.zeros(int(mine.sum())))
+        torch.testing.assert_close(gradient(total, cur)[mine], whole[mine], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
+    cur, tokens = data()
+    far = TokenData(
+        **{
+            **{key: getattr(tokens, key).float() for key in ("advantages", "weights")},
+            "rollout": cur.detach().float() + torch.tensor([400.0, -400.0] * M)[:M],
+            "prox": None,
+            "ref": None,
+            "versions": tokens.versions,
+            "sequences": tokens.sequences,
+            "sequence_count": tokens.sequence_count,
+        }
+    )
+    low = cur.detach().float().requires_grad_()
+    total, _ = token_loss(spec(name), low, far, torch.zeros(M))
+    assert bool(torch.isfinite(gradient(total, low)).all())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_tokens_are_no_loss(name: str) -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    nothing = TokenData(
+        rollout=empty,
+        advantages=empty,
+        weights=empty,
+        versions=empty,
+        prox=None,
+        ref=None,
+        sequences=torch.zeros(0, dtype=torch.int64),
+        sequence_count=2,
+    )
+    total, sums = token_loss(spec(name), empty, nothing, empty)
+    assert total.item() == 0
+    assert float(sums["tokens"]) == 0
+    assert gradient(total, empty).shape == (0,)
+
+
+# ------------------------------------------------------------------------------- engine against trainer
+
+
+def weight_of(tokens: TokenData, **options: Any) -> Tensor:
+    """What multiplies the policy loss of each token: the gradient of cross-entropy is minus its weight."""
+    loss = spec("cross_entropy", anchor="proximal", **options)
+    cur = torch.zeros(M, dtype=torch.float64, requires_grad=True)
+    total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
+    return -gradient(total, cur) / tokens.weights
+
+
+def test_importance_weight_is_truncated_at_the_cap() -> None:
+    _, tokens = data(spread=0.8)
+    assert tokens.prox is not None
+    ratio = (tokens.prox - tokens.rollout).exp()
+    torch.testing.assert_close(weight_of(tokens), ratio)
+    torch.testing.assert_close(weight_of(tokens, tis_cap=1.3), ratio.clamp(max=1.3))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_ratio_mask_leaves_out_what_is_outside_and_nothing_else(level: str) -> None:
+    _, tokens = data(spread=0.5)
+    assert tokens.prox is not None
+    difference = tokens.prox - tokens.rollout
+    ratio = difference.exp()
+    if level != "token":
+        parts = torch.split(difference, LENGTHS)
+        chosen = [each.sum() if level == "sequence" else each.mean() for each in parts]
+        ratio = torch.repeat_interleave(torch.stack(chosen).exp(), torch.tensor(LENGTHS))
+    low, high = 0.85, 1.4
+    inside = (ratio >= low) & (ratio <= high)
+    assert 0 < int(inside.sum()) < M
+    found = weight_of(tokens, ratio_mask=level, mask_low=low, mask_high=high)
+    torch.testing.assert_close(found, torch.where(inside, difference.exp(), torch.zeros(M, dtype=torch.float64)))
+
+
+def test_ratio_mask_counts_its_tokens_and_spares_the_kl() -> None:
+    cur, tokens = data()
+    nothing = spec("ppo_clip", anchor="proximal", ratio_mask="token", mask_low=0.0, mask_high=1e-9)
+    total, sums = token_loss(nothing, cur, tokens, torch.zeros(M))
+    assert (total.item(), float(sums["masked"]), float(sums["clipped"])) == (0.0, M, 0.0)
+    with_kl = spec("ppo_clip", anchor="proximal", ratio_mask="token", mask_high=1e-9, kl_estimator="k3", kl_coef=0.1)
+    total, sums = token_loss(with_kl, cur, tokens, torch.zeros(M))
+    assert tokens.ref is not None
+    expected = 0.1 * (tokens.weights * kl.k3(cur, tokens.ref)).sum().item()
+    assert total.item() == pytest.approx(expected, rel=1e-12)
+
+
+# -------------------------------------------------------------------------------------- KL and entropy
+
+
+def test_k2_and_k3_are_the_formulas_and_k1_is_not_there() -> None:
+    cur, tokens = data()
+    ref = tokens.ref
+    assert ref is not None
+    delta = ref - cur
+    torch.testing.assert_close(kl.k2(cur, ref), delta**2 / 2)
+    torch.testing.assert_close(kl.k3(cur, ref), delta.exp() - delta - 1)
+    torch.testing.assert_close(gradient(kl.k2(cur, ref).sum(), cur), (cur - ref).detach())
+    assert set(kl.KL_LOSSES) == {"k2", "k3"}
+    with pytest.raises(RpcError, match="KL k1"):
+        check(spec("ppo_clip", kl_estimator="k1"))
+
+
+@pytest.mark.parametrize(("estimator", "rel"), [("k3", 0.05), ("k2", 0.05)])
+def test_kl_estimators_estimate_the_kl_and_k1_has_no_gradient(estimator: str, rel: float) -> None:
+    """Over all tokens of a small vocabulary, weighed by their probability: an expectation, not a sample."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=12)).requires_grad_()
+    ref = (logits.detach() + torch.from_numpy(rng.normal(scale=0.05, size=12))).log_softmax(0)
+    cur = logits.log_softmax(0)
+    p = cur.detach().exp()
+    true_kl = (cur.exp() * (cur - ref)).sum()
+    found = (p * kl.KL_LOSSES[estimator](cur, ref)).sum()
+    assert float(found) == pytest.approx(float(true_kl), rel=rel)
+    k1_gradient = gradient((p * (cur - ref)).sum(), logits)
+    assert float(k1_gradient.abs().max()) < 1e-15
+
+
+def test_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=(M, 9))).requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    _, tokens = data(advantages=torch.zeros(M, dtype=torch.float64))
+    total, sums = token_loss(spec("ppo_clip", entropy_coef=0.3), logprobs[:, 0], tokens, entropy)
+    assert float(sums["entropy"]) == pytest.approx(float(entropy.sum()))
+    (found,) = torch.autograd.grad(total, logits)
+    p, h = logprobs.detach().exp(), entropy.detach()[:, None]
+    expected = 0.3 * tokens.weights[:, None] * p * (logprobs.detach() + h)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-15)
+
+
+def test_sums_add_up_over_any_split() -> None:
+    loss = spec("gspo", anchor="proximal", kl_estimator="k2", kl_coef=0.1, entropy_coef=0.1, tis_cap=1.5)
+    cur, tokens = data()
+    entropy = torch.rand(M, dtype=torch.float64)
+    _, whole = token_loss(loss, cur, tokens, entropy)
+    added: dict[str, float] = {}
+    for chosen in (tokens.sequences < 2, tokens.sequences >= 2):
+        names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
+        part = TokenData(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
+        for name, value in token_loss(loss, cur[chosen], part, entropy[chosen])[1].items():
+            added[name] = added.get(name, 0.0) + float(value)
+    assert added == pytest.approx({name: float(value) for name, value in whole.items()}, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------- a user's own
+
+
+OWN = """
+def scaled(cur, anchor, tokens, *, factor):
+    return -factor * tokens.advantages * cur
+
+def summed(cur, anchor, tokens):
+    return cur.sum()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rlbus_test_loss.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("own")
+def test_a_loss_of_the_users_own_is_weighed_like_the_others() -> None:
+    loss = spec("rlbus_test_loss:scaled", anchor="proximal", tis_cap=1.1)
+    function = check(loss, own_policy_loss(Loss(name=loss.name, params={"factor": 2.0})))
+    cur, tokens = data()
+    total, _ = token_loss(loss, cur, tokens, torch.zeros(M), function)
+    assert tokens.prox is not None
+    weight = (tokens.prox - tokens.rollout).exp().clamp(max=1.1)
+    torch.testing.assert_close(gradient(total, cur), -2 * tokens.weights * tokens.advantages * weight)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_loss_of_the_users_own_must_give_one_value_a_token() -> None:
+    function = own_policy_loss(Loss(name="rlbus_test_loss:summed"))
+    cur, tokens = data()
+    with pytest.raises(RpcError, match="must return one value a token"):
+        token_loss(spec("rlbus_test_loss:summed"), cur, tokens, torch.zeros(M), function)
+
+
+@pytest.mark.usefixtures("own")
+def test_an_import_path_that_only_a_message_names_is_refused() -> None:
+    with pytest.raises(RpcError, match="or the topology's own"):
+        check(spec("rlbus_test_loss:scaled"), own_policy_loss(Loss()))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_loss_that_cannot_be_called_is_refused_at_the_start() -> None:
+    with pytest.raises(RpcError, match="missing a required"):
+        own_policy_loss(Loss(name="rlbus_test_loss:scaled"))

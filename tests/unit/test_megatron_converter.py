@@ -1,0 +1,126 @@
+"""The converter between Hugging Face and megatron-core: exact both ways, for every family and split."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from services.policy_trainer.layout import Layout
+from services.policy_trainer.worker.megatron import architecture
+from services.policy_trainer.worker.megatron.converter import Converter, Weight
+from shared.model.load import named_weights
+from shared.rpc.errors import RpcError
+from tests.unit.tiny_models import SIZES, make_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "llama-biased": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+}
+
+
+def config(kind: str, **options: Any) -> Any:
+    return AutoConfig.for_model(kind.split("-")[0], **{**SIZES, **KINDS.get(kind, {}), **options})
+
+
+@pytest.mark.parametrize(("kind", "tp", "pp"), list(itertools.product(KINDS, (1, 2), (1, 2))))
+def test_every_weight_comes_back_with_the_same_bits(kind: str, tp: int, pp: int) -> None:
+    model = make_model(kind.split("-")[0], **KINDS[kind])
+    weights = named_weights(model)
+    converter = Converter(architecture.read(model.config), tp, pp)
+    assert converter.shapes == {name: tuple(each.shape) for name, each in weights.items()}
+    assert converter.elements == sum(each.numel() for each in weights.values())
+    assert {each.stage for each in converter.weights} == set(range(pp))
+    for weight in converter.weights:
+        parts = [weights[name] for name in weight.parts]
+        shards = converter.split(weight, parts)
+        assert len(shards) == tp
+        for original, back in zip(parts, converter.join(weight, shards), strict=True):
+            assert torch.equal(original, back), weight.name
+
+
+def weight_named(converter: Converter, end: str) -> Weight:
+    return next(each for each in converter.weights if each.name.endswith(end))
+
+
+def test_a_rank_holds_whole_groups_of_queries_beside_their_key_and_value() -> None:
+    converter = Converter(architecture.read(config("llama")), 2, 1)  # 4 heads, 2 key-value heads, 12 elements each
+    weight = weight_named(converter, "linear_qkv.weight")
+    q, k, v = (torch.arange(rows * 48.0).view(rows, 48) + start for rows, start in ((48, 0), (24, 1e5), (24, 2e5)))
+    first, second = converter.split(weight, [q, k, v])
+    assert torch.equal(first, torch.cat([q[:24], k[:12], v[:12]]))
+    assert torch.equal(second, torch.cat([q[24:], k[12:], v[12:]]))
+
+
+def test_a_rank_holds_its_gate_above_its_up() -> None:
+    converter = Converter(architecture.read(config("llama")), 2, 1)
+    gate, up = torch.zeros(64, 48) + torch.arange(64)[:, None], torch.zeros(64, 48) - torch.arange(64)[:, None]
+    second = converter.split(weight_named(converter, "linear_fc1.weight"), [gate, up])[1]
+    assert torch.equal(second, torch.cat([gate[32:], up[32:]]))
+
+
+def test_vocabulary_padding_is_zero_and_stripped_on_the_way_back() -> None:
+    converter = Converter(architecture.read(config("qwen3")), 2, 1)
+    table = torch.randn(61, 48)
+    shards = converter.split(converter.weights[0], [table])
+    assert [len(each) for each in shards] == [32, 32]
+    assert not shards[1][29:].any()
+    assert torch.equal(converter.join(converter.weights[0], shards)[0], table)
+
+
+def test_a_tied_table_is_exported_once_and_loaded_on_both_ends_of_the_pipeline() -> None:
+    converter = Converter(architecture.read(config("qwen3")), 1, 2)
+    assert "lm_head.weight" not in converter.shapes
+    [copy] = converter.copies
+    assert (copy.stage, copy.name, copy.parts) == (1, "output_layer.weight", ("model.embed_tokens.weight",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(4, tp=4), "tp 4 does not divide the model's 2 key-value heads"),
+        (Layout(3, pp=3), "pp 3 does not divide the model's 2 layers"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(layout: Layout, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        architecture.read(config("qwen3")).check(layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("gpt2", {}, "model_type 'gpt2'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias True with mlp_bias False"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
+    ],
+)
+def test_a_model_that_would_not_be_reproduced_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RpcError, match=said):
+        architecture.read(config(kind, **options))
+
+
+def test_rotations_are_those_of_the_hugging_face_model() -> None:
+    scaled: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    given: list[dict[str, Any]] = [{}, {"rope_parameters": scaled}]
+    for options in given:
+        model = make_model("llama", **options)
+        found = architecture.rotary_frequencies(model.config, architecture.read(model.config))
+        assert torch.equal(found, model.model.rotary_emb.inv_freq)

@@ -1,0 +1,79 @@
+"""How a batch is divided over data-parallel ranks."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proto.messages import BatchMeta, TaskHandle
+from services.policy_trainer.layout import Layout
+from services.policy_trainer.slicing import imbalance, longest_first, slice_batch
+
+SIZES = st.lists(st.integers(0, 5000), max_size=60)
+
+
+def batch(sizes: list[int], samples: int = 4) -> BatchMeta:
+    tasks = [TaskHandle(f"train/0/{i}", 1, samples + i % 2, size, 0, [0]) for i, size in enumerate(sizes)]
+    return BatchMeta(tasks=tasks)
+
+
+@given(SIZES, st.integers(1, 9))
+def test_every_task_is_held_once_and_no_rank_exceeds_grahams_bound(sizes: list[int], parts: int) -> None:
+    chosen = longest_first(sizes, parts)
+    assert sorted(index for part in chosen for index in part) == list(range(len(sizes)))
+    fullest = max(sum(sizes[index] for index in part) for part in chosen)
+    # the last task put on the fullest rank came when that rank was the emptiest (and is no longer than the longest)
+    assert fullest * parts <= sum(sizes) + (parts - 1) * max(sizes, default=0)
+
+
+@given(SIZES, st.integers(1, 5))
+def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
+    whole = batch(sizes)
+    first = np.cumsum([0] + [task.samples for task in whole.tasks])
+    for each in slice_batch(whole, parts):
+        wanted = [place for task in each.batch.tasks for place in _places(whole, task, first)]
+        assert each.samples.tolist() == wanted
+        assert each.tokens == sum(task.tokens for task in each.batch.tasks)
+
+
+def _places(whole: BatchMeta, task: TaskHandle, first: np.ndarray) -> list[int]:
+    index = whole.tasks.index(task)
+    return list(range(first[index], first[index + 1]))
+
+
+def test_imbalance_is_the_fullest_rank_over_the_mean() -> None:
+    assert imbalance(slice_batch(batch([30, 10]), 2)) == 1.5
+    assert imbalance(slice_batch(batch([]), 3)) == 1.0
+
+
+def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
+    rng = np.random.default_rng(0)
+    whole = batch(rng.integers(100, 8000, size=10_000).tolist(), samples=1)
+    spent: list[float] = []
+    for _ in range(5):
+        began = time.process_time()  # the machine may be busy with something else
+        slices = slice_batch(whole, 8)
+        spent.append(time.process_time() - began)
+    assert imbalance(slices) < 1.001
+    assert min(spent) <= 0.05
+
+
+@pytest.mark.parametrize(("tp", "pp", "cp", "dp"), [(2, 2, 1, 2), (1, 1, 2, 3), (2, 1, 2, 1)])
+def test_every_place_of_a_layout_is_taken_once_and_each_data_rank_has_one_leader(
+    tp: int, pp: int, cp: int, dp: int
+) -> None:
+    layout = Layout(tp * pp * cp * dp, tp, pp, cp)
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert layout.dp == dp
+    assert len({(each.tp_rank, each.pp_rank, each.cp_rank, each.dp_rank) for each in places}) == layout.world_size
+    assert sorted(each.dp_rank for each in places if each.leads) == list(range(dp))
+    assert sum(each.counts for each in places) == dp * cp
+
+
+def test_degrees_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"6 ranks are no multiple of tp\*pp\*cp = 4"):
+        Layout(6, 2, 1, 2)

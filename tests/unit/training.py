@@ -1,0 +1,30 @@
+"""A torch backend on one rank and one mini-batch put through it, as the worker's calls do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from proto.messages import LossSpec
+from proto.tensors import Array
+from services.policy_trainer.layout import Layout
+from services.policy_trainer.worker.backend import BackendOptions, Sequences
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.samples import trained
+from shared.topology.algorithm import Optimizer
+
+
+def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
+    """The model of `folder` on the CPU."""
+    options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded")
+    return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
+
+
+def accumulate(
+    made: TorchBackend, spec: LossSpec, flat: dict[str, Array], advantages: Array, weights: Array
+) -> dict[str, float]:
+    """The gradient of the loss over all sequences of `flat`; `advantages`, `weights` [T]."""
+    loss = BatchLoss(spec, flat, advantages, weights, "cpu")
+    mask = trained(flat["loss_mask"], weights)
+    sequences = Sequences(flat["token_ids"], flat["lengths"], mask)
+    return made.forward_backward(sequences, spec.temperature, loss, entropy=loss.entropy)
