@@ -102,8 +102,12 @@ bench-data: setup ## the data plane against the machine's limits and its peers
 bench-train: setup ## the training step against its peers
 	$(PY) -m tests.bench.bench_train
 
-bench-rollout: setup ## generation against its peers
+bench-rollout: setup peers ## running ahead, weight sync, and TRL on long answers
 	$(PY) -m tests.bench.bench_rollout
+
+.PHONY: plot-staleness
+plot-staleness: setup ## docs/staleness.svg: reward against wall-clock for three bounds of staleness
+	$(PY) -m tests.bench.plot_staleness
 
 bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the same work
 	$(PY) -m tests.bench.bench_quickstart

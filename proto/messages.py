@@ -390,6 +390,8 @@ class RunInfo(Message, frozen=True, kw_only=True):
     checkpoint_step: int
     """Newest verified checkpoint; -1 when there is none."""
     stopping: bool = False
+    checkpoint_now: bool = False
+    """As in `StepBatch`, of the steps trained so far: save one as soon as the workers stand at the committed step."""
 
 
 @message(41)
@@ -400,6 +402,9 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
     driver: int
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
+    loaded_step: int = -1
+    """With `reload`, the checkpoint that was loaded, 0 for the initial model (-1: the newest one announced). When the
+    journaled steps after it cannot be replayed, the run goes back to it: see the answer's `committed_step`."""
 
 
 @message(42)
@@ -731,7 +736,7 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over `batch`, put per-token `key` (`prox_logprobs`) as shards."""
+    """Run the model over `batch`, put per-token log-probs as shards `<key>.<driver in hexadecimal>-<order>`."""
 
     REPLY: ClassVar[type[Message]] = ForwardDone
     batch: BatchMeta

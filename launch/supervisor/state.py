@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
+from shared.actor.service import PEER_LOST_STATUS
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
 """Deaths of its own doing (an error, a crash) within `WINDOW_S` after which the run fails."""
 KILL_LIMIT = 40
-"""Deaths by somebody's kill within `WINDOW_S` after which the run fails."""
+"""Deaths by somebody's kill, or for want of a peer that died, within `WINDOW_S` after which the run fails."""
 WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
@@ -301,7 +302,8 @@ class SupervisorState:
             process.state = ProcessState.STOPPED
             self._drain(Outcome.DONE, "", None)
         else:
-            outside = not reported and event.status in _OUTSIDE_KILLS
+            killed = not reported and event.status in _OUTSIDE_KILLS
+            outside = killed or event.status == PEER_LOST_STATUS
             self._died(process, cause, process.kills if outside else process.failures, now)
 
     def _died(self, process: Process, cause: str, deaths: deque[float], now: float) -> None:

@@ -80,7 +80,10 @@ class WorkerDispatch:
         return await self._first(request, messages.WorkerReady)
 
     async def forward(self, batch: BatchMeta, *, key: str, temperature: float) -> messages.ForwardDone:
-        """Per-token log-probs of the present weights, put as shards `key`; `meta` describes the new part."""
+        """Per-token log-probs of the present weights, put as shards; `meta` describes the new part.
+
+        Its key is `key`, a dot and what is unique to this call.
+        """
         order = next(self._orders)
         slices = slice_batch(batch, self._parts)
         requests = [

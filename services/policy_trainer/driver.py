@@ -58,7 +58,7 @@ class Driver:
         """Every step up to the last, weights published and checkpoints saved. Raises RpcError."""
         version, last = self.standing.version, self.topology.run.steps
         if version == self.standing.committed:
-            self.publisher.begin(version)
+            self.publisher.begin(version, checkpoint_now=self.standing.checkpoint_now)
         while version < last:
             began = time.perf_counter()
             metrics = StepMetrics(step=version + 1)
@@ -72,7 +72,8 @@ class Driver:
                 await self.scheduler.commit(version, row)
                 self.on_row(row)
             if version >= self.standing.committed:
-                self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+                ordered = version == self.standing.committed and self.standing.checkpoint_now
+                self.publisher.begin(version, checkpoint_now=batch.checkpoint_now or ordered)
         await self.publisher.finish()
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
@@ -113,7 +114,7 @@ class Driver:
             self.workers.forward_backward(batch, self.loss, advantages=advantage, weights=weights),
             self.workers.optim_step(metrics.step, last=last),
         )
-        metrics.add_sums(gradient.sums, gradient.seconds)
+        metrics.add_gradient(gradient)
         metrics.add_update(update)
 
 

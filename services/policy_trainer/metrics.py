@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from proto.messages import OptimStepDone, StepBatch
+from proto.messages import ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.reward_shaping import KL_SCALAR
 
@@ -28,14 +28,17 @@ class StepMetrics:
     optim_s: float = 0.0
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
+    imbalance: float = 1.0
+    """Tokens of the fullest data-parallel rank over the mean of all, in the step's least balanced mini-batch."""
     sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
 
-    def add_sums(self, sums: dict[str, float], seconds: float) -> None:
-        """Sums of one `forward_backward`: see `worker.loss` for their names."""
-        for name, value in sums.items():
+    def add_gradient(self, done: ForwardBackwardDone) -> None:
+        """One `forward_backward`: see `worker.loss` for the names of its sums."""
+        for name, value in done.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.forward_backward_s += seconds
+        self.forward_backward_s += done.seconds
+        self.imbalance = max(self.imbalance, done.imbalance)
 
     def add_update(self, done: OptimStepDone) -> None:
         self.updates.append(done)
@@ -57,6 +60,7 @@ class StepMetrics:
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
             "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens,
+            "dispatch/imbalance": self.imbalance,
             "time/step": step_s,
             "time/wait_batch": self.wait_batch_s,
             "time/forward_backward": self.forward_s + self.forward_backward_s,

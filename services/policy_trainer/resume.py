@@ -1,7 +1,8 @@
 """Where a driver begins: what the journal says against where the workers stand. The one place that decides a reload.
 
 Workers are trusted when they stand at the committed step, or have finished the one journaled step. Anything else
-(fresh, behind, half a step taken) is reloaded from a checkpoint and replays the journaled steps.
+(fresh, behind, half a step taken) is reloaded from a checkpoint and replays the journaled steps; where their tasks are
+gone, the scheduler takes those steps back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, RunInfo
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import batch_row
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -29,6 +30,8 @@ class Standing:
     lineage: int
     checkpoint: int
     """Newest checkpoint that the scheduler knows; -1 when there is none."""
+    checkpoint_now: bool
+    """The stores have no room left: save `committed` as soon as the workers hold it."""
 
 
 async def resume(scheduler: SchedulerCalls, workers: WorkerDispatch, checkpoints: Sequence[int]) -> Standing:
@@ -39,19 +42,22 @@ async def resume(scheduler: SchedulerCalls, workers: WorkerDispatch, checkpoints
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
     state = await workers.take_over()
-    committed, lineage = info.committed_step, info.lineage
-    if not state.dirty and state.step == info.open_step == committed + 1:
+    if not state.dirty and state.step == info.open_step == info.committed_step + 1:
         # the step was taken, only its commit was lost with the driver: what the workers summed for its row is gone
         await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))
-        committed = info.open_step
-    if not state.dirty and state.step == committed:
-        log.info("workers go on", step=committed)
-        return Standing(committed, committed, lineage, info.checkpoint_step)
-    loaded = await _load(workers, [step for step in checkpoints if step <= committed])
-    if committed > INITIAL_STEP:  # version 0 is the model directory itself: the same bits in any life
-        lineage = (await scheduler.run_info(reload=True)).lineage
-    log.info("workers loaded", step=loaded, replay=committed - loaded, lineage=lineage)
-    return Standing(loaded, committed, lineage, info.checkpoint_step)
+        info = await scheduler.run_info()
+    if not state.dirty and state.step == info.committed_step:
+        log.info("workers go on", step=state.step)
+        return _standing(state.step, info)
+    loaded = await _load(workers, [step for step in checkpoints if step <= info.committed_step])
+    if info.committed_step > INITIAL_STEP:  # version 0 is the model directory itself: the same bits in any life
+        info = await scheduler.reloaded(loaded)
+    log.info("workers loaded", step=loaded, replay=info.committed_step - loaded, lineage=info.lineage)
+    return _standing(loaded, info)
+
+
+def _standing(version: int, info: RunInfo) -> Standing:
+    return Standing(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
 async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:

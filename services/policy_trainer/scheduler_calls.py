@@ -30,9 +30,17 @@ class SchedulerCalls:
         self._driver = driver
         self._log = structlog.get_logger("driver")
 
-    async def run_info(self, *, reload: bool = False) -> messages.RunInfo:
-        """Where the run stands; with `reload` it begins a new lineage of weights."""
-        return await self._ask(messages.GetRunInfo(driver=self._driver, reload=reload), messages.RunInfo)
+    async def run_info(self) -> messages.RunInfo:
+        """Where the run stands."""
+        return await self._ask(messages.GetRunInfo(driver=self._driver), messages.RunInfo)
+
+    async def reloaded(self, step: int) -> messages.RunInfo:
+        """Begin a new lineage of weights: the workers loaded checkpoint `step` (0: the initial model).
+
+        Where the run stands then: back at `step` when what was committed after it cannot be replayed.
+        """
+        request = messages.GetRunInfo(driver=self._driver, reload=True, loaded_step=step)
+        return await self._ask(request, messages.RunInfo)
 
     async def next_batch(self, step: int) -> messages.StepBatch:
         """The journaled batch of `step`, waiting until there is one."""

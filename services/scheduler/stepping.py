@@ -32,7 +32,7 @@ class Stepping(Freshness):
     """The verbs of the driver."""
 
     def run_info(self, request: GetRunInfo) -> RunInfo:
-        """A driver takes the run over; with `reload` a new lineage begins."""
+        """A driver takes the run over; with `reload` a new lineage begins, at the latest step that can be reached."""
         if request.driver in self.old_drivers:
             raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
         if request.driver != self.driver:
@@ -41,8 +41,11 @@ class Stepping(Freshness):
             self.driver = request.driver
         if request.reload:
             self.lineage += 1
-            if self.config.collect_at_commit:
-                self._rewind(max(self.checkpoint_step, 0))
+            loaded = max(self.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
+            if not all(step in self.batches for step in range(loaded + 1, self.committed_step + 1)):
+                self._rewind(loaded)
+                # later checkpoints were refused by the trainer, and hold the weights of the steps taken back
+                self.checkpoint_step = min(self.checkpoint_step, loaded or -1)
         return RunInfo(
             steps=self.config.steps,
             committed_step=self.committed_step,
@@ -50,10 +53,11 @@ class Stepping(Freshness):
             lineage=self.lineage,
             checkpoint_step=self.checkpoint_step,
             stopping=self.finished,
+            checkpoint_now=self.uncovered_bytes > 0 and self._wants_checkpoint(0),
         )
 
     def _rewind(self, step: int) -> None:
-        """Without replay (gc.after: commit) the steps after the checkpoint are trained again, on later tasks."""
+        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks."""
         for later in [each for each in self.batches if each > step]:
             for slot in self.batches.pop(later):
                 if later <= self.committed_step:
@@ -188,7 +192,9 @@ class Stepping(Freshness):
     def checkpoint(self, request: CheckpointSaved) -> bool:
         """Collect what the oldest checkpoint that recovery may fall back to covers."""
         self.check_driver(request.driver)
-        kept = sorted({*request.kept, request.step})[-self.config.keep_last :]
+        # ones that are newer than the committed step are of steps taken back since
+        kept = sorted({request.step, *(step for step in request.kept if step <= self.committed_step)})
+        kept = kept[-self.config.keep_last :]
         self.checkpoint_step = kept[-1]
         self._collect_steps(kept[0])
         if self._wants_checkpoint(0):

@@ -40,7 +40,10 @@ def die_with_parent() -> None:
 
 
 def run_process(service_class: type[Service], module: str) -> int:
-    """Run `service_class` until it stops; returns the exit status (0 stopped, 1 failed, 2 command line)."""
+    """Run `service_class` until it stops; returns the exit status.
+
+    0 stopped, 1 failed, 2 command line, 75 (`PEER_LOST_STATUS`) ended because another process is gone.
+    """
     arguments = parse_arguments(module)
     parent = os.getppid()
     if arguments.supervisor:

@@ -41,6 +41,9 @@ CALL_S = 10.0
 REGISTER_AGAIN_S = 0.05
 """Between a heartbeat that a restarted scheduler did not know and the new registration."""
 LAST_REPORTS_S = 1.0
+FAILED_STATUS = 1
+PEER_LOST_STATUS = os.EX_TEMPFAIL
+"""Exit status (75) of a process that ends because another one that it cannot do without is gone."""
 
 
 class State:
@@ -71,6 +74,8 @@ class Service:
         self.incarnation = new_incarnation()
         self.state = State.STARTING
         self.cause = ""
+        self.exit_status = FAILED_STATUS
+        """What the process ends with when this life FAILED."""
         self.name = service_name(self.NAME, instance)
         self.mailbox = Mailbox(self.name, self.incarnation)
         self.telemetry = TelemetrySender(self.NAME, instance, self.incarnation)
@@ -196,7 +201,7 @@ class Service:
             await asyncio.gather(*helpers, return_exceptions=True)
             await self._flush_reports()
             await self.close()
-        return 0 if self.state == State.STOPPED else 1
+        return 0 if self.state == State.STOPPED else self.exit_status
 
     def bind(self) -> str:
         """Open the mailbox. The scheduler overrides this to commit once a burst."""

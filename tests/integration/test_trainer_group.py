@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from proto.messages import BatchMeta, TaskHandle
 from proto.tensors import Array
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.layout import Layout
+from shared.actor.service import PEER_LOST_STATUS
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.store_process import STORE
@@ -77,6 +79,8 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         assert sums["clipped"] == 0  # each rank put its own tasks' proximal log-probs
         assert group.restarts[0] >= 1
         assert group.restarts[1] >= 1
+        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # it did nothing wrong
+        assert set(group.statuses[1]) <= {-signal.SIGKILL, PEER_LOST_STATUS}
 
     async def one(bench: Bench, _: WorkerGroup) -> None:
         workers = await driver_of(bench, Layout(1), 5)

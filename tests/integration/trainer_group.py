@@ -25,6 +25,8 @@ class WorkerGroup:
         self._run = run
         self.processes: list[subprocess.Popen[bytes]] = []
         self.restarts = [0] * ranks
+        self.statuses: list[list[int]] = [[] for _ in range(ranks)]
+        """What each rank's lives ended with."""
         for rank in range(ranks):
             self.processes.append(self._start(rank))
 
@@ -36,7 +38,9 @@ class WorkerGroup:
     async def keep_alive(self) -> None:
         while True:
             for rank, process in enumerate(self.processes):
-                if process.poll() is not None:
+                status = process.poll()
+                if status is not None:
+                    self.statuses[rank].append(status)
                     self.restarts[rank] += 1
                     self.processes[rank] = self._start(rank)
             await asyncio.sleep(POLL_S)  # a supervisor's poll, nothing waits on it

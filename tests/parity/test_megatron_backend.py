@@ -24,6 +24,8 @@ from tests.parity.groups import run_group
 from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, save
 from tests.parity.test_megatron_gradients import TRAINING, back
 
+pytestmark = pytest.mark.timeout(300)
+
 FAMILY = "llama-untied"
 
 

@@ -21,6 +21,8 @@ from tests.parity.gradient_cases import Case, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import alone, megatron, save
 
+pytestmark = pytest.mark.timeout(300)
+
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
 LAYOUTS = {
     "dp2": Layout(2),
@@ -28,6 +30,8 @@ LAYOUTS = {
     "pp2": Layout(2, pp=2),
     "cp2": Layout(2, cp=2),
     "dp2xcp2": Layout(4, cp=2),
+    "dp2xtp2": Layout(4, tp=2),
+    "dp2xpp2": Layout(4, pp=2),
     "tp2xpp2": Layout(4, tp=2, pp=2),
 }
 FAMILY = "qwen3-tied"

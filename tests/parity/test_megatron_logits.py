@@ -13,6 +13,8 @@ from services.policy_trainer.layout import Layout, Place
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, hf_model, megatron, plain_distributions, save
 
+pytestmark = pytest.mark.timeout(300)
+
 LAYOUTS = {
     "alone": Layout(1),
     "tp2": Layout(2, tp=2),

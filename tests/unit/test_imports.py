@@ -146,9 +146,7 @@ def faults_in(source: str) -> list[str]:
 
 def run_python(*argv: str, cwd: Path) -> str:
     """Runs a fresh interpreter and returns its standard output without the last newline."""
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.rstrip("\n")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from proto.messages import CheckpointSaved, GetRunInfo, NextBatch, StepBatch
+from proto.messages import CheckpointSaved, GetRunInfo, NextBatch, RunInfo, StepBatch
 from services.scheduler.events import Configure, SaveStep
-from tests.unit.test_scheduler import Bench
+from tests.unit.test_scheduler import Bench, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
 
@@ -17,10 +17,12 @@ def trained(bench: Bench, step: int) -> list[str]:
     return names(bench.step(step))
 
 
-def reload(bench: Bench) -> None:
-    """The trainer lost its weights and loaded the newest checkpoint."""
-    info = bench.ask(GetRunInfo(driver=1, reload=True))
+def reload(bench: Bench, loaded: int) -> RunInfo:
+    """The trainer lost its weights and loaded the checkpoint of step `loaded`."""
+    info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
+    assert isinstance(info, RunInfo)
     bench.lineage = info.lineage
+    return info
 
 
 def test_steps_after_the_checkpoint_are_trained_again_on_other_tasks() -> None:
@@ -28,7 +30,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_other_tasks() -> None:
     first = trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     undone = trained(bench, 2) + trained(bench, 3)
-    reload(bench)
+    reload(bench, 1)
     assert bench.machine.core.committed_step == 1
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
@@ -39,15 +41,80 @@ def test_steps_after_the_checkpoint_are_trained_again_on_other_tasks() -> None:
     assert {effect.step: effect.task_ids for effect in saved} == dict(enumerate([first, *again], 1))
 
 
-def test_an_open_step_of_the_lost_weights_is_given_up_too() -> None:
+def open_step(bench: Bench, step: int) -> StepBatch:
+    while not isinstance(batch := bench.ask(NextBatch(driver=1, step=step)), StepBatch):
+        bench.complete(bench.granted())
+    return batch
+
+
+def test_an_open_step_is_replayed_when_nothing_before_it_was_lost() -> None:
+    bench = Bench(config=AT_COMMIT).start()
+    trained(bench, 1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    batch = open_step(bench, 2)
+    info = reload(bench, 1)
+    assert (info.committed_step, info.open_step) == (1, 2)
+    bench.publish(1)
+    assert trained(bench, 2) == names(batch)
+
+
+def test_an_open_step_is_given_up_with_the_steps_before_it() -> None:
     bench = Bench(config=AT_COMMIT).start()
     first = trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
-    while not isinstance(batch := bench.ask(NextBatch(driver=1, step=2)), StepBatch):
-        bench.complete(bench.granted())
-    reload(bench)
+    undone = trained(bench, 2)
+    batch = open_step(bench, 3)
+    info = reload(bench, 1)
+    assert (info.committed_step, info.open_step) == (1, 0)
     bench.publish(1)
-    assert not set(trained(bench, 2)) & {*names(batch), *first}
+    assert not set(trained(bench, 2) + trained(bench, 3)) & {*names(batch), *undone, *first}
+
+
+def test_the_run_goes_back_to_the_checkpoint_that_was_loaded_not_to_the_newest_announced() -> None:
+    bench = Bench(config=AT_COMMIT).start()
+    for step in (1, 2, 3):
+        trained(bench, step)
+        bench.ask(CheckpointSaved(driver=1, step=step, kept=[max(step - 1, 1), step]))
+    info = reload(bench, 2)  # that of step 3 was refused
+    assert (info.committed_step, info.checkpoint_step) == (2, 2)
+    bench.publish(2)
+    trained(bench, 3)
+    trained(bench, 4)
+    info = reload(bench, 4)  # saved, but the driver died before it could say so
+    assert (info.committed_step, info.checkpoint_step) == (4, 2)
+    info = reload(bench, 0)
+    assert (info.committed_step, info.checkpoint_step) == (0, -1)
+
+
+def test_a_checkpoint_of_steps_taken_back_collects_nothing() -> None:
+    bench = Bench().start()
+    for step in (1, 2, 3):
+        trained(bench, step)
+    bench.ask(CheckpointSaved(driver=1, step=2, kept=[1, 2]))
+    assert reload(bench, 0).committed_step == 0  # step 1 was collected
+    bench.publish(0)
+    trained(bench, 1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1, 2]))
+    assert bench.machine.core.checkpoint_step == 1
+
+
+def test_journaled_steps_are_replayed_from_any_checkpoint_that_they_reach_back_to() -> None:
+    bench = Bench().start()
+    batches = [trained(bench, step) for step in (1, 2, 3)]
+    bench.ask(CheckpointSaved(driver=1, step=2, kept=[1, 2]))
+    info = reload(bench, 1)
+    assert (info.committed_step, info.checkpoint_step) == (3, 2)
+    assert [names(bench.ask(NextBatch(driver=1, step=step))) for step in (2, 3)] == batches[1:]
+
+
+def test_a_driver_that_comes_back_hears_of_a_checkpoint_that_was_ordered() -> None:
+    config = Configure(9, 3, 2, False)
+    bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
+    told = [bench.step(step).checkpoint_now for step in (1, 2, 3)]
+    assert told == [False, False, True]
+    assert bench.ask(GetRunInfo(driver=2)).checkpoint_now
+    bench.ask(CheckpointSaved(driver=2, step=3, kept=[3]))
+    assert not bench.ask(GetRunInfo(driver=2)).checkpoint_now
 
 
 def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
@@ -55,7 +122,7 @@ def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     trained(bench, 2)
-    reload(bench)
+    reload(bench, 1)
     assert bench.machine.core.uncovered_bytes == 0
 
 

@@ -148,6 +148,22 @@ def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
+def test_a_process_that_ends_because_a_peer_died_has_not_failed_itself() -> None:
+    world = World().run()
+    for _ in range(2 * s.FAILURE_LIMIT):
+        world.report(WORKER, ProcessState.FAILED, "the group has ended: policy-trainer-worker/1 was restarted")
+        world.exit(WORKER, 75)
+        assert "was restarted" in world.died[-1].cause
+        world.wait(s.KILL_BACKOFF_S)
+        world.report(WORKER, ProcessState.READY)
+    assert world.state.phase == Phase.RUNNING
+    for _ in range(s.FAILURE_LIMIT):
+        world.report(WORKER, ProcessState.FAILED, "out of memory")
+        world.exit(WORKER, 1)
+        world.wait(s.FAILURE_BACKOFF_S)
+    assert world.state.phase == Phase.DRAINING
+
+
 def test_driver_failure_restarts_the_driver() -> None:
     world = World().run()
     world.exit(DRIVER, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from proto.messages import BatchMeta, OptimStepDone, StepBatch, TaskHandle
+from proto.messages import BatchMeta, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
 from services.policy_trainer import batches
 from services.policy_trainer.driver import check_rewards
 from services.policy_trainer.metrics import StepMetrics
@@ -83,20 +83,18 @@ def test_mini_batches_carry_their_own_samples() -> None:
 
 def test_row_is_made_of_sums_over_calls() -> None:
     metrics = StepMetrics(step=5)
-    for _ in range(2):
-        metrics.add_sums(
-            {
-                "tokens": 8.0,
-                "policy": 0.5,
-                "kl": 0.25,
-                "entropy": 4.0,
-                "clipped": 2.0,
-                "masked": 1.0,
-                "mismatch": 0.8,
-                "version": 28.0,
-            },
-            seconds=0.5,
-        )
+    for imbalance in (1.5, 1.25):
+        sums = {
+            "tokens": 8.0,
+            "policy": 0.5,
+            "kl": 0.25,
+            "entropy": 4.0,
+            "clipped": 2.0,
+            "masked": 1.0,
+            "mismatch": 0.8,
+            "version": 28.0,
+        }
+        metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=0.5, imbalance=imbalance))
     metrics.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
     row = metrics.row(step_batch([1, 0, 0, 0]), step_s=2.0)
     assert row["loss/policy"] == 1.0
@@ -112,5 +110,6 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["reward/mean"] == 0.25
     assert row["policy/version"] == 5.0
     assert row["time/forward_backward"] == 1.0
+    assert row["dispatch/imbalance"] == 1.5
     assert row["throughput/samples_per_s"] == 2.0
     assert row["throughput/tokens_per_s"] == 8.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,31 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from proto.messages import ErrorCode, LossSpec, OptimStep
+from proto.messages import (
+    BatchMeta,
+    BatchPart,
+    CheckpointSaved,
+    ErrorCode,
+    LossSpec,
+    OptimStep,
+    WorkerReady,
+    WorkerState,
+)
 from proto.tensors import Array
+from services.policy_trainer.resume import Standing, resume
+from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.backend import State
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.checkpoint import Snapshot
 from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.lane import Lane
+from services.policy_trainer.worker.samples import PROX_KEY, stored_keys
+from services.scheduler.events import Configure, Fail
 from shared.rpc.errors import RpcError
+from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology.algorithm import Optimizer
+from tests.unit.test_scheduler import Bench, plan
 from tests.unit.tiny_models import make_model, ragged
 from tests.unit.training import accumulate, one_rank
 
@@ -147,6 +164,14 @@ def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> 
     assert checkpoint.steps(tmp_path) == [3, 6, 7]
 
 
+def test_a_checkpoint_leaves_none_of_a_later_step(folder: Path, tmp_path: Path) -> None:
+    made = backend(folder)
+    for step in (1, 2, 4, 6):
+        checkpoint.save(tmp_path, state(made, step), keep_last=4)
+    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # the run went back to 2, since 4 and 6 were damaged
+    assert checkpoint.steps(tmp_path) == [2, 3]
+
+
 def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     before = made.state().weights
@@ -200,6 +225,87 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
     shutil.rmtree(tmp_path / "export")
 
 
+class Workers:
+    """A group that stands at `step`, and of whose checkpoints `damaged` do not load."""
+
+    def __init__(self, step: int, *, damaged: Sequence[int] = ()) -> None:
+        self.step = step
+        self.damaged = damaged
+
+    async def take_over(self) -> WorkerState:
+        return WorkerState(step=self.step, driver=1, order=0, dirty=False)
+
+    async def init_model(self) -> WorkerReady:
+        return WorkerReady(step=0, parameters=1)
+
+    async def load_checkpoint(self, step: int) -> WorkerReady:
+        if step in self.damaged:
+            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {step}: damaged")
+        return WorkerReady(step=step, parameters=1)
+
+
+class AskBench:
+    """The client of a real scheduler state machine."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+
+    async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        answer = self.bench.ask(request)
+        if isinstance(answer, Fail):
+            raise RpcError(answer.code, answer.message)
+        assert isinstance(answer, reply)
+        return answer
+
+
+def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> Standing:
+    client: Any = AskBench(bench)
+    group: Any = workers
+    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints))
+
+
+def collecting_at_commit(announced: Sequence[int]) -> Bench:
+    bench = Bench(config=Configure(5, 3, 2, True)).start()
+    for step in (1, 2, 3):
+        bench.step(step)
+        if step in announced:
+            bench.ask(CheckpointSaved(driver=1, step=step, kept=[step]))
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("announced", "on_disk", "damaged", "back_at"),
+    [([1], [1], [], 1), ([1], [1, 2], [], 2), ([1, 2], [1, 2], [2], 1), ([1, 2], [1, 2], [1, 2], 0), ([], [], [], 0)],
+)
+def test_what_cannot_be_replayed_is_trained_again_from_the_checkpoint_that_loads(
+    announced: list[int], on_disk: list[int], damaged: list[int], back_at: int
+) -> None:
+    bench = collecting_at_commit(announced)
+    standing = resumed(bench, Workers(-1, damaged=damaged), on_disk)
+    assert (standing.version, standing.committed, standing.lineage) == (back_at, back_at, 1)
+    assert standing.checkpoint <= back_at
+    bench.publish_again(back_at)
+    bench.step(back_at + 1)  # refused before, when the scheduler stood elsewhere
+
+
+def test_workers_at_the_committed_step_go_on_and_save_what_was_ordered() -> None:
+    config = Configure(9, 3, 2, False)
+    bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
+    assert [bench.step(step).checkpoint_now for step in (1, 2, 3)] == [False, False, True]
+    standing = resumed(bench, Workers(3), [])
+    assert (standing.version, standing.committed, standing.checkpoint_now) == (3, 3, True)
+
+
+def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
+    parts = [BatchPart(ROLLOUT.name, list(ROLLOUT.makes))]
+    keys = ["lengths", PROX_KEY]
+    with pytest.raises(RpcError, match="run forward first"):
+        stored_keys(BatchMeta(tasks=[], parts=parts), keys)
+    parts += [BatchPart(PROXIMAL.name, [f"{PROX_KEY}.{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))]
+    assert stored_keys(BatchMeta(tasks=[], parts=parts), keys) == {"lengths": "lengths", PROX_KEY: f"{PROX_KEY}.b-1"}
+    assert stored_keys(BatchMeta(tasks=[], parts=parts), ["lengths"]) == {"lengths": "lengths"}
+
+
 class FakeCall:
     """Notes how it was answered; the lane needs nothing else of a call."""
 
@@ -225,8 +331,6 @@ async def _orders(lane: Lane, count: int) -> list[int]:
 
 
 def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None:
-    import asyncio
-
     lane = Lane()
     lane.take_over(7)
     for order in (3, 1, 2):

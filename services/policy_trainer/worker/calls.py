@@ -20,7 +20,7 @@ from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRe
 from proto.registry import Message
 from services.policy_trainer.layout import Place
 from services.policy_trainer.worker import samples
-from services.policy_trainer.worker.group import Group, GroupEnded
+from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
 from services.policy_trainer.worker.residency import Part, Residency, parts_named
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
@@ -155,10 +155,12 @@ class Calls:
             if self._place.layout.world_size == 1:
                 raise
             self._log.error("collective failed", call=name, exc_info=error)
-            silent = [service_name("policy-trainer-worker", rank) for rank in await self._group.silent()]
-            who = f"no answer from {', '.join(silent)}" if silent else "all ranks answer, see their logs"
+            lost = [service_name("policy-trainer-worker", rank) for rank in await self._group.lost()]
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise GroupEnded(f"{name}: a collective failed ({first[:300]}); {who}") from error
+            what = f"{name}: a collective failed ({first[:300]})"
+            if not lost:
+                raise CollectiveFailed(f"{what}; all ranks answer, see their logs") from error
+            raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
 
     # ---- shards
 
@@ -185,7 +187,9 @@ class Calls:
             keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
         tasks: list[dict[str, Any]] = []
         if request.batch.tasks:
-            tasks = await self._data.fetch(request.batch, keys, deadline_s=FETCH_S)
+            stored = samples.stored_keys(request.batch, keys)
+            found = await self._data.fetch(request.batch, list(stored.values()), deadline_s=FETCH_S)
+            tasks = [{key: task[name] for key, name in stored.items()} for task in found]
         return await asyncio.to_thread(samples.join, tasks, keys)
 
     # ---- calls, in order
@@ -228,13 +232,15 @@ class Calls:
         ends = tokens.tokens_of_task.cumsum()
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
+        # of this call alone: an earlier life may have put other bits for these tasks under the same fences
+        key = f"{request.key}.{request.driver:x}-{request.order}"
         if named:
-            shards = [TaskShards(task.task_id, task.fence, {request.key: piece}) for task, piece in named]
+            shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
             await self._data.put(shards, store=STORE, deadline_s=PUT_S)
         handles = [
             TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in named
         ]
-        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [request.key])], stores=[STORE])
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[STORE])
         return messages.ForwardDone(meta=meta, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: messages.ForwardBackward, _: Call) -> Message:

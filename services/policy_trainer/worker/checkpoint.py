@@ -47,7 +47,9 @@ def steps(folder: Path) -> list[int]:
 
 def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
     """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
-    multiples of `keep_every`. Returns the path once everything is durable and verified. Raises OSError (disk full).
+    multiples of `keep_every`; later steps than this one go too.
+
+    Returns the path once everything is durable and verified. Raises OSError (disk full).
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
@@ -70,8 +72,11 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
         target.rename(folder / f".{target.name}.replaced")
     partial.rename(target)
     _sync(folder)
-    for step in steps(folder)[:-keep_last]:
-        if not keep_every or step % keep_every:
+    here = steps(folder)
+    newer = [step for step in here if step > state.step]  # of steps that were taken back: never to be loaded again
+    older = [step for step in here if step <= state.step][:-keep_last]
+    for step in (*newer, *older):
+        if step in newer or not keep_every or step % keep_every:
             (folder / f"{_PREFIX}{step}").rename(folder / f".{_PREFIX}{step}.removed")
     _sweep(folder)
     return target

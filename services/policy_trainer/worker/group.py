@@ -28,6 +28,10 @@ class GroupEnded(RpcError):
         super().__init__(ErrorCode.LOST, cause)
 
 
+class CollectiveFailed(GroupEnded):
+    """A collective failed here while every other rank lives: this rank may be the one that is to blame."""
+
+
 class Group:
     """The ranks of one worker group. With one rank there is nobody to wait for."""
 
@@ -41,6 +45,7 @@ class Group:
         self._client_of = client_of
         self._deadline_s = deadline_s
         self._round = ""
+        self._lives: dict[int, int] = {}
         self._rendezvous = Rendezvous(world_size, incarnation, deadline_s=deadline_s) if rank == 0 else None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -77,10 +82,17 @@ class Group:
     # ---- every rank
 
     async def join(self) -> None:
-        """Wait until all ranks are there. Raises DeadlineExceeded."""
-        if self.world_size > 1:
+        """Wait until all ranks are there. Raises DeadlineExceeded, GroupEnded (of rank 0's life that is ending)."""
+        if self.world_size == 1:
+            return
+        try:
             met = await self._ask(Meet(generation=0, round=JOIN, rank=self.rank), JOIN_S)
-            self.generation = met.generation
+        except DeadlineExceeded:
+            raise
+        except RpcError as error:
+            raise GroupEnded(str(error)) from None
+        self.generation = met.generation
+        self._lives = await self._living()
 
     async def watch(self) -> None:
         """Never returns; raises GroupEnded when the group has."""
@@ -116,18 +128,25 @@ class Group:
         if self._round:
             await self._ask(self._meet(self._round, cause), self._deadline_s)
 
-    async def silent(self) -> list[int]:
-        """Ranks whose mailbox does not answer now."""
+    async def lost(self) -> list[int]:
+        """Ranks whose mailbox does not answer now, or is that of a later life than the one which joined."""
+        lives = await self._living()
+        return [
+            rank for rank in self._others() if rank not in lives or lives[rank] != self._lives.get(rank, lives[rank])
+        ]
+
+    async def _living(self) -> dict[int, int]:
+        """The incarnations of the other ranks that answer."""
 
         async def ping(rank: int) -> int | None:
             try:
-                await self._client_of(rank).call(Ping(), Pong, deadline_s=PING_S)
+                return (await self._client_of(rank).call(Ping(), Pong, deadline_s=PING_S)).incarnation
             except RpcError:
-                return rank
-            return None
+                return None
 
-        answers = await asyncio.gather(*(ping(rank) for rank in self._others()))
-        return [rank for rank in answers if rank is not None]
+        ranks = list(self._others())
+        answers = await asyncio.gather(*(ping(rank) for rank in ranks))
+        return {rank: life for rank, life in zip(ranks, answers, strict=True) if life is not None}
 
     def end(self, cause: str) -> None:
         """This rank cannot go on; on rank 0 the others are told, elsewhere they see it when this process comes back."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import ErrorCode
+from proto.messages import BatchMeta, ErrorCode
 from proto.tensors import Array
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
@@ -26,6 +26,21 @@ _DTYPES = {
     REF_KEY: np.float32,
 }
 """Of the keys, for a rank that has no task to look at."""
+
+
+def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
+    """Each of `keys` and the key that its shards have in the stores.
+
+    Proximal log-probs are put under a key of the call that made them: what other weights or another number of ranks
+    gave for the same tasks before stays beside them. Raises RpcError(bad_request) when the batch has none.
+    """
+    named = {key: key for key in keys}
+    if PROX_KEY in named:
+        made = [part.keys[0] for part in batch.parts if part.stage == PROXIMAL.name and part.keys]
+        if not made:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"anchor proximal without {PROX_KEY}: run forward first")
+        named[PROX_KEY] = made[-1]
+    return named
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ One of `world_size` ranks; they join a group before anything else, and end toget
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from proto import messages
@@ -15,10 +16,10 @@ from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.calls import RUNNERS, Calls
-from services.policy_trainer.worker.group import Group, GroupEnded
+from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
 from services.policy_trainer.worker.lane import Lane
 from shared import topology as topologies
-from shared.actor.service import Service
+from shared.actor.service import PEER_LOST_STATUS, Service
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
@@ -57,19 +58,33 @@ class PolicyTrainerWorker(Service):
 
     async def start(self) -> None:
         """Join the group, then import torch and load the model: the driver's first call finds it there."""
-        await self._group.join()
-        await self._until_group_ends(self._calls.load())
+        with self._ends_with_its_peers():
+            await self._group.join()
+            await self._until_group_ends(self._calls.load())
 
     async def serve(self) -> None:
-        await self._until_group_ends(self._serve_calls())
+        with self._ends_with_its_peers():
+            await self._until_group_ends(self._serve_calls())
+
+    @contextmanager
+    def _ends_with_its_peers(self) -> Iterator[None]:
+        """Tell by the exit status when it is not this rank that failed."""
+        try:
+            yield
+        except CollectiveFailed:
+            raise
+        except GroupEnded:
+            self.exit_status = PEER_LOST_STATUS
+            raise
 
     async def _until_group_ends(self, work: Any) -> None:
         """`work`, unless the group ends first: then nothing that this rank holds can be trusted to be together."""
         tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self._group.watch())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            errors = [error for task in done if (error := task.exception()) is not None]
+            if errors:  # what this rank knows of itself before what it hears of the group
+                raise next((each for each in errors if type(each) is not GroupEnded), errors[0])
         finally:
             for task in tasks:
                 task.cancel()
