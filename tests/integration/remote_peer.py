@@ -57,7 +57,7 @@ class Visitor(Service):
         stats = await store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
         await monitor.call(Ping(), Pong, deadline_s=CALL_S)
         self.telemetry.emit(TOPIC, {"x": 1.0})
-        while TOPIC not in (topics := await self._topics(monitor)):  # noqa: ASYNC110  # it lies in another process
+        while TOPIC not in (topics := await self._topics(monitor)):  # it lies in another process
             await asyncio.sleep(0.05)
         status = await self.scheduler.call(GetStatus(), Status, deadline_s=CALL_S)
         while not any(row.service == self.NAME for row in status.services):

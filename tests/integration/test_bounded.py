@@ -95,7 +95,7 @@ async def places(peer: Peer, tasks: list[TaskShards]) -> list[str]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what another process does signals nothing here
+        while not condition():
             await asyncio.sleep(0.02)
 
 

@@ -47,7 +47,7 @@ async def held(actor: Actor) -> set[tuple[str, int]]:
 
 async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], bool]) -> set[tuple[str, int]]:
     async with asyncio.timeout(30):
-        while not condition(found := await held(actor)):  # noqa: ASYNC110 - another process does it
+        while not condition(found := await held(actor)):
             await asyncio.sleep(0.05)
     return found
 
@@ -99,7 +99,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
             assert counts["COLLECTED"] == 2 * TASKS_PER_STEP + 2 * 3 + 1
             assert sum(number for state, number in counts.items() if state != "COLLECTED") == 0
             async with asyncio.timeout(20):
-                while (now := await driver.stats()).tasks > 1:  # noqa: ASYNC110 - the newest weights stay
+                while (now := await driver.stats()).tasks > 1:
                     await asyncio.sleep(0.05)
             assert (now.shards, now.files, now.zombie_bytes, now.bytes) == (1, 1, 0, 4096)
 

@@ -93,7 +93,7 @@ async def fetch(peer: Peer, tasks: Sequence[TaskShards], keys: Sequence[str] = (
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what another process does signals nothing here
+        while not condition():
             await asyncio.sleep(0.02)
 
 
@@ -445,12 +445,12 @@ def test_cancelled_put_gives_its_room_back(store: StoreProcess) -> None:
     async def main() -> None:
         async with peer_of(store.run) as peer:
             work = asyncio.ensure_future(put(peer, tasks))
-            while not files(store.run, "tmp"):  # noqa: ASYNC110 - another process makes it
+            while not files(store.run, "tmp"):
                 await asyncio.sleep(0)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             async with asyncio.timeout(GRANT_S + 10):
-                while (await stats(peer)).bytes:  # noqa: ASYNC110 - the store finds out by itself
+                while (await stats(peer)).bytes:
                     await asyncio.sleep(0.05)
 
     asyncio.run(main())

@@ -97,7 +97,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
             store.kill()
             store.start()
         async with asyncio.timeout(60):
-            while len(cleared) < 12:  # noqa: ASYNC110
+            while len(cleared) < 12:
                 await asyncio.sleep(0.05)
         done.set()
 

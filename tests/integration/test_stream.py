@@ -80,7 +80,7 @@ async def fetch(data: DataClient, tasks: Sequence[TaskShards], deadline_s: float
 async def until(condition: Callable[[], bool], what: str, limit_s: float = 20) -> None:
     try:
         async with asyncio.timeout(limit_s):
-            while not condition():  # noqa: ASYNC110 counts of another thread: nobody could set an event
+            while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {limit_s} s: {what}") from None
@@ -345,7 +345,7 @@ def test_task_collected_while_it_streams_comes_whole_and_its_room_is_free_afterw
                 return (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=5)).bytes
 
             async with asyncio.timeout(10):
-                while await held():  # noqa: ASYNC110 another process: nobody could set an event
+                while await held():
                     await asyncio.sleep(0.05)
             data.close()
 

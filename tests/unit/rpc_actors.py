@@ -127,7 +127,7 @@ async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> li
 async def eventually(condition: Any, within_s: float = DEADLINE_S) -> None:
     """Wait until `condition()` holds; fail after `within_s`."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for may lie in another process
+        while not condition():  # what is waited for may lie in another process
             await asyncio.sleep(0.005)
 
 

@@ -36,7 +36,7 @@ class TinyDriver(TinyService):
     NAME = "policy-trainer"
 
     async def serve(self) -> None:
-        while not (self.run.path / "finish").exists():  # noqa: ASYNC110 - the test speaks through a file
+        while not (self.run.path / "finish").exists():
             await asyncio.sleep(POLL_S)
         self.run.export.mkdir(exist_ok=True)
 
