@@ -63,6 +63,12 @@ install-trl:
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/trl.txt
 	@$(TRL_KEY) > .venv-trl/.stamp-new && mv .venv-trl/.stamp-new .venv-trl/.stamp
 
+.PHONY: peers-data
+peers-data: ## the environment of the data plane's peers: .venv-data/
+	@.venv-data/bin/python -c 'import ray, transfer_queue' 2>/dev/null || { $(PYTHON) -m venv .venv-data && \
+	  .venv-data/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/bench/peers/data.txt && \
+	  .venv-data/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/data.txt; }
+
 lock: setup-dev ## rewrite requirements/ from what .venv/ holds now
 	$(PY) requirements/lock.py
 
@@ -96,7 +102,7 @@ test-gpu: setup-dev ## the tests that need a CUDA device
 
 # ---------------------------------------------------------------------------------------------- measure
 .PHONY: bench-data bench-train bench-rollout bench-quickstart
-bench-data: setup ## the data plane against the machine's limits and its peers
+bench-data: setup peers-data ## the data plane against the machine's limits and its peers
 	$(PY) -m tests.bench.bench_data
 
 bench-train: setup ## the training step against its peers
