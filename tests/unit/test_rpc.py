@@ -196,7 +196,7 @@ def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
                 await eventually(lambda: all(pending.sent for pending in client._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert os.path.exists(stale)  # noqa: ASYNC240  # in the way of the next owner
+            assert os.path.exists(stale)  # in the way of the next owner
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 
