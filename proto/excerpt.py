@@ -87,7 +87,8 @@ def _spread(begins: Array, counts: Array) -> Array:
     if not total:
         return _EMPTY
     ends = np.cumsum(counts)
-    return np.repeat(begins - (ends - counts), counts) + np.arange(total)
+    indices: Array = np.repeat(begins - (ends - counts), counts) + np.arange(total)
+    return indices
 
 
 def _rows(tables: Sequence[Table], picks: Sequence[Pick]) -> tuple[Array, Array, Array]:

@@ -99,7 +99,7 @@ class Backend(Protocol):
     def forward(self, sequences: Sequences, temperature: float) -> Array:
         """float32 [T]: log p(token) of logits / temperature where the mask is 1, else 0; no gradient.
 
-        Complete on ranks with `place.leads`; other ranks may return zeros in places.
+        Complete on every rank: rank 0, which publishes, leads nothing when the model is cut into pipeline stages.
         """
         ...
 
