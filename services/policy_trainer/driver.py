@@ -74,7 +74,7 @@ class Driver:
             if version >= self.standing.committed:
                 ordered = version == self.standing.committed and self.standing.checkpoint_now
                 self.publisher.begin(version, checkpoint_now=batch.checkpoint_now or ordered)
-        await self.publisher.finish()
+        await self.publisher.finish(version)
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """One training step on the batch of its group samples."""

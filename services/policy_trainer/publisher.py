@@ -84,9 +84,9 @@ class Publisher:
         finally:
             task.cancel()
 
-    async def finish(self) -> None:
-        """Wait for the evaluations of the last version, export the model, declare the run complete."""
-        await self.watch(self._scheduler.wait_evals(self._last_step))
+    async def finish(self, version: int) -> None:
+        """Wait for the evaluations of `version`, the last one, export the model, declare the run complete."""
+        await self.watch(self._scheduler.wait_evals(version))
         await asyncio.gather(*self._background())
         await self._workers.save_hf_model(self._export)
         await self._scheduler.finish()

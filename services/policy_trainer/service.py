@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
@@ -50,6 +51,7 @@ class PolicyTrainer(Service):
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         standing = await resume(scheduler, workers, list(self._checkpoints()))
+        self._put_aside(standing.committed)
         publisher = Publisher(
             scheduler,
             workers,
@@ -64,6 +66,13 @@ class PolicyTrainer(Service):
             await Driver(topology, scheduler, workers, publisher, standing, self._show).train()
         finally:
             await publisher.cancel()
+
+    def _put_aside(self, committed: int) -> None:
+        """A checkpoint is begun after its commit: one of a later step belongs to steps that were taken back."""
+        for step in [each for each in self._checkpoints() if each > committed]:
+            folder = self.run.checkpoints / f"step-{step}"
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(folder.with_name(f".{folder.name}.removed"))
 
     def _checkpoints(self) -> Iterator[int]:
         for folder in self.run.checkpoints.glob("step-*"):

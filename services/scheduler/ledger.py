@@ -176,8 +176,9 @@ class Ledger:
         self.evaluations.finish(one)
         step = one.version[1]
         scored = len(one.scores) - one.dropped
-        self.out.append(SaveEval(one.name, step, one.accuracy, scored, one.dropped))
-        self.out.append(Tell("eval", {"step": step, f"eval/{one.name}/accuracy": one.accuracy}))
+        if not math.isnan(one.accuracy):  # nothing was scored: neither SQL nor JSON has a NaN
+            self.out.append(SaveEval(one.name, step, one.accuracy, scored, one.dropped))
+            self.out.append(Tell("eval", {"step": step, f"eval/{one.name}/accuracy": one.accuracy}))
         self._write_rows()
 
     def evaluated(self, step: int) -> dict[str, float] | None:

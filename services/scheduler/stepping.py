@@ -66,6 +66,10 @@ class Stepping(Freshness):
                 self.dropped += 1
                 self._collect(slot)
         self.batched_step = self.committed_step = min(step, self.committed_step)
+        for lease in [each for each in self.leases if each.version is not None and each.version[1] > step]:
+            self._give_up(lease, 0)
+        for ref in self.versions.after(step):
+            self._clear_weights(ref)
 
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
@@ -178,10 +182,10 @@ class Stepping(Freshness):
         return True
 
     def _open_evaluations(self, version: tuple[int, int]) -> None:
-        for each in due(self.plan, self.config.steps, version[1]):
-            begun = self.evaluations.open.get((each.name, version[1]))
-            if begun is not None:
+        for begun in self.evaluations.open.values():
+            if begun.version[1] == version[1]:
                 begun.version = version  # the same step again, by a trainer that was reloaded
+        for each in due(self.plan, self.config.steps, version[1]):
             if self.evaluations.known(each.name, version[1]):
                 continue
             split = self.tasks.splits.index(each.name)

@@ -29,7 +29,9 @@ class StoreLoss(Stepping):
         for lease in list(self.leases):
             self._give_up(lease, 0)
         self._rewind(step)
+        self.finished = self.finished and self.committed_step >= self.config.steps
         self.lineage += 1  # whatever is trained from here on differs from what was published before
+        self.driver = 0  # whoever drives must resume: its workers and its published version are not those of `step`
         self._collect_steps(step)
         for admission, slot in self.window.members():
             if self.tasks.done[slot]:

@@ -50,6 +50,13 @@ class Versions:
         ]
         return [self._refs.pop(version) for version in gone]
 
+    def after(self, step: int) -> list[WeightsRef]:
+        """Remove and return the versions of later steps: those were taken back."""
+        gone = [version for version in self._refs if version[1] > step]
+        refs = [self._refs.pop(version) for version in gone]
+        self.newest = max(self._refs, default=None)
+        return refs
+
     def forget(self, store: str) -> None:
         """Versions that lay in `store` are gone."""
         self._refs = {version: ref for version, ref in self._refs.items() if ref.store != store}

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, Register, StepBatch
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    FinishRun,
+    GetRunInfo,
+    Heartbeat,
+    NextBatch,
+    Register,
+    StepBatch,
+)
 from services.scheduler.core import Core
-from tests.unit.test_scheduler import Bench, ids
+from services.scheduler.events import Configure, SaveEval, WriteRow
+from services.scheduler.plan import EvalPlan
+from tests.unit.test_scheduler import Bench, ids, plan
 
 
 def register(bench: Bench, data_id: str, incarnation: int) -> None:
@@ -47,6 +58,7 @@ def test_lost_data_rolls_unfinished_tasks_again_under_a_higher_fence() -> None:
     assert bench.counts()["READY"] == 4
     register(bench, "b", 2)
     assert bench.counts()["READY"] == 0
+    bench.ask(GetRunInfo(driver=1))
     bench.publish_again(0)
     again = bench.granted()
     assert ids(again) == ids(grant)
@@ -82,6 +94,7 @@ def test_lost_data_replays_to_the_same_state() -> None:
     bench = started()
     bench.step(1)
     register(bench, "b", 2)
+    bench.ask(GetRunInfo(driver=1))
     bench.publish_again(0)
     bench.step(1)
     copy = Core(bench.plan)
@@ -90,3 +103,36 @@ def test_lost_data_replays_to_the_same_state() -> None:
     assert copy.committed_step == bench.machine.core.committed_step == 1
     assert copy.tasks.dump() == bench.machine.core.tasks.dump()
     assert copy.window.dump() == bench.machine.core.window.dump()
+
+
+def test_a_driver_that_does_not_resume_is_refused_after_the_loss() -> None:
+    bench = started()
+    bench.step(1)
+    register(bench, "b", 2)
+    assert bench.ask(CheckpointSaved(driver=1, step=1, kept=[1])).code == "conflict"
+    assert bench.ask(GetRunInfo(driver=1)).checkpoint_step == -1
+
+
+def test_an_evaluation_nobody_can_score_any_more_leaves_no_result_and_holds_no_row_back() -> None:
+    bench = Bench(plan=plan(evals=(EvalPlan("test", range(2), 1, 1),)))
+    register(bench, "a", 1)
+    bench.ask(GetRunInfo(driver=1))
+    bench.publish(0)
+    bench.ask(Heartbeat(service="rollout", instance=0, incarnation=7, state="READY"))
+    while (grant := bench.granted()).split != "train":  # the evaluation is leased and never done
+        pass
+    bench.complete(grant)
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    bench.ask(CommitStep(driver=1, step=1, metrics={}))
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    register(bench, "b", 2)
+    assert not [effect for effect in bench.effects if isinstance(effect, SaveEval)]
+    assert 0 in [effect.step for effect in bench.effects if isinstance(effect, WriteRow)]
+
+
+def test_a_finished_run_goes_on_with_more_steps() -> None:
+    bench = started()
+    bench.step(1)
+    bench.ask(FinishRun(driver=1))
+    bench.machine.core.apply(Configure(9, 3, 2, False))
+    assert not bench.ask(GetRunInfo(driver=1)).stopping
