@@ -337,7 +337,10 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            await asyncio.wait({driver, *world.tasks}, timeout=chance.uniform(0.5, 1.6), return_when="FIRST_COMPLETED")
+            # by progress and not by time alone: however fast the machine is, there is something left to kill
+            step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
+            while not driver.done() and len(world.trained) < step and time.monotonic() < late:
+                await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")
             if not driver.done():
                 scheduler.kill()
                 kills += 1
