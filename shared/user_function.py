@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def find_function(path: str, key: str, arguments: int, params: Mapping[str, object]) -> Callable[..., Any]:
-    """The function `path` names, which must take `arguments` positional arguments and the keywords `params`.
+def import_function(path: str) -> Callable[..., Any]:
+    """The function at `path`; its module is looked for on Python's path, then in the current directory.
 
-    A module is looked for on Python's path, then in the current directory. `key`: where the topology names it.
-    Raises ValueError, one line, for what cannot be imported, is no function or takes other arguments.
+    Raises ValueError, which says why and leaves it to the caller to say for what.
     """
     module_name, _, name = path.partition(":")
     folder = os.getcwd()
@@ -25,17 +24,29 @@ def find_function(path: str, key: str, arguments: int, params: Mapping[str, obje
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
-        why = f"cannot be imported from {folder} ({type(error).__name__}: {error})"
-        raise ValueError(_line(key, path, why)) from error
+        raise ValueError(f"cannot be imported from {folder} ({type(error).__name__}: {error})") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ValueError(_line(key, path, f"{module.__file__} has no function {name!r}"))
+        raise ValueError(f"{module.__file__} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def find_function(path: str, key: str, arguments: int, params: Mapping[str, object]) -> Callable[..., Any]:
+    """As `import_function`; it must take `arguments` positional arguments and the keywords `params`.
+
+    `key`: where the topology names it. Raises ValueError, one line, for what cannot be imported, is no function or
+    takes other arguments.
+    """
     try:
-        inspect.signature(found).bind(*[None] * arguments, **params)
+        function = import_function(path)
+    except ValueError as error:
+        raise ValueError(_line(key, path, str(error))) from error
+    try:
+        inspect.signature(function).bind(*[None] * arguments, **params)
     except (TypeError, ValueError) as error:
         why = f"cannot be called with {arguments} arguments and params {sorted(params)} ({error})"
         raise ValueError(_line(key, path, why)) from None
-    function: Callable[..., Any] = found
     return function
 
 

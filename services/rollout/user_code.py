@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
+from shared.user_function import import_function
 
 BUILTIN = "builtin"
 
@@ -21,19 +19,10 @@ def find_function(path: str, what: str) -> Callable[..., Any]:
 
     `what` is it for, in errors (`reward function`). Raises RpcError(bad_request).
     """
-    module_name, _, name = path.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's folder must not hide our packages
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise refused(what, path, f"cannot be imported from {folder} ({type(error).__name__}: {error})") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise refused(what, path, f"{module.__file__} has no function {name!r}")
-    function: Callable[..., Any] = found
-    return function
+        return import_function(path)
+    except ValueError as error:
+        raise refused(what, path, str(error)) from error
 
 
 def builtin_name(path: str, known: Iterable[str], what: str) -> str | None:
