@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,3 +104,19 @@ async def peer_of(run: RunDir) -> AsyncIterator[Peer]:
         data.close()
         client.close()
         await asyncio.to_thread(context.term)
+
+
+def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A memory file system of `nbytes` at `folder`, for a fixture to yield from; skips where that is not allowed."""
+    import pytest  # the benchmarks use this module without it
+
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,7 +34,7 @@ from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of, small_mount
 
 MIB = 1 << 20
 MEMORY = 8 * MIB
@@ -338,16 +337,7 @@ def test_what_a_dead_run_spilled_is_deleted_by_the_next_store(tmp_path: Path, ru
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MIB}", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+    yield from small_mount(folder, 8 * MIB)
 
 
 def test_a_full_disk_is_busy_and_the_store_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:

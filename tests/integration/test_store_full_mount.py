@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, PutTask, StoreStats
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of
+from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of, small_mount
 
 MOUNT_BYTES = 8 << 20
 MEMORY = 6 << 20
@@ -22,16 +21,7 @@ MEMORY = 6 << 20
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "mount"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={MOUNT_BYTES}", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+    yield from small_mount(folder, MOUNT_BYTES)
 
 
 def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
