@@ -5,7 +5,6 @@ A request is checked as a whole before anything changes.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 
 import numpy as np
@@ -146,7 +145,7 @@ class Accepting(Freshness):
         for later in range(1, len(self.plan.stages)):
             needed = self._needed[later]
             if needed >> stage & 1 and table.done[slot] & needed == needed:
-                heapq.heappush(self.ready[later], table.admission[slot])
+                self.ready[later].push(table.admission[slot])
 
     def _add_scalars(self, slot: int, layout: scalars.Layout, packed: bytes) -> None:
         """A later stage's per-sample values join those of the rollout."""

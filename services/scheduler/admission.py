@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 _DROPPED = -1
@@ -18,7 +19,8 @@ _COMPACT = 4096
 class Window:
     """Admission numbers `[head, tail)`: neither batched nor (all) dropped. Each stands for a slot of the table."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_completion: bool = False) -> None:
+        """`by_completion`: tasks may be taken in the order they became ready, which is kept only then."""
         self.head = 0
         self._base = 0  # admission number of _slots[0]; head - _base cells in front are used up
         self._slots = array("q")
@@ -26,8 +28,8 @@ class Window:
         self._prefix = 0  # every number in [head, _prefix) is ready or dropped
         self._ready_in_prefix = 0
         self._dropped: list[int] = []
-        self._finished: deque[int] = deque()
-        """Ready numbers in the order they became so; those that were taken or dropped since are skipped."""
+        self._finished: deque[int] | None = deque() if by_completion else None
+        """Ready numbers in the order they became so."""
 
     @property
     def tail(self) -> int:
@@ -48,15 +50,12 @@ class Window:
         """How many tasks are ready, those behind a gap included (`consume: completion`)."""
         return self._ready.count(1)
 
-    def admit(self, slot: int) -> int:
-        """Append a task; returns its admission number."""
-        self._slots.append(slot)
-        self._ready.append(0)
-        return self.tail - 1
-
-    def place(self, slot: int) -> None:
-        """Set the slot of the newest admission number, once it is known."""
-        self._slots[-1] = slot
+    def admit(self, slots: Sequence[int]) -> int:
+        """Append tasks; returns the admission number of the first."""
+        first = self.tail
+        self._slots.extend(slots)
+        self._ready.extend(bytes(len(slots)))
+        return first
 
     def slot(self, admission: int) -> int:
         return self._slots[admission - self._base]
@@ -67,13 +66,14 @@ class Window:
 
     def mark_ready(self, admission: int) -> None:
         self._ready[admission - self._base] = 1
-        self._finished.append(admission)
+        if self._finished is not None:
+            self._finished.append(admission)
         self._advance()
 
     def mark_unready(self, admission: int) -> None:
         """A task that was ready (or not) has to be made again."""
         self._ready[admission - self._base] = 0
-        if admission in self._finished:
+        if self._finished is not None and admission in self._finished:
             self._finished.remove(admission)
         if admission < self._prefix:
             self._prefix = admission
@@ -86,9 +86,8 @@ class Window:
         return [(admission, slot) for admission, slot in numbered if slot != _DROPPED]
 
     def ready_members(self) -> list[int]:
-        """Admission numbers of the ready tasks, in the order they became ready."""
-        self._skip_taken()
-        return [admission for admission in self._finished if admission >= self.head]
+        """Admission numbers of the ready tasks, in the order they became ready; only `by_completion`."""
+        return list(self._finished or ())
 
     def mark_dropped(self, admission: int) -> None:
         self._slots[admission - self._base] = _DROPPED
@@ -109,18 +108,16 @@ class Window:
             self.head += 1
         del self._dropped[:passed]
         self._ready_in_prefix -= count
-        self._skip_taken()
         self._compact()
         return taken
 
     def take_completed(self, count: int) -> list[int]:
         """Remove the `count` tasks that became ready first, wherever they stand; needs `ready_anywhere >= count`.
 
-        Their numbers then count as dropped: they stand in nobody's way.
+        Their numbers then count as dropped: they stand in nobody's way. Only `by_completion`.
         """
         taken: list[int] = []
-        while len(taken) < count:
-            admission = self._finished[0]
+        for admission in self.ready_members()[:count]:
             taken.append(self.slot(admission))
             self.mark_unready(admission)
             self.mark_dropped(admission)
@@ -132,10 +129,6 @@ class Window:
         self._prefix = max(self._prefix, self.head)
         self._compact()
         return taken
-
-    def _skip_taken(self) -> None:
-        while self._finished and self._finished[0] < self.head:
-            self._finished.popleft()
 
     def _compact(self) -> None:
         if self.head - self._base >= _COMPACT and 2 * (self.head - self._base) >= len(self._slots):
@@ -153,26 +146,27 @@ class Window:
                 return
             self._prefix += 1
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Numbers, and cells by name."""
         used = self.head - self._base
-        return {
+        numbers = {
             "head": self.head,
-            "slots": self._slots[used:].tobytes(),
-            "ready": bytes(self._ready[used:]),
             "prefix": self._prefix,
             "ready_in_prefix": self._ready_in_prefix,
             "dropped": list(self._dropped),
             "finished": self.ready_members(),
         }
+        return numbers, {"window": self._slots[used:].tobytes(), "ready": bytes(self._ready[used:])}
 
     @classmethod
-    def load(cls, data: dict[str, Any]) -> Window:
-        window = cls()
+    def load(cls, data: dict[str, Any], cells: dict[str, bytearray], *, by_completion: bool) -> Window:
+        window = cls(by_completion=by_completion)
         window.head = window._base = data["head"]
-        window._slots.frombytes(data["slots"])
-        window._ready = bytearray(data["ready"])
+        window._slots.frombytes(cells["window"])
+        window._ready = cells["ready"]
         window._prefix = data["prefix"]
         window._ready_in_prefix = data["ready_in_prefix"]
         window._dropped = list(data["dropped"])
-        window._finished = deque(data["finished"])
+        if by_completion:
+            window._finished = deque(data["finished"])
         return window

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import Any
 
 from proto.messages import PutTask
 
@@ -51,13 +50,11 @@ class ClearQueues:
     def pending(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def dump(self) -> dict[str, Any]:
-        return {"collected": self.collected, "queues": {name: list(queue) for name, queue in self._queues.items()}}
+    def entries(self) -> dict[str, list[Entry]]:
+        """A copy of what is queued, by store."""
+        return {name: list(queue) for name, queue in self._queues.items()}
 
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> ClearQueues:
-        queues = cls()
-        queues.collected = data["collected"]
-        for name, entries in data["queues"].items():
-            queues._queues[name] = deque((task, fence, last) for task, fence, last in entries)
-        return queues
+    def extend(self, store: str, entries: list[Entry]) -> None:
+        """Put entries of a snapshot back at the end of a queue."""
+        self.add_store(store)
+        self._queues[store].extend((task, fence, last) for task, fence, last in entries)

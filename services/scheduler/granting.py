@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-
 from proto.messages import (
     ErrorCode,
     LeaseGrant,
@@ -68,11 +66,11 @@ class Granting(Ledger):
 
     def _peek(self, stage: int) -> int | None:
         """The oldest admission number that waits for `stage`."""
-        heap = self.ready[stage]
-        while heap:
-            if self._waits(stage, heap[0]):
-                return heap[0]
-            heapq.heappop(heap)
+        line = self.ready[stage]
+        while (admission := line.peek()) is not None:
+            if self._waits(stage, admission):
+                return admission
+            line.pop()
         return None
 
     def _pop_ready(self, stage: int, most: int) -> list[int]:
@@ -90,7 +88,7 @@ class Granting(Ledger):
                 if group not in (-1, key):
                     break
                 group = key
-            heapq.heappop(self.ready[stage])
+            self.ready[stage].pop()
             slot = self.window.slot(admission)
             self.tasks.lease[slot] = self.leases.next_id
             slots.append(slot)

@@ -32,15 +32,16 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.snapshot import LAYOUT
+from services.scheduler.wal import WalCheckpoints
 from shared.rpc.errors import RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
 """Events of this size, or of twice the last snapshot's, are replaced by a new snapshot: replay stays bounded and
 snapshots cost a constant share of all writing."""
-PART_BYTES = 4 << 20
-"""What one transaction writes of a snapshot, or deletes of old events: no request waits longer than for this."""
-PART_EVENTS = 4096
+PART_BYTES = 1 << 20
+"""What one transaction deletes of old events (it writes one part of a snapshot): no request waits for more."""
+PART_EVENTS = 1024
 
 _INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
@@ -76,6 +77,8 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # they sync: see wal.py
+            page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise sqlite3.DatabaseError(found)
@@ -108,6 +111,9 @@ class Journal:
         self._events: list[tuple[int, float, int, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
         self._writing: Iterator[None] | None = None
+        self._pending_bytes = 0
+        """Of the transaction that is being put together."""
+        self._wal = WalCheckpoints(path, page_bytes)
 
     def _total(self, query: str, seq: int) -> int:
         return int(self._db.execute(query, (seq,)).fetchone()[0])
@@ -119,10 +125,18 @@ class Journal:
     def _broken(self, cause: str) -> RpcError:
         return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:500])
 
-    def snapshot(self) -> bytes | None:
-        """The newest snapshot, if there is one."""
-        parts = self._db.execute("SELECT body FROM parts WHERE seq = ? ORDER BY part", (self._snapshot_seq(),))
-        return b"".join(body for (body,) in parts) or None
+    @property
+    def has_snapshot(self) -> bool:
+        return self._snapshot_seq() > 0
+
+    def snapshot(self) -> Iterator[bytes]:
+        """The parts of the newest snapshot. Raises RpcError when they cannot be read."""
+        try:
+            query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
+            for (body,) in self._db.execute(query, (self._snapshot_seq(),)):
+                yield body
+        except sqlite3.Error as error:
+            raise self._broken(f"snapshot: {error}; restore the file from a backup") from None
 
     def events(self) -> Iterator[Durable]:
         """Every event after the snapshot, in order. Raises RpcError for one that cannot be read."""
@@ -148,6 +162,7 @@ class Journal:
             kind, body = message.TYPE, codec.encode_body(message)
         self.seq += 1
         self._event_bytes += len(body)
+        self._pending_bytes += len(body)
         self._events.append((self.seq, at, kind, body))
 
     def save(self, effect: SaveStep | SaveEval | WriteRow, at: float) -> None:
@@ -183,18 +198,31 @@ class Journal:
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", self._events)
             for statement, values in self._saves:
                 self._db.execute(statement, values)
-            self._db.execute("COMMIT")
+            self._end()
         except sqlite3.Error as error:
-            raise self._broken(f"cannot be written: {error}") from None
+            raise self._unwritable(str(error)) from None
         self._events.clear()
         self._saves.clear()
 
-    def begin_snapshot(self, packed: bytes) -> None:
-        """Take a snapshot of the state after the last event that was appended; `write_part` puts it on disk."""
+    def _end(self) -> None:
+        """End a transaction."""
+        self._db.execute("COMMIT")
+        nbytes, self._pending_bytes = self._pending_bytes, 0
+        self._wal.wrote(nbytes, self._db)
+        if self._wal.error:
+            raise sqlite3.OperationalError(self._wal.error)
+
+    def _unwritable(self, cause: str) -> RpcError:
+        return self._broken(
+            f"cannot be written: {cause}; nothing that was not written has left this process: make room or repair "
+            "the disk, then resume the run"
+        )
+
+    def begin_snapshot(self, parts: Iterator[bytes]) -> None:
+        """A snapshot of the state after the last event that was appended; `write_part` puts it on disk."""
         self.commit()
-        self._event_bytes = 0
-        self._snapshot_bytes = len(packed)
-        self._writing = self._replace_events(self.seq, packed)
+        self._event_bytes = self._snapshot_bytes = 0
+        self._writing = self._replace_events(self.seq, parts)
 
     def write_part(self) -> bool:
         """Write a bounded part of a snapshot that was begun; False: there is none, or it is complete."""
@@ -203,20 +231,20 @@ class Journal:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             more = next(self._writing, _COMPLETE) is not _COMPLETE
-            self._db.execute("COMMIT")
+            self._end()
         except sqlite3.Error as error:
-            raise self._broken(f"cannot be written: {error}") from None
+            raise self._unwritable(str(error)) from None
         if not more:
             self._writing = None
         return more
 
-    def _replace_events(self, seq: int, packed: bytes) -> Iterator[None]:
+    def _replace_events(self, seq: int, parts: Iterator[bytes]) -> Iterator[None]:
         """Each round is a transaction of its own; a kill between two leaves the old snapshot or the new one whole."""
-        view = memoryview(packed)
-        for part, at in enumerate(range(0, len(packed), PART_BYTES)):
-            self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (seq, part, view[at : at + PART_BYTES]))
+        for part, body in enumerate(parts):
+            self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (seq, part, body))
+            self._snapshot_bytes += len(body)
+            self._pending_bytes += len(body)
             yield
-        del view, packed  # hundreds of bytes a task, no longer needed while old events go
         self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (seq,))
         yield
         for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
@@ -246,4 +274,5 @@ class Journal:
         return json.loads(row[0]) if row else {}
 
     def close(self) -> None:
+        self._wal.close()
         self._db.close()

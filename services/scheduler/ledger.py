@@ -6,8 +6,8 @@ them.
 
 from __future__ import annotations
 
-import heapq
 import math
+from array import array
 from collections.abc import Iterable
 
 from proto.messages import (
@@ -34,6 +34,7 @@ from services.scheduler.leases import Holder, Leases
 from services.scheduler.plan import EpochOrder, Plan, due
 from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState, TaskTable
 from services.scheduler.versions import Versions
+from services.scheduler.waiting_line import WaitingLine
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN, WEIGHTS
 
@@ -44,6 +45,8 @@ DEATH = 1
 """... and what the death of its holder costs: a killed process is rarely the task's fault, a task that always kills
 its process still ends after `FAILURE` times as many deaths as attempts."""
 TRAIN_SPLIT = 0
+ADMITTED_AT_ONCE = 1024
+"""Tasks that one event admits at most (or those of a step): nobody waits for a million of them."""
 
 
 class Ledger:
@@ -54,13 +57,13 @@ class Ledger:
         self.order = EpochOrder(plan)
         self.out: list[Effect] = []
         self.tasks = TaskTable(len(plan.stages), [TRAIN, *(each.name for each in plan.evals)])
-        self.window = Window()
+        self.window = Window(by_completion=plan.by_completion)
         self.leases = Leases()
         self.clears = ClearQueues()
         self.versions = Versions()
         self.evaluations = Evaluations()
-        self.ready: list[list[int]] = [[] for _ in plan.stages]
-        """Heaps of admission numbers that wait for a lease, by stage; stale entries are skipped when popped."""
+        self.ready = [WaitingLine() for _ in plan.stages]
+        """Tasks that wait for a lease, by stage; entries that are out of date are skipped when they come up."""
         makers = {key: i for i, stage in enumerate(plan.stages) for key in stage.makes}
         self._needed = [sum({1 << makers[key] for key in stage.needs}) for stage in plan.stages]
         """By stage: bits of the stages that make what it needs."""
@@ -68,7 +71,7 @@ class Ledger:
         self.store_names: list[str] = []
         self.layouts: list[scalars.Layout] = []
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
-        self.batches: dict[int, list[int]] = {}
+        self.batches: dict[int, array[int]] = {}
         """Slots of each journaled step, in batch order, until they are collected."""
         self.driver = 0
         self.old_drivers: list[int] = []
@@ -122,8 +125,13 @@ class Ledger:
         return BatchMeta(tasks=handles, parts=parts, stores=list(self.store_names) if used else [])
 
     def waiting_for(self, stage: int) -> list[int]:
-        """Admission numbers that wait for `stage`, in order; sorted, so a heap as well."""
-        return sorted({admission for admission in self.ready[stage] if self._waits(stage, admission)})
+        """Admission numbers that wait for `stage`, in order: what the table says, whatever stands in line."""
+        return [admission for admission, _ in self.window.members() if self._waits(stage, admission)]
+
+    def line_up(self) -> None:
+        """Make the lines anew, after the table was loaded."""
+        for stage, line in enumerate(self.ready):
+            line.fill(self.waiting_for(stage))
 
     def _waits(self, stage: int, admission: int) -> bool:
         if admission < self.window.head:
@@ -150,7 +158,7 @@ class Ledger:
         if admission == EVALUATION:
             self._evaluation_of(slot).waiting.append(slot)
         else:
-            heapq.heappush(self.ready[0], admission)
+            self.ready[0].push(admission)
 
     def _drop(self, slot: int, reason: str) -> None:
         """The task can never be trained on or scored."""
@@ -191,17 +199,19 @@ class Ledger:
         """Admit train tasks up to the bound of DESIGN, while there is room for all the bytes they may need.
 
         Room never keeps back the tasks of the very next step: a run that waits for room it makes itself stands still.
+        An event admits no more than it may take part in answering quickly, and never less than it can have leased.
         """
         left = (self.config.steps - self.batched_step) * self.plan.tasks_per_step
         bound = min(self.plan.max_live - self._open_batch_tasks(), left)
         if self.window.live >= bound or self.finished:
             return
         bound = min(bound, max(self._room_for_tasks(), self.plan.tasks_per_step))
+        bound = min(bound, self.window.live + max(ADMITTED_AT_ONCE, self.plan.tasks_per_step))
         while self.window.live < bound:
-            epoch, row = self.order.at(self.position)
-            self.position += 1
-            slot = self.tasks.add(TRAIN_SPLIT, epoch, row, self.window.tail)
-            heapq.heappush(self.ready[0], self.window.admit(slot))
+            epoch, rows = self.order.at(self.position, bound - self.window.live)
+            first = self.window.admit(self.tasks.add(TRAIN_SPLIT, epoch, rows, self.window.tail))
+            self.ready[0].admit(first, self.window.tail)
+            self.position += len(rows)
 
     def _open_batch_tasks(self) -> int:
         return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0

@@ -103,12 +103,13 @@ class EpochOrder:
         self._epoch = -1
         self._order = self._rows
 
-    def at(self, position: int) -> tuple[int, int]:
-        """`(epoch, row index)` of the `position`-th task of the run, from 0."""
+    def at(self, position: int, most: int) -> tuple[int, list[int]]:
+        """Epoch and row indices of the run's tasks from the `position`-th on (from 0): up to `most`, of one epoch."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permuted(epoch)
-        return epoch, int(self._order[offset])
+        rows: list[int] = self._order[offset : offset + most].tolist()
+        return epoch, rows
 
     def _permuted(self, epoch: int) -> npt.NDArray[np.int64]:
         rows = self._rows

@@ -46,6 +46,8 @@ from shared.topology import TopologyError, load
 
 TICK_S = 0.1
 STORE_CALL_S = 5.0
+SNAPSHOT_S = 0.02
+"""Of every tick, at most, for a snapshot on its way to disk."""
 
 
 class SchedulerService(Service):
@@ -91,10 +93,10 @@ class SchedulerService(Service):
         self._take(self._state.begin(configuration(topology), self._now()))
 
     def _rebuild(self) -> None:
-        packed = self._journal.snapshot()
+        resumed = self._journal.has_snapshot
         try:
-            if packed is not None:
-                self._state.core = snapshot.load(self._state.core.plan, packed)
+            if resumed:
+                self._state.core = snapshot.load(self._state.core.plan, self._journal.snapshot())
         except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
             cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
             raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
@@ -102,7 +104,7 @@ class SchedulerService(Service):
         for event in self._journal.events():
             self._state.replay(event)
             count += 1
-        if packed is not None or count:
+        if resumed or count:
             self.log.info("journal replayed", events=count, step=self._state.core.committed_step)
 
     async def serve(self) -> None:
@@ -116,7 +118,13 @@ class SchedulerService(Service):
                 self._failed.result()
             self._take(self._state.handle(Tick(), self._now()))
             self._flush()
-            self._journal.write_part()
+            self._write_snapshot()
+
+    def _write_snapshot(self) -> None:
+        """Go on with a snapshot for a share of the time; requests come in between."""
+        until = self._now() + SNAPSHOT_S
+        while self._journal.write_part() and self._now() < until:
+            pass
 
     async def drain(self) -> None:
         for job in self._jobs:
@@ -174,7 +182,7 @@ class SchedulerService(Service):
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.begin_snapshot(snapshot.dump(self._state.core))
+                self._journal.begin_snapshot(snapshot.begin(self._state.core))
         except (RpcError, OSError) as error:
             self._failed.set_exception(error)
 

@@ -1,8 +1,14 @@
-"""The durable state as bytes and back: columns as they are, the rest as msgpack. Pure, and never pickle."""
+"""The durable state as bytes and back: columns as they are, the rest as msgpack. Pure, and never pickle.
+
+A snapshot is taken at once, as plain copies, and packed part by part while the run goes on: whoever asks meanwhile
+waits for a copy of the columns (75 bytes a task) and never for the packing.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -10,7 +16,7 @@ import msgspec
 from proto import codec
 from proto.messages import Register
 from services.scheduler.admission import Window
-from services.scheduler.collection import ClearQueues
+from services.scheduler.collection import ClearQueues, Entry
 from services.scheduler.core import Core
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import Configure
@@ -19,8 +25,10 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 4
-"""Raised with every change of what `dump` writes; another layout is refused by name."""
+LAYOUT = 5
+"""Raised with every change of what `begin` writes; another layout is refused by name."""
+PART_BYTES = 1 << 20
+PART_ENTRIES = 8192
 
 _PLAIN = (
     "driver",
@@ -44,51 +52,93 @@ _PLAIN = (
     "next_row",
     "store_names",
 )
+_CELLS, _SCALARS, _CLEARS = range(3)
+"""What a part after the first one holds: bytes of an array, per-sample values, clears."""
 
 
-def dump(core: Core) -> bytes:
-    """The whole of `core`. Two cores with the same history give the same bytes."""
+def begin(core: Core) -> Iterator[bytes]:
+    """The whole of `core` as it is now, in parts; what happens to it afterwards is in none of them."""
     data: dict[str, Any] = {name: getattr(core, name) for name in _PLAIN}
-    data["tasks"] = core.tasks.dump()
-    data["window"] = core.window.dump()
+    # the lines of waiting tasks follow from the table
+    data["splits"] = core.tasks.splits
+    data["free"] = array("q", core.tasks.free).tobytes()
+    data["window"], cells = core.window.dump()
     data["leases"] = core.leases.dump()
-    data["clears"] = core.clears.dump()
+    data["collected"] = core.clears.collected
     data["versions"] = core.versions.dump()
     data["evaluations"] = core.evaluations.dump()
-    # stale entries of the heaps are skipped whenever they come up: they are no part of the state
-    data["ready"] = [array("q", core.waiting_for(stage)).tobytes() for stage in range(len(core.plan.stages))]
     data["registry"] = [codec.encode_body(row) for row in core.registry.values()]
     data["layouts"] = core.layouts
     data["config"] = msgspec.msgpack.encode(core.config)
-    data["batches"] = [[step, array("q", slots).tobytes()] for step, slots in core.batches.items()]
+    data["batches"] = [[step, len(slots)] for step, slots in core.batches.items()]
     data["waiting_rows"] = [[step, row] for step, row in core.waiting_rows.items()]
-    return msgspec.msgpack.encode(data)
+    cells["batches"] = b"".join(slots.tobytes() for slots in core.batches.values())
+    cells |= {str(number): column.tobytes() for number, column in enumerate(core.tasks.columns())}
+    return _parts(msgspec.msgpack.encode(data), cells, core.tasks.scalars[:], core.clears.entries())
 
 
-def load(plan: Plan, packed: bytes) -> Core:
-    """The inverse of `dump`. Raises msgspec.MsgspecError, KeyError or ValueError for other bytes."""
-    data = msgspec.msgpack.decode(packed)
+def _parts(
+    head: bytes, cells: dict[str, bytes], scalars: list[bytes | None], clears: dict[str, list[Entry]]
+) -> Iterator[bytes]:
+    encode = msgspec.msgpack.encode
+    yield head
+    while cells:
+        name, packed = cells.popitem()
+        for at in range(0, len(packed), PART_BYTES):
+            yield encode([_CELLS, name, packed[at : at + PART_BYTES]])
+    for at in range(0, len(scalars), PART_ENTRIES):
+        yield encode([_SCALARS, "", scalars[at : at + PART_ENTRIES]])
+    for store, entries in clears.items():
+        for at in range(0, max(len(entries), 1), PART_ENTRIES):
+            yield encode([_CLEARS, store, entries[at : at + PART_ENTRIES]])
+
+
+def dump(core: Core) -> list[bytes]:
+    """All parts. Two cores with the same history give the same."""
+    return list(begin(core))
+
+
+def load(plan: Plan, parts: Iterable[bytes]) -> Core:
+    """The inverse of `dump`. Raises msgspec.MsgspecError, KeyError, ValueError or TypeError for other bytes."""
+    rest = iter(parts)
+    data = msgspec.msgpack.decode(next(rest, b""))
     core = Core(plan)
     for name in _PLAIN:
         setattr(core, name, data[name])
-    core.tasks = TaskTable.load(data["tasks"])
-    core.window = Window.load(data["window"])
+    core.tasks = TaskTable(len(plan.stages), data["splits"])
+    core.tasks.free = _numbers("q", data["free"]).tolist()
+    core.clears = ClearQueues()
+    core.clears.collected = data["collected"]
+    cells: dict[str, bytearray] = defaultdict(bytearray)
+    for part in rest:
+        kind, name, content = msgspec.msgpack.decode(part)
+        if kind == _CELLS:
+            cells[name] += content
+        elif kind == _SCALARS:
+            core.tasks.scalars.extend(content)
+        else:
+            core.clears.extend(name, content)
+    for number, column in enumerate(core.tasks.columns()):
+        column.frombytes(cells.pop(str(number), b""))
+    core.tasks.index_slots()
+    core.window = Window.load(data["window"], cells, by_completion=plan.by_completion)
     core.leases = Leases.load(data["leases"])
-    core.clears = ClearQueues.load(data["clears"])
     core.versions = Versions.load(data["versions"])
     core.evaluations = Evaluations.load(data["evaluations"])
-    core.ready = [_numbers(cells) for cells in data["ready"]]
     for row in data["registry"]:
         request = cast(Register, codec.decode_body(Register.TYPE, row))
         core.registry[request.service, request.instance] = request
     core.layouts = [tuple((name, dtype) for name, dtype in layout) for layout in data["layouts"]]
     core.config = msgspec.msgpack.decode(data["config"], type=Configure)
-    core.batches = {step: _numbers(slots) for step, slots in data["batches"]}
+    slots = _numbers("I", cells["batches"])
+    for step, count in data["batches"]:
+        core.batches[step], slots = slots[:count], slots[count:]
     core.waiting_rows = {step: row for step, row in data["waiting_rows"]}
+    core.line_up()
     return core
 
 
-def _numbers(cells: bytes) -> list[int]:
-    numbers = array("q")
+def _numbers(kind: str, cells: bytes | bytearray) -> array[int]:
+    numbers: array[int] = array(kind)
     numbers.frombytes(cells)
-    return numbers.tolist()
+    return numbers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -98,7 +100,7 @@ class Stepping(Freshness):
         for slot in slots:
             self.tasks.move(slot, TaskState.BATCHED)
             self.tasks.step[slot] = request.step
-        self.batches[request.step] = slots
+        self.batches[request.step] = array("I", slots)
         self.batched_step = request.step
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
@@ -110,7 +112,7 @@ class Stepping(Freshness):
         self._free_versions()
         return batch
 
-    def _step_batch(self, step: int, slots: list[int]) -> StepBatch:
+    def _step_batch(self, step: int, slots: Sequence[int]) -> StepBatch:
         packed = [self.tasks.scalars[slot] or b"\0\0" for slot in slots]
         columns = scalars.flatten(
             self.layouts,
@@ -191,7 +193,7 @@ class Stepping(Freshness):
             split = self.tasks.splits.index(each.name)
             one = Evaluation(each.name, split, version, len(each.rows), each.samples)
             self.evaluations.open[each.name, version[1]] = one
-            one.waiting = deque(self.tasks.add(split, version[1], row, EVALUATION) for row in each.rows)
+            one.waiting = deque(self.tasks.add(split, version[1], each.rows, EVALUATION))
 
     def checkpoint(self, request: CheckpointSaved) -> bool:
         """Collect what the oldest checkpoint that recovery may fall back to covers."""

@@ -86,27 +86,30 @@ class TaskTable:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def add(self, split: int, epoch: int, index: int, admission: int) -> int:
-        """Put a new PENDING task with fence 1 into a slot; returns the slot."""
-        if self.free:
-            slot = self.free.pop()
-        else:
-            slot = len(self.state)
-            for name in Column.TASK:
-                getattr(self, name).append(0)
-            for columns in (self.store, self.hash):
-                for column in columns:
-                    column.append(0)
-            self.scalars.append(None)
-        self._slot_of[_number(split, epoch, index)] = slot
-        self.state[slot] = TaskState.PENDING
-        self.counts[TaskState.PENDING] += 1
-        self.fence[slot] = 1
-        self.admission[slot] = admission
-        self.split[slot] = split
-        self.epoch[slot] = epoch
-        self.index[slot] = index
-        return slot
+    def add(self, split: int, epoch: int, indices: Sequence[int], admission: int) -> list[int]:
+        """Put new PENDING tasks with fence 1 into slots; returns the slots.
+
+        The first has this admission number and the others those after it, or all are outside (`EVALUATION`).
+        """
+        count = len(indices)
+        numbers = range(admission, admission + count) if admission != EVALUATION else [EVALUATION] * count
+        slots = [self.free.pop() for _ in range(min(len(self.free), count))]
+        new = count - len(slots)
+        slots.extend(range(len(self.state), len(self.state) + new))
+        for column in self.columns():
+            column.frombytes(bytes(column.itemsize * new))
+        self.scalars.extend([None] * new)
+        base = _number(split, epoch, 0)
+        for slot, index, number in zip(slots, indices, numbers, strict=True):
+            self._slot_of[base | index] = slot
+            self.state[slot] = TaskState.PENDING
+            self.fence[slot] = 1
+            self.admission[slot] = number
+            self.split[slot] = split
+            self.epoch[slot] = epoch
+            self.index[slot] = index
+        self.counts[TaskState.PENDING] += count
+        return slots
 
     def remove(self, slot: int) -> None:
         """Forget a task: its slot is free from here on."""
@@ -145,35 +148,22 @@ class TaskTable:
     def task_id(self, slot: int) -> str:
         return make_task_id(self.splits[self.split[slot]], self.epoch[slot], self.index[slot])
 
-    def dump(self) -> dict[str, Any]:
-        """The table as plain data for a snapshot; `load` is the inverse."""
-        return {
-            "splits": self.splits,
-            "free": array("q", self.free).tobytes(),
-            "columns": {name: getattr(self, name).tobytes() for name in Column.TASK},
-            "store": [column.tobytes() for column in self.store],
-            "hash": [column.tobytes() for column in self.hash],
-            "scalars": self.scalars,
-        }
+    def columns(self) -> list[array[Any]]:
+        """Every column, in the order of a snapshot."""
+        return [*(getattr(self, name) for name in Column.TASK), *self.store, *self.hash]
 
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> TaskTable:
-        table = cls(len(data["store"]), data["splits"])
-        free = array("q")
-        free.frombytes(data["free"])
-        table.free = free.tolist()
-        for name in Column.TASK:
-            getattr(table, name).frombytes(data["columns"][name])
-        for columns, dumped in ((table.store, data["store"]), (table.hash, data["hash"])):
-            for column, cells in zip(columns, dumped, strict=True):
-                column.frombytes(cells)
-        table.scalars = list(data["scalars"])
-        table.counts[TaskState.FREE] -= len(table.state)
-        for slot, state in enumerate(table.state):
-            table.counts[state] += 1
+    def index_slots(self) -> None:
+        """After the columns were filled: find tasks, count states and free slots again.
+
+        Raises ValueError when they do not belong together.
+        """
+        if {len(column) for column in self.columns()} - {len(self.scalars)}:
+            raise ValueError(f"columns of different lengths, {len(self.scalars)} tasks")
+        self.counts = [self.state.count(state) for state in range(len(TaskState.NAMES))]
+        self.counts[TaskState.FREE] = 0
+        for slot, state in enumerate(self.state):
             if state != TaskState.FREE:
-                table._slot_of[_number(table.split[slot], table.epoch[slot], table.index[slot])] = slot
-        return table
+                self._slot_of[_number(self.split[slot], self.epoch[slot], self.index[slot])] = slot
 
 
 def _number(split: int, epoch: int, index: int) -> int:

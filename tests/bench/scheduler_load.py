@@ -35,6 +35,7 @@ from proto.messages import (
     ErrorCode,
     GetInventory,
     GetRunInfo,
+    GetStatus,
     Inventory,
     LeaseGrant,
     LeaseRequest,
@@ -44,6 +45,7 @@ from proto.messages import (
     Register,
     Registered,
     RunInfo,
+    Status,
     StepBatch,
     TaskResult,
     WeightsRef,
@@ -57,7 +59,7 @@ from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
 
 GROUP = 8
-STEP_TASKS = 2000
+STEP_TASKS = 1250
 """A batch's scalars travel inside a control message: 64 KiB a column."""
 BLOCK = 250
 SINGLES = 10_000
@@ -170,7 +172,7 @@ class StateLoad:
 
 
 def measure_state(tasks: int) -> Figures:
-    """`tasks` live at once (a multiple of 2000), all leased, rolled out, trained and collected."""
+    """`tasks` live at once (a multiple of STEP_TASKS), all leased, rolled out, trained and collected."""
     gc.collect()
     before = psutil.Process().memory_info().rss
     load = StateLoad(tasks)
@@ -364,8 +366,9 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
                 grant: LeaseGrant = await load.ask(lease_request(load.life, BLOCK), LeaseGrant)
                 return grant
 
-            await load.join()
+            await load.ask(GetStatus(), Status)
             load.slowest_s = 0.0  # until here: the start of the process
+            await load.join()
             singles = min(SINGLES, tasks // 4)
             began = time.perf_counter()
             grants = await at_once(singles, IN_FLIGHT, one)
@@ -439,7 +442,7 @@ def main(arguments: list[str]) -> None:
         row = measure(int(arguments[1]))
         print(json.dumps({field.name: getattr(row, field.name) for field in fields(Figures)}))
         return
-    sizes = [int(each) for each in arguments] or [20_000, 80_000, 320_000, 1_000_000]
+    sizes = [int(each) for each in arguments] or [62_500, 250_000, 1_000_000]
     for what in ("state", "socket"):
         print(what)
         print(table([in_own_process(what, size) for size in sizes]))
