@@ -22,7 +22,8 @@ from services.scheduler.freshness import Freshness
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import DEATH, FAILURE
 from services.scheduler.plan import stage_index
-from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState
+from services.scheduler.slot_index import NO_SLOT
+from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 
 

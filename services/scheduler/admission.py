@@ -14,6 +14,7 @@ from typing import Any
 
 _DROPPED = -1
 _COMPACT = 4096
+_WAITS, _READY, _GONE = range(3)
 
 
 class Window:
@@ -24,7 +25,7 @@ class Window:
         self.head = 0
         self._base = 0  # admission number of _slots[0]; head - _base cells in front are used up
         self._slots = array("q")
-        self._ready = bytearray()
+        self._marks = bytearray()  # searched and counted a million at a time: when a gap closes, nobody waits for it
         self._prefix = 0  # every number in [head, _prefix) is ready or dropped
         self._ready_in_prefix = 0
         self._dropped: list[int] = []
@@ -48,13 +49,13 @@ class Window:
     @property
     def ready_anywhere(self) -> int:
         """How many tasks are ready, those behind a gap included (`consume: completion`)."""
-        return self._ready.count(1)
+        return self._marks.count(_READY)
 
     def admit(self, slots: Sequence[int]) -> int:
         """Append tasks; returns the admission number of the first."""
         first = self.tail
         self._slots.extend(slots)
-        self._ready.extend(bytes(len(slots)))
+        self._marks.extend(bytes(len(slots)))
         return first
 
     def slot(self, admission: int) -> int:
@@ -65,20 +66,19 @@ class Window:
         return admission - self.head - bisect_left(self._dropped, admission)
 
     def mark_ready(self, admission: int) -> None:
-        self._ready[admission - self._base] = 1
+        self._marks[admission - self._base] = _READY
         if self._finished is not None:
             self._finished.append(admission)
         self._advance()
 
     def mark_unready(self, admission: int) -> None:
         """A task that was ready (or not) has to be made again."""
-        self._ready[admission - self._base] = 0
+        self._marks[admission - self._base] = _WAITS
         if self._finished is not None and admission in self._finished:
             self._finished.remove(admission)
         if admission < self._prefix:
             self._prefix = admission
-            before = range(self.head - self._base, admission - self._base)
-            self._ready_in_prefix = sum(self._ready[offset] for offset in before)
+            self._ready_in_prefix = self._marks.count(_READY, self.head - self._base, admission - self._base)
 
     def members(self) -> list[tuple[int, int]]:
         """(admission number, slot) of every live task of the window, in order."""
@@ -91,6 +91,7 @@ class Window:
 
     def mark_dropped(self, admission: int) -> None:
         self._slots[admission - self._base] = _DROPPED
+        self._marks[admission - self._base] = _GONE
         insort(self._dropped, admission)
         self._advance()
 
@@ -104,7 +105,7 @@ class Window:
                 passed += 1
             else:
                 taken.append(slot)
-            self._ready[self.head - self._base] = 0
+            self._marks[self.head - self._base] = _GONE
             self.head += 1
         del self._dropped[:passed]
         self._ready_in_prefix -= count
@@ -134,17 +135,16 @@ class Window:
         if self.head - self._base >= _COMPACT and 2 * (self.head - self._base) >= len(self._slots):
             used = self.head - self._base
             del self._slots[:used]
-            del self._ready[:used]
+            del self._marks[:used]
             self._base = self.head
 
     def _advance(self) -> None:
-        while self._prefix < self.tail:
-            offset = self._prefix - self._base
-            if self._ready[offset]:
-                self._ready_in_prefix += 1
-            elif self._slots[offset] != _DROPPED:
-                return
-            self._prefix += 1
+        begin = self._prefix - self._base
+        end = self._marks.find(_WAITS, begin)
+        if end < 0:
+            end = len(self._marks)
+        self._ready_in_prefix += self._marks.count(_READY, begin, end)
+        self._prefix = self._base + end
 
     def dump(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Numbers, and cells by name."""
@@ -156,14 +156,14 @@ class Window:
             "dropped": list(self._dropped),
             "finished": self.ready_members(),
         }
-        return numbers, {"window": self._slots[used:].tobytes(), "ready": bytes(self._ready[used:])}
+        return numbers, {"window": self._slots[used:].tobytes(), "marks": bytes(self._marks[used:])}
 
     @classmethod
     def load(cls, data: dict[str, Any], cells: dict[str, bytearray], *, by_completion: bool) -> Window:
         window = cls(by_completion=by_completion)
         window.head = window._base = data["head"]
         window._slots.frombytes(cells["window"])
-        window._ready = cells["ready"]
+        window._marks = cells["marks"]
         window._prefix = data["prefix"]
         window._ready_in_prefix = data["ready_in_prefix"]
         window._dropped = list(data["dropped"])

@@ -32,7 +32,8 @@ from services.scheduler.events import (
 )
 from services.scheduler.leases import Holder, Leases
 from services.scheduler.plan import EpochOrder, Plan, due
-from services.scheduler.tasks import EVALUATION, NO_SLOT, TaskState, TaskTable
+from services.scheduler.slot_index import NO_SLOT
+from services.scheduler.tasks import EVALUATION, TaskState, TaskTable
 from services.scheduler.versions import Versions
 from services.scheduler.waiting_line import WaitingLine
 from shared.rpc.errors import RpcError

@@ -1,7 +1,7 @@
 """The durable state as bytes and back: columns as they are, the rest as msgpack. Pure, and never pickle.
 
 A snapshot is taken at once, as plain copies, and packed part by part while the run goes on: whoever asks meanwhile
-waits for a copy of the columns (75 bytes a task) and never for the packing.
+waits for a copy of the columns (69 bytes a task) and never for the packing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of live tasks: one slot a task in typed columns, and one dict from task to slot.
+"""The table of live tasks: one slot a task in typed columns, and an index from task to slot.
 
 A million tasks must fit, so a task is never an object. `array` rather than numpy: single cells are read three times
 faster and come out as plain integers, which is what messages hold. A freed slot is used again.
@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from proto.ids import make_task_id
+from services.scheduler.slot_index import NO_SLOT, SlotIndex
 
-NO_SLOT: Final = -1
-_INDEX_BITS = 40
-_EPOCH_BITS = 32
 EVALUATION: Final = -1
 """Admission number of a task that is outside admission."""
 
@@ -59,8 +57,7 @@ class TaskTable:
         """`stages`: number of leased stages (at most 8). `splits`: names that `split` cells index."""
         self.splits = list(splits)
         self._split_numbers = {name: number for number, name in enumerate(self.splits)}
-        self._slot_of: dict[int, int] = {}
-        """By `_number`: half the memory of the task id."""
+        self._slots = SlotIndex()
         self.free: list[int] = []
         self.counts = [0] * len(TaskState.NAMES)
         self.state = array("B")
@@ -84,7 +81,7 @@ class TaskTable:
         """Per-sample values of an accepted rollout, packed (see `scalars.py`), until the task is collected."""
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._slots)
 
     def add(self, split: int, epoch: int, indices: Sequence[int], admission: int) -> list[int]:
         """Put new PENDING tasks with fence 1 into slots; returns the slots.
@@ -99,9 +96,8 @@ class TaskTable:
         for column in self.columns():
             column.frombytes(bytes(column.itemsize * new))
         self.scalars.extend([None] * new)
-        base = _number(split, epoch, 0)
+        self._slots.add(split, epoch, indices, slots)
         for slot, index, number in zip(slots, indices, numbers, strict=True):
-            self._slot_of[base | index] = slot
             self.state[slot] = TaskState.PENDING
             self.fence[slot] = 1
             self.admission[slot] = number
@@ -113,7 +109,7 @@ class TaskTable:
 
     def remove(self, slot: int) -> None:
         """Forget a task: its slot is free from here on."""
-        del self._slot_of[_number(self.split[slot], self.epoch[slot], self.index[slot])]
+        self._slots.remove(self.split[slot], self.epoch[slot], self.index[slot])
         self.move(slot, TaskState.FREE)
         for name in Column.TASK:
             getattr(self, name)[slot] = 0
@@ -138,10 +134,9 @@ class TaskTable:
         """The slot of a task, or NO_SLOT."""
         try:
             split, epoch, index = task_id.rsplit("/", 2)
-            number = _number(self._split_numbers[split], int(epoch), int(index))
+            slot = self._slots.get(self._split_numbers[split], int(epoch), int(index))
         except (KeyError, ValueError):
             return NO_SLOT
-        slot = self._slot_of.get(number, NO_SLOT)
         # one number may be written in several ways, and only one of them is the task's name
         return slot if slot != NO_SLOT and self.task_id(slot) == task_id else NO_SLOT
 
@@ -161,11 +156,11 @@ class TaskTable:
             raise ValueError(f"columns of different lengths, {len(self.scalars)} tasks")
         self.counts = [self.state.count(state) for state in range(len(TaskState.NAMES))]
         self.counts[TaskState.FREE] = 0
+        found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for slot, state in enumerate(self.state):
             if state != TaskState.FREE:
-                self._slot_of[_number(self.split[slot], self.epoch[slot], self.index[slot])] = slot
-
-
-def _number(split: int, epoch: int, index: int) -> int:
-    """Another number for every task."""
-    return index | epoch << _INDEX_BITS | split << _INDEX_BITS + _EPOCH_BITS
+                rows, slots = found.setdefault((self.split[slot], self.epoch[slot]), ([], []))
+                rows.append(self.index[slot])
+                slots.append(slot)
+        for (split, epoch), (rows, slots) in found.items():
+            self._slots.add(split, epoch, rows, slots)

@@ -187,9 +187,6 @@ def measure_state(tasks: int) -> Figures:
         return answer
 
     singles = min(SINGLES, tasks // 4)
-    began = time.perf_counter()
-    grants = [timed(lease_request(1, 1)) for _ in range(singles)]
-    single_s = time.perf_counter() - began
     lease_s = result_s = 0.0
     for _ in range((tasks - singles) // BLOCK):
         began = time.perf_counter()
@@ -199,6 +196,9 @@ def measure_state(tasks: int) -> Figures:
         began = time.perf_counter()
         timed(request)
         result_s += time.perf_counter() - began
+    began = time.perf_counter()
+    grants = [timed(lease_request(1, 1)) for _ in range(singles)]
+    single_s = time.perf_counter() - began
     for grant in grants:
         timed(result_of(grant, 1, chance))
     del grants
@@ -370,9 +370,6 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
             load.slowest_s = 0.0  # until here: the start of the process
             await load.join()
             singles = min(SINGLES, tasks // 4)
-            began = time.perf_counter()
-            grants = await at_once(singles, IN_FLIGHT, one)
-            single_s = time.perf_counter() - began
             lease_s = result_s = 0.0
             blocks = (tasks - singles) // BLOCK
             while blocks:
@@ -385,6 +382,9 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
                 began = time.perf_counter()
                 await at_once(some, 4, lambda ready=requests: load.ask(ready.pop(), CompleteAck))  # type: ignore[misc]
                 result_s += time.perf_counter() - began
+            began = time.perf_counter()
+            grants = await at_once(singles, IN_FLIGHT, one)
+            single_s = time.perf_counter() - began
             requests = [result_of(grant, load.life, chance) for grant in grants]
             await at_once(singles, IN_FLIGHT, lambda: load.ask(requests.pop(), CompleteAck))
             grown = await _settled(process) - before

@@ -12,6 +12,7 @@ from proto.messages import (
     Register,
     StepBatch,
 )
+from services.scheduler import snapshot
 from services.scheduler.core import Core
 from services.scheduler.events import Configure, SaveEval, WriteRow
 from services.scheduler.plan import EvalPlan
@@ -101,8 +102,7 @@ def test_lost_data_replays_to_the_same_state() -> None:
     for event in bench.journal:
         copy.apply(event)
     assert copy.committed_step == bench.machine.core.committed_step == 1
-    assert copy.tasks.dump() == bench.machine.core.tasks.dump()
-    assert copy.window.dump() == bench.machine.core.window.dump()
+    assert snapshot.dump(copy) == snapshot.dump(bench.machine.core)
 
 
 def test_a_driver_that_does_not_resume_is_refused_after_the_loss() -> None:
