@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from proto.errors import WireError
 
 MAX_NAME_BYTES = 255
+REVISION = ":"
+"""In a shard key: what stands before it names the shard, what stands behind it which making of it this is."""
 _TASK = re.compile(r"[A-Za-z0-9_.:-]+/[0-9]+/[0-9]+")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]*")
 
@@ -43,6 +45,12 @@ def check_key(key: str) -> str:
     if len(key) > MAX_NAME_BYTES or not _KEY.fullmatch(key):
         raise WireError(f"shard key {key[:80]!r}: must match {_KEY.pattern}, <= {MAX_NAME_BYTES} bytes")
     return key
+
+
+def revised_name(key: str) -> str | None:
+    """What a key with a revision is a making of; None for a key without one."""
+    name, colon, _ = key.partition(REVISION)
+    return name if colon else None
 
 
 def make_task_id(split: str, epoch: int, index: int) -> str:

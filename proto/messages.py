@@ -736,7 +736,7 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over `batch`, put per-token log-probs as shards `<key>.<driver in hexadecimal>-<order>`."""
+    """Run the model over `batch`, put per-token log-probs as shards `<key>:<driver in hexadecimal>-<order>`."""
 
     REPLY: ClassVar[type[Message]] = ForwardDone
     batch: BatchMeta

@@ -13,11 +13,12 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 | rollout_logprobs | float32 [T] | the engine's log-prob of each sampled token at the sampling temperature, else 0 |
 | versions | int32 [T] | policy version that sampled the token, else -1 |
 | ref_logprobs | float32 [T] | the frozen reference's, of logits / temperature, where loss_mask is 1, else 0 |
-| prox_logprobs.<call> | float32 [T] | the trainer's own at the start of the step, likewise |
+| prox_logprobs:<call> | float32 [T] | the trainer's own at the start of the step, likewise |
 
 `<call>` is the driver's incarnation (hexadecimal), `-` and the order of its `Forward`: a step that is replayed may give
-other bits (other weights, another number of ranks), and a shard never changes. The part of stage `proximal` in a
-batch's metadata names the key.
+other bits (other weights, another number of ranks), and a shard never changes. It is a revision (proto/SPEC.md, names):
+the store lets go of the former call's shards once the later ones are sealed. The part of stage `proximal` in a batch's
+metadata names the key.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ REFERENCE = Stage(
 )
 """Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
-"""Made by the trainer itself once a task is BATCHED; never leased. In the stores under `prox_logprobs.<call>`."""
+"""Made by the trainer itself once a task is BATCHED; never leased. In the stores under `prox_logprobs:<call>`."""
 
 
 def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:

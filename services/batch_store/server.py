@@ -219,6 +219,7 @@ class StoreService(Service):
             raise
         if new:
             files.seal(put_id)
+            self._retire(files, self.index.supersede(put_id))
         else:
             self._retire(files, [self.index.abandon(put_id)])
         return PutSealed(nbytes=nbytes)

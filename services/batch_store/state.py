@@ -21,7 +21,7 @@ from itertools import islice
 
 from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
-from proto.ids import check_task_id
+from proto.ids import check_task_id, revised_name
 from proto.messages import ErrorCode, PutTask, StoreStats
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
@@ -156,7 +156,7 @@ class StoreState:
         """Make a written file findable. True: rename it to its sealed name; False: all of it is here already.
 
         Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). After False
-        or an error the file must go: `abandon`.
+        or an error the file must go: `abandon`. After True, once it has its sealed name: `supersede`.
         """
         grant = self._grants[put_id]
         written = list(zip(table.task_ids, table.fences, strict=True))
@@ -169,6 +169,32 @@ class StoreState:
         del self._grants[put_id]
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
         return True
+
+    def supersede(self, put_id: str) -> list[Retire]:
+        """Drop what a sealed file takes the place of: shards of its tasks that differ in the revision only.
+
+        A task's entry in another file goes when nothing else is in it. Without this a step that is replayed again and
+        again would fill the store with what nobody reads, and wait for room for ever. After a restart nobody can say
+        which of two was sealed last: both stay, until the next one comes or the task is cleared.
+        """
+        effects: list[Retire] = []
+        table = self._sealed[put_id].table
+        if not any(revised_name(key) for key in table.keys):
+            return effects
+        for index in sorted(self._sealed[put_id].alive):
+            task_id, fence = table.task_ids[index], table.fences[index]
+            if task_id.startswith(_WEIGHTS):  # its keys are names of parameters, whatever is in them
+                continue
+            mine = table.checksums(index)
+            names = {revised_name(key) for key in mine} - {None}
+            files = self._tasks[task_id].files[fence]
+            for other in [each for each in files if each != put_id]:
+                theirs = self._sealed[other].table
+                keys = theirs.checksums(theirs.index[task_id, fence])
+                if all(revised_name(key) in names and key not in mine for key in keys):
+                    files.remove(other)
+                    effects.extend(self._kill(other, task_id, fence))
+        return effects
 
     def abandon(self, put_id: str) -> Retire:
         """Give up a grant: its file becomes a zombie, because its producer may still write to it."""

@@ -82,7 +82,7 @@ class WorkerDispatch:
     async def forward(self, batch: BatchMeta, *, key: str, temperature: float) -> messages.ForwardDone:
         """Per-token log-probs of the present weights, put as shards; `meta` describes the new part.
 
-        Its key is `key`, a dot and what is unique to this call.
+        Its key is `key` with a revision of this call alone: a later call takes the place of its shards.
         """
         order = next(self._orders)
         slices = slice_batch(batch, self._parts)

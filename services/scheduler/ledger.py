@@ -221,7 +221,7 @@ class Ledger:
         """How many tasks the stores have room for, besides those of the open batch."""
         if not self.plan.task_bytes:
             return self.plan.max_live
-        free = self.limit_bytes - self._weight_bytes() - self.uncovered_bytes
+        free = self.limit_bytes - self._set_aside_bytes() - self.uncovered_bytes
         return free // self.plan.task_bytes - self._open_batch_tasks()
 
     def held_bytes(self, slot: int) -> int:
@@ -229,16 +229,17 @@ class Ledger:
         made = self.tasks.tokens[slot] * self.plan.unleased_token_bytes
         return self.tasks.nbytes[slot] + made + self.plan.overhead_bytes
 
-    def _weight_bytes(self) -> int:
+    def _set_aside_bytes(self) -> int:
+        """For weight versions, and for a step that is replayed."""
         newest = self.versions.newest_ref
         one = max(self.plan.weight_bytes, newest.nbytes if newest else 0)
-        return max(self.versions.nbytes, self.plan.weight_versions * one)
+        return max(self.versions.nbytes, self.plan.weight_versions * one) + self.plan.replay_bytes
 
     def _wants_checkpoint(self, batch_bytes: int) -> bool:
         """Whether the trained bytes that no checkpoint covers are about to be in the way of admission."""
         if not self.plan.task_bytes or self.config.collect_at_commit:
             return False
-        spare = self.limit_bytes - self._weight_bytes() - self.plan.max_live * self.plan.task_bytes
+        spare = self.limit_bytes - self._set_aside_bytes() - self.plan.max_live * self.plan.task_bytes
         return self.uncovered_bytes + batch_bytes > 0.8 * spare
 
     def _collect_steps(self, last: int) -> None:

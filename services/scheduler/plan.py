@@ -51,6 +51,8 @@ class Plan:
     """What the store adds to a task's shards at worst ..."""
     unleased_token_bytes: int = 0
     """... and what the trainer adds for each token: no accepted result tells of these."""
+    replay_bytes: int = 0
+    """Room to keep free for what a step that is replayed holds besides."""
     weight_versions: int = 3
     weight_bytes: int = 0
     """Room to keep free for `weight_versions` versions of this size (of the published one, when that is larger)."""

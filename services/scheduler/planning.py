@@ -17,6 +17,7 @@ from shared.topology.capacity import (
     WEIGHT_VERSIONS,
     limit_bytes,
     overhead_bytes,
+    replay_bytes,
     unleased_token_bytes,
     worst_case_bytes,
 )
@@ -42,7 +43,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
             )
             for name, each in topology.data.eval.items()
         )
-        room = _room(topology, where, train, bad)
+        prompt = _prompt_tokens(topology, where, train, bad)
     except DataError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
     excluded = {each.index for each in bad}
@@ -63,9 +64,10 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         by_completion=topology.consume == "completion",
         evals=evals,
         stages=train_graph(with_reference=topology.needs_reference),
-        task_bytes=room,
+        task_bytes=task_bytes(topology, prompt),
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),
+        replay_bytes=replay_bytes(topology, prompt),
         weight_versions=WEIGHT_VERSIONS,
         weight_bytes=_version_bytes(topology),
     )
@@ -93,8 +95,8 @@ def _usable(source: Source, first: int | None) -> list[int]:
     return [index for index in range(most) if index not in bad]
 
 
-def _room(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
-    """Bytes to reserve for a live train task.
+def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
+    """Tokens of the longest training prompt, at most.
 
     Where `max_prompt_tokens` is left out a prompt is taken to have at most a token a byte. Raises RpcError when the
     stores cannot hold what may then be live: nothing else would keep such a run from standing still later.
@@ -111,7 +113,7 @@ def _room(topology: Topology, where: Path, train: Source, bad: list[RowError]) -
                 f"run may need: prompts have up to {prompt} tokens (one a byte and the chat template's); set at least "
                 f"{-(-needed // hosts)}, or say better as data.train.max_prompt_tokens",
             )
-    return task_bytes(topology, prompt)
+    return prompt
 
 
 def _version_bytes(topology: Topology) -> int:

@@ -14,7 +14,8 @@ from shared.topology.schema import Topology
 # Of a token, by key. Proximal and reference log-probs are counted only where the topology makes them.
 _ROLLOUT_TOKEN_BYTES = {"token_ids": 4, "loss_mask": 1, "rollout_logprobs": 4, "versions": 4}
 _REF_TOKEN_BYTES = {"ref_logprobs": 4}
-_PROX_TOKEN_BYTES = {"prox_logprobs": 4}
+_PROX = 4
+_PROX_TOKEN_BYTES = {"prox_logprobs": _PROX}
 # A ragged shard is values and lengths; a length is int64, one a sample and key.
 _LENGTH_BYTES = 8
 # What the store adds, at most: a put's last page and header, a task's row of the table, a shard's row and alignment.
@@ -43,11 +44,16 @@ def token_bytes(topology: Topology) -> dict[str, int]:
 def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Bytes of all keys of one training task whose samples are all as long as they can be."""
     keys = token_bytes(topology)
-    tokens = max_prompt_tokens + topology.sampling.max_new_tokens
-    if topology.workflow is not None:
-        tokens = topology.workflow.max_tokens
+    tokens = _longest(topology, max_prompt_tokens)
     data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
     return data + overhead_bytes(topology)
+
+
+def _longest(topology: Topology, max_prompt_tokens: int) -> int:
+    """Tokens of a sample, at most."""
+    if topology.workflow is not None:
+        return topology.workflow.max_tokens
+    return max_prompt_tokens + topology.sampling.max_new_tokens
 
 
 def overhead_bytes(topology: Topology) -> int:
@@ -56,9 +62,17 @@ def overhead_bytes(topology: Topology) -> int:
     return puts * (_PUT_BYTES + 12 + _NAME_BYTES) + (len(token_bytes(topology)) + _RAGGED_KEYS) * _SHARD_BYTES
 
 
+def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
+    """What a step that is replayed holds besides: its proximal log-probs once more, until the former ones go."""
+    if not topology.needs_proximal:
+        return 0
+    data = topology.algorithm.group_size * (_longest(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
+    return topology.algorithm.tasks_per_step * (data + _PUT_BYTES + 12 + _NAME_BYTES + _SHARD_BYTES)
+
+
 def unleased_token_bytes(topology: Topology) -> int:
     """Bytes of a token that no leased stage makes: the trainer puts them itself."""
-    return sum(_PROX_TOKEN_BYTES.values()) if topology.needs_proximal else 0
+    return _PROX if topology.needs_proximal else 0
 
 
 def held_tasks(topology: Topology) -> int:
@@ -75,11 +89,12 @@ def held_tasks(topology: Topology) -> int:
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
     """Bytes the batch-store must be able to hold for the run never to wait for room that cannot come.
 
-    `held_tasks`, each of `task_bytes`, beside `WEIGHT_VERSIONS` versions of `weight_bytes`. More trained tasks that
-    wait for a checkpoint are not counted: lack of room orders an early checkpoint. `max_prompt_tokens` is the longest
-    prompt of the training set.
+    `held_tasks`, each of `task_bytes`, beside `WEIGHT_VERSIONS` versions of `weight_bytes` and `replay_bytes`. More
+    trained tasks that wait for a checkpoint are not counted: lack of room orders an early checkpoint.
+    `max_prompt_tokens` is the longest prompt of the training set.
     """
-    return held_tasks(topology) * task_bytes(topology, max_prompt_tokens) + WEIGHT_VERSIONS * weight_bytes
+    tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
+    return tasks + replay_bytes(topology, max_prompt_tokens) + WEIGHT_VERSIONS * weight_bytes
 
 
 def limit_bytes(topology: Topology) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,14 +270,21 @@ class DriverActor(Actor):
         """The whole batch is read, proximal log-probs are put, the step is committed and published."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
-        prox = [
-            TaskShards(task.task_id, task.fence, {"prox_logprobs": np.zeros(len(each["token_ids"]), np.float32)})
-            for task, each in zip(batch.batch.tasks, found, strict=True)
-        ]
-        await self.data.put(prox, store=STORE, deadline_s=PUT_S)
+        # the driver before died after its forward pass: the step is replayed
+        for life in (0, self.life):
+            await self.put_prox(batch, [len(each["token_ids"]) for each in found], life)
         await self.ask(CommitStep(driver=self.life, step=step, metrics={}), Ack)
         await self.publish(step)
         return batch
+
+    async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
+        """What the trainer's own forward pass makes, in a step driven by `life`."""
+        key = f"prox_logprobs:{life:x}-{batch.step}"
+        shards = [
+            TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})
+            for task, size in zip(batch.batch.tasks, tokens, strict=True)
+        ]
+        await self.data.put(shards, store=STORE, deadline_s=PUT_S)
 
     async def save(self, step: int, kept: list[int]) -> None:
         await self.ask(CheckpointSaved(driver=self.life, step=step, kept=kept), Ack)

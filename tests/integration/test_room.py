@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.topology import TopologyError, load, weight_bytes, worst_case_bytes
-from tests.integration.store_scheduler import GROUP, PROMPT, TASKS_PER_STEP, bench_of, make_run
+from tests.integration.store_scheduler import GROUP, NEW, PROMPT, TASKS_PER_STEP, bench_of, make_run
 
 STEPS = 5
 
@@ -60,6 +60,28 @@ def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"
     assert asyncio.run(play(tmp_path, store, limit)) > 0.3
+
+
+def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_path: Path) -> None:
+    limit = needed_bytes(tmp_path / "check")
+
+    async def main() -> None:
+        async with bench_of(make_run(tmp_path, store=f"memory: {limit}", steps=STEPS)) as bench:
+            driver = await bench.driver()
+            await driver.publish(0)
+            await (await bench.actor("rollout")).work()
+            await (await bench.actor("reference")).work()
+            batch = await driver.train(1)
+            sizes = [GROUP * (PROMPT + NEW)] * TASKS_PER_STEP
+            once = await driver.stats()
+            for life in range(1, 60):  # a trainer that is killed at every attempt
+                await driver.put_prox(batch, sizes, life)
+            now = await driver.stats()
+            assert (now.bytes, now.shards, now.files, now.busy) == (once.bytes, once.shards, once.files, 0)
+            # 59 times the step's log-probs are more than the whole store
+            assert 59 * 4 * sum(sizes) > limit
+
+    asyncio.run(main())
 
 
 def test_one_byte_less_is_refused_with_the_number_that_would_do(tmp_path: Path) -> None:

@@ -200,12 +200,14 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             assert sums["tokens"] > 0
             meta, _, _ = await bench.batch(9)
             first = await old.forward(meta, key="prox_logprobs", temperature=1.0)
-            again = await old.forward(meta, key="prox_logprobs", temperature=0.5)
-            for part, others in ((first, again), (again, first)):  # other bits under the same fences, side by side
-                (key,), (other,) = part.meta.parts[0].keys, others.meta.parts[0].keys
-                mine = await bench.data.fetch(part.meta, [key], deadline_s=20)
-                theirs = await bench.data.fetch(others.meta, [other], deadline_s=20)
-                assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
+            (key,) = first.meta.parts[0].keys
+            mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
+            again = await old.forward(meta, key="prox_logprobs", temperature=0.5)  # other bits under the same fences
+            (other,) = again.meta.parts[0].keys
+            theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
+            assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
+            with pytest.raises(RpcError, match="prox_logprobs:5-"):  # the former making is never taken for the later
+                await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE, fence=1)
             assert ref.task_id == "weights/0/1"
             assert np.abs(ref.canary.logprobs - base.canary.logprobs).max() > ref.canary.tolerance

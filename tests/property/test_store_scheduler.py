@@ -174,8 +174,7 @@ class Both(RuleBasedStateMachine):
         except RpcError as error:
             self.retire([self.store.abandon(put_id)])
             return error.code
-        if not new:
-            self.retire([self.store.abandon(put_id)])
+        self.retire(self.store.supersede(put_id) if new else [self.store.abandon(put_id)])
         return ""
 
     def spill(self) -> bool:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from proto import blockfile
 from proto.blockfile import Layout, Table
+from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
 from services.batch_store.state import Place, Retire, StoreState, held_bytes
 from shared.rpc.errors import RpcError
@@ -54,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
     def buried(self, task_id: str, fence: int) -> bool:
         return self.tombs.get(task_id, 0) >= fence
 
-    @rule(tasks=TASKS, key=st.sampled_from("ab"), value=st.integers(0, 1))
+    @rule(tasks=TASKS, key=st.sampled_from(["a", "b", "p:1", "p:2"]), value=st.integers(0, 1))
     def begin(self, tasks: list[tuple[int, int]], key: str, value: int) -> None:
         table, nbytes = written(tasks, key, value)
         self.puts += 1
@@ -103,8 +104,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.order.append(put_id)
             self.shards |= mine
             assert self.state.to_seal(put_id) is None
+            self.supersede(put_id)
         else:
             self.retire([self.state.abandon(put_id)])
+
+    def supersede(self, put_id: str) -> None:
+        """Of a key with a revision, a task has the last one only: what no file holds any more is gone."""
+        self.retire(self.state.supersede(put_id))
+        table = self.sealed[put_id][0]
+        for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
+            names = {revised_name(key) for key in table.checksums(index)} - {None}
+            for key in [key for t, f, key in self.shards if (t, f) == (task_id, fence)]:
+                if revised_name(key) in names and key not in table.checksums(index):
+                    del self.shards[task_id, fence, key]
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -179,6 +191,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.zombies[self.state.recover_refuse(name, nbytes, place).target] = (place, nbytes)
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
+        # a file that others keep alive comes back with all of its tasks: former revisions, too
+        self.shards = {
+            (task_id, fence, key): digest
+            for table, _ in self.sealed.values()
+            for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
+            for key, digest in table.checksums(index).items()
+            if not self.buried(task_id, fence)
+        }
 
     @invariant()
     def bytes_are_exact_and_within_the_limit(self) -> None:

@@ -104,3 +104,24 @@ def test_directory_has_one_owner(tmp_path: Path) -> None:
         StoreFiles("store", tmp_path)
     files.close()
     StoreFiles("store", tmp_path).close()
+
+
+def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() -> None:
+    state = StoreState("store", 1 << 30, 1)
+
+    def put(number: int, names: list[str], keys: list[str]) -> list[str]:
+        layout = Layout([(name, 1, {key: np.full(9, number) for key in keys}) for name in names])
+        put_id = f"{number:032x}"
+        state.begin(put_id, layout.file_bytes, [PutTask(name, 1) for name in names], 0.0)
+        assert state.seal(put_id, blockfile.parse(layout.head([number] * len(names) * len(keys)), layout.file_bytes))
+        return [effect.source for effect in state.supersede(put_id)]
+
+    both = ["train/0/0", "train/0/1"]
+    assert put(1, both, ["a", "p:1"]) == []
+    assert put(2, both, ["p:2"]) == []  # the file of the first has more than former revisions
+    assert put(3, both[:1], ["p:3"]) == []  # that of the second still has the other task's
+    assert put(4, both[1:], ["q:3"]) == []
+    assert state.stats().shards == 4 + 1 + 1 + 1
+    assert put(5, both[1:], ["p:3"]) == [f"{2:032x}.blk"]
+    assert state.stats().shards == 4 + 1 + 1 + 1
+    assert put(6, ["weights/0/1"], ["w:1"]) == put(7, ["weights/0/1"], ["w:2"]) == []

@@ -394,7 +394,10 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     # staleness 1: two steps are live, and a trained one waits for its checkpoint; a lease block for each of 2 engines
     block = topology.services.rollout.block_tasks
     held = 3 * 6 + 2 * block
-    assert worst_case_bytes(topology, 32, 2 * WEIGHTS) == held * task_bytes(topology, 32) + 3 * 2 * WEIGHTS
+    # proximal log-probs of one step are put again when it is replayed, and the former ones go only afterwards
+    again = 6 * 4 * 40 * 4
+    rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 3 * 2 * WEIGHTS
+    assert again + 6 * 4096 < rest < again + 6 * 4700
     lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit"])
     data = 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
     assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200

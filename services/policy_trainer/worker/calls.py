@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from proto import messages
+from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.layout import Place
@@ -233,7 +234,7 @@ class Calls:
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
         # of this call alone: an earlier life may have put other bits for these tasks under the same fences
-        key = f"{request.key}.{request.driver:x}-{request.order}"
+        key = f"{request.key}{REVISION}{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
             await self._data.put(shards, store=STORE, deadline_s=PUT_S)

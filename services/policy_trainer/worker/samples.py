@@ -32,7 +32,7 @@ def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
     """Each of `keys` and the key that its shards have in the stores.
 
     Proximal log-probs are put under a key of the call that made them: what other weights or another number of ranks
-    gave for the same tasks before stays beside them. Raises RpcError(bad_request) when the batch has none.
+    gave for the same tasks before is never taken for them. Raises RpcError(bad_request) when the batch has none.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
