@@ -72,6 +72,8 @@ class Stepping(Freshness):
             self._give_up(lease, 0)
         for ref in self.versions.after(step):
             self._clear_weights(ref)
+        for later in [row for row in self.waiting_rows if row > step]:
+            del self.waiting_rows[later]
 
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""

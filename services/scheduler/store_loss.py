@@ -51,5 +51,3 @@ class StoreLoss(Stepping):
             if one.version[1] < step:
                 while one.waiting:
                     self._drop(one.waiting.popleft(), "the version's weights were lost with their store")
-        for later in [row for row in self.waiting_rows if row > step]:
-            del self.waiting_rows[later]

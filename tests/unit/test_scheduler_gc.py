@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from proto.messages import CheckpointSaved, GetRunInfo, NextBatch, RunInfo, StepBatch
-from services.scheduler.events import Configure, SaveStep
+from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, LeaseGrant, NextBatch, RunInfo, StepBatch
+from services.scheduler.events import Configure, SaveStep, WriteRow
+from services.scheduler.plan import EvalPlan
 from tests.unit.test_scheduler import Bench, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
@@ -135,3 +136,37 @@ def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint()
     assert core.uncovered_bytes == sum(map(core.held_bytes, slots)) > 0
     core._rewind(1)  # as after the loss of a store: step 2 is undone
     assert core.uncovered_bytes == sum(map(core.held_bytes, core.batches[1]))
+
+
+def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves() -> None:
+    """Step 3 is taken back while its row waits for the evaluation of version 2, which then ends."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=2),)), AT_COMMIT).start()
+
+    def train(step: int, loss: float) -> None:
+        assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
+        bench.ask(CommitStep(driver=1, step=step, metrics={"loss/policy": loss}))
+        bench.publish(step)
+
+    def roll_out() -> LeaseGrant:
+        while (grant := bench.granted()).split != "train":
+            held.append(grant)
+        return grant
+
+    held: list[LeaseGrant] = []
+    for step in (1, 2, 3):
+        bench.complete(roll_out())
+        train(step, 0.25)
+        if step == 2:
+            bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
+    assert reload(bench, 2).committed_step == 2
+    bench.publish(2)
+    while held:
+        bench.complete(held.pop(0), samples=1)
+    bench.complete(roll_out())
+    while held:
+        bench.complete(held.pop(0), samples=1)
+    rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
+    assert sorted(rows) == [0, 1, 2]
+    train(3, 0.5)
+    rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
+    assert rows[3]["loss/policy"] == 0.5
