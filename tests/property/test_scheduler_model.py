@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -187,6 +188,9 @@ class Model:
         core = self.machine.core
         assert core.window.live <= self.plan.max_live
         assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
+        for stage, line in enumerate(core.ready):
+            rest = copy.deepcopy(line)
+            assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
 
 
 @settings(max_examples=60)

@@ -31,6 +31,7 @@ from proto.messages import (
     PublishWeights,
     PutTask,
     Register,
+    RunInfo,
     StepBatch,
     TaskResult,
     WeightsRef,
@@ -74,7 +75,9 @@ PLAN = Plan(
     deterministic=False,
     rows=range(5),
     stages=train_graph(with_reference=True),
-    task_bytes=2 * PAGE,
+    task_bytes=3 * PAGE,
+    overhead_bytes=3 * PAGE,
+    replay_bytes=2 * PAGE,
     weight_bytes=PAGE,
     weight_versions=3,
 )
@@ -304,11 +307,48 @@ class Both(RuleBasedStateMachine):
         tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
         assert self.batches.setdefault(step, tasks) == tasks  # the same whenever it is asked for
         self.store.locate([PutTask(*task) for task in tasks])  # promise 1: all of it can be read
+        self.forward(tasks)
         self.ask(CommitStep(driver=1, step=step, metrics={}))
         self.publish(step)
         if batch.checkpoint_now or step % 3 == 0:
             self.checkpoints = [*self.checkpoints, step][-2:]
             self.ask(CheckpointSaved(driver=1, step=step, kept=self.checkpoints))
+        self.forget_gone()
+
+    def forward(self, tasks: list[tuple[str, int]]) -> None:
+        """The trainer's own log-probs: they never wait for room that cannot come, however often they are made."""
+        self.life += 1
+        key = f"prox:{self.life}"
+        if self.put(tasks, key) == ErrorCode.BUSY:
+            self.deliver_all()
+            assert self.put(tasks, key) == ""
+        for task_id, fence in tasks:
+            mine = [key for key in self.keys_of(task_id, fence) if key.startswith("prox")]
+            assert key in mine
+
+    def keys_of(self, task_id: str, fence: int) -> set[str]:
+        put_ids, [found] = self.store.locate([PutTask(task_id, fence)])
+        tables = [self.files[put_ids[place]][0] for place in found]
+        return {key for table in tables for key in table.checksums(table.index[task_id, fence])}
+
+    @rule()
+    def trainer_is_killed(self) -> None:
+        """It loads the newest checkpoint and replays what was committed since: the same tasks, all there."""
+        core = self.machine.core
+        committed = core.committed_step
+        loaded = self.checkpoints[-1] if self.checkpoints else 0
+        info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
+        assert isinstance(info, RunInfo)
+        assert (info.committed_step, info.lineage) == (committed, core.lineage)
+        for step in range(loaded + 1, committed + 1):
+            batch = self.ask(NextBatch(driver=1, step=step))
+            assert isinstance(batch, StepBatch)
+            tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
+            assert tasks == self.batches[step]
+            for task in tasks:
+                assert self.keys_of(*task) >= {"tokens", "ref"}
+            self.forward(tasks)
+        self.publish(committed)
         self.forget_gone()
 
     @precondition(lambda self: self.mail)
@@ -381,13 +421,7 @@ class Both(RuleBasedStateMachine):
     def accepted_shards_can_be_read(self) -> None:
         """Promise 1, and the first half of promise 3."""
         for task_id, (fence, keys) in self.accepted.items():
-            put_ids, [found] = self.store.locate([PutTask(task_id, fence)])
-            there = {
-                key
-                for place in found
-                for key in self.files[put_ids[place]][0].checksums(self.files[put_ids[place]][0].index[task_id, fence])
-            }
-            assert there >= keys
+            assert self.keys_of(task_id, fence) >= keys
 
     @invariant()
     def what_was_cleared_stays_away(self) -> None:
