@@ -1,0 +1,157 @@
+"""A journal that cannot be written ends the scheduler with one line, and nothing that was not written has left it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from proto.messages import (
+    GetRunInfo,
+    Heartbeat,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseProgress,
+    LeaseRequest,
+    RunInfo,
+)
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from tests.integration.store_process import REPOSITORY, small_mount
+from tests.integration.test_scheduler_service import TASKS_PER_STEP, TOPOLOGY, World, world_of
+
+MOUNT_BYTES = 4 << 20
+MORE_BYTES = 24 << 10
+"""What the journal may still grow by, where it may not grow as it likes."""
+
+
+def make_run(folder: Path, where: Path) -> RunDir:
+    """Everything of the run is at `where`, sockets and shared memory left out."""
+    model = folder / "model"
+    model.mkdir()
+    save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
+    (model / "config.json").write_text("{}")
+    run = RunDir.create(where / "run", shm_root=folder / "shm")
+    text = TOPOLOGY.format(steps=6, tasks=TASKS_PER_STEP, group=4).replace("./model", str(model))
+    run.topology.write_text(text.replace("lease_s: 2", "lease_s: 600"))
+    return run
+
+
+def start(run: RunDir) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "services.scheduler", "--run", str(run.path)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE)
+
+
+async def join(world: World) -> int:
+    """A driver with a version and a worker, whose incarnation this is."""
+    driving, driver = world.client()
+    await driving.call(GetRunInfo(driver=driver), RunInfo, deadline_s=20)
+    await world.publish(driving, driver, 0)
+    client, life = world.client()
+    await world.join("rollout", 0, client, life)
+    return life
+
+
+async def lease(world: World, life: int, most: int) -> list[int]:
+    """The leases that the worker is told of, until it has `most` or is answered no more."""
+    client, _ = world.client()
+    told: list[int] = []
+    request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=1)
+    with contextlib.suppress(RpcError):
+        while len(told) < most:
+            told.append((await client.call(request, LeaseGrant, deadline_s=3)).lease_id)
+    return told
+
+
+async def lost(world: World, life: int, leases: list[int]) -> list[int]:
+    """Which of the leases a scheduler that began anew does not know."""
+    client, _ = world.client()
+    beat = Heartbeat(
+        service="rollout",
+        instance=0,
+        incarnation=life,
+        state="READY",
+        leases=[LeaseProgress(each, 1) for each in leases],
+    )
+    ack = await client.call(beat, HeartbeatAck, deadline_s=20)
+    assert ack.registered
+    return list(ack.lost_leases)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    yield from small_mount(tmp_path / "mount", MOUNT_BYTES)
+
+
+def fill(junk: Path) -> None:
+    with junk.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+
+
+def ended(process: subprocess.Popen[bytes]) -> str:
+    """The last line that a scheduler which failed has said."""
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    return errors.decode().splitlines()[-1]
+
+
+def test_full_disk_is_one_line_and_no_lease_is_lost(mount: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, mount)
+    process = start(run)
+    junk = mount / "junk"
+
+    async def main() -> None:
+        nonlocal process
+        async with world_of(run) as world:
+            life = await join(world)
+            told = await lease(world, life, 3)
+            assert len(told) == 3
+            fill(junk)
+            told += await lease(world, life, 100)
+            line = await asyncio.to_thread(ended, process)
+            assert line.startswith(f"scheduler/0: journal {run.journal}: cannot be written: database or disk is full; ")
+            assert "make room" in line
+            junk.unlink()
+            process = start(run)
+            assert await lost(world, life, told) == []
+
+    try:
+        asyncio.run(main())
+    finally:
+        process.kill()
+        process.communicate()
+        run.remove_volatile()
+
+
+def test_journal_that_may_not_grow_is_one_line_and_no_lease_is_lost(tmp_path: Path) -> None:
+    run = make_run(tmp_path, tmp_path)
+    process = start(run)
+
+    async def main() -> None:
+        nonlocal process
+        async with world_of(run) as world:
+            life = await join(world)
+            told = await lease(world, life, 1)
+            most = Path(f"{run.journal}-wal").stat().st_size + MORE_BYTES
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
+            told += await lease(world, life, 100)
+            line = await asyncio.to_thread(ended, process)
+            assert line.startswith(f"scheduler/0: journal {run.journal}: cannot be written: disk I/O error; ")
+            process = start(run)
+            assert await lost(world, life, told) == []
+
+    try:
+        asyncio.run(main())
+    finally:
+        process.kill()
+        process.communicate()
+        run.remove_volatile()
