@@ -369,8 +369,8 @@ class Both(RuleBasedStateMachine):
             self.mail.append(sent)
 
     @precondition(lambda self: self.grants)
-    @rule(data=st.data())
-    def put_and_say_nothing(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), listed=st.booleans())
+    def put_and_say_nothing(self, data: st.DataObject, listed: bool) -> None:
         """A worker is between its put and its result; or it is a zombie, and then it is refused."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
@@ -378,6 +378,8 @@ class Both(RuleBasedStateMachine):
         assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
         if self.cleared & set(tasks):
             assert code == ErrorCode.COLLECTED
+        if listed:
+            self.reconcile(at_once=True)
 
     @rule(at_once=st.booleans())
     def reconcile(self, at_once: bool) -> None:
@@ -447,6 +449,15 @@ class Both(RuleBasedStateMachine):
         for task in [PutTask(*each) for each in self.cleared]:
             with pytest.raises(RpcError, match="were collected"):
                 self.store.locate([task])
+
+    @invariant()
+    def the_store_holds_nothing_that_was_cleared_or_collected(self) -> None:
+        """COLLECTED is what the store has let go of, not what it was told to."""
+        page, _ = self.store.inventory(0)
+        for entry in page:
+            assert self.tombs.get(entry.task_id, 0) < entry.fence
+            if entry.task_id in self.newest:
+                assert self.machine.core.tasks.find(entry.task_id) >= 0
 
     @invariant()
     def every_task_is_trained_once(self) -> None:
