@@ -72,6 +72,6 @@ class WalCheckpoints:
 
     def _pass(self, db: sqlite3.Connection) -> int:
         """Copy what is in the log; returns how many bytes of it are left for another pass."""
-        _, pages, copied = db.execute(_CHECKPOINT).fetchone()
+        pages, copied = map(int, db.execute(_CHECKPOINT).fetchone()[1:])
         self._left_bytes = pages * self._page_bytes if copied < pages else 0
         return (pages - copied) * self._page_bytes
