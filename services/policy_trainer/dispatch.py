@@ -20,6 +20,7 @@ from proto.registry import Message
 from proto.tensors import Array
 from services.policy_trainer.layout import Layout
 from services.policy_trainer.slicing import imbalance, slice_batch
+from services.policy_trainer.sums import add_up
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
@@ -123,8 +124,7 @@ class WorkerDispatch:
         answers = await self._all([requests[place.dp_rank] for place in self._places], messages.ForwardBackwardDone)
         sums: dict[str, float] = {}
         for answer in answers:
-            for name, value in answer.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_up(sums, answer.sums)
         return messages.ForwardBackwardDone(
             sums=sums, seconds=max(answer.seconds for answer in answers), imbalance=imbalance(slices)
         )
