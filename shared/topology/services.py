@@ -80,9 +80,10 @@ class Reference(Scorer):
 class Rollout(Placed):
     instances: Count = Field(default=1, description="engines, 1 or more")
     engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
-    in_flight: Literal["wait", "keep"] = Field(
+    in_flight: Literal["wait", "keep", "recompute"] = Field(
         default="wait",
-        description="newer weights while a block is sampled: wait for its end, or keep its tokens and go on with them",
+        description="newer weights while a block is sampled: wait for its end; keep its tokens and cached keys and "
+        "values and go on with them; or keep its tokens and recompute what was cached",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(

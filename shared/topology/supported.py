@@ -48,7 +48,6 @@ UNSUPPORTED = (
     Unsupported("services.reference.backend", _any_of("megatron"), "backend megatron", "torch"),
     Unsupported("services.*.gpus", _above(1), "an instance on {value} GPUs", "0 or 1"),
     Unsupported("services.reference.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
-    Unsupported("services.rollout.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
     Unsupported("services.reference.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
     Unsupported("services.reference.parallel.cp", _above(1), "context parallelism {value}", "1"),
