@@ -39,7 +39,10 @@ class Publisher:
         newest_checkpoint: int,
         last_step: int,
         export: Path,
+        earlier: int = 0,
     ) -> None:
+        """`earlier`: so many versions before the first one are published again (deterministic mode: tasks that were
+        lost are sampled with the version they were first sampled with)."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -48,6 +51,7 @@ class Publisher:
         self._newest_checkpoint = newest_checkpoint
         self._last_step = last_step
         self._export = export
+        self._earlier = earlier
         self._publishing: asyncio.Task[float] | None = None
         self._saving: asyncio.Task[float] | None = None
 
@@ -103,7 +107,9 @@ class Publisher:
 
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
-        await self._scheduler.publish(await self._put_weights(version))
+        first, self._earlier = max(0, version - self._earlier), 0
+        for each in range(first, version + 1):
+            await self._scheduler.publish(await self._put_weights(each))
         return time.perf_counter() - began
 
     async def _put_weights(self, version: int) -> WeightsRef:

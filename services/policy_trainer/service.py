@@ -50,7 +50,8 @@ class PolicyTrainer(Service):
                 self.log.warning("workers lost, resuming", committed=committed, error=str(error))
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
-        standing = await resume(scheduler, workers, list(self._checkpoints()))
+        deterministic = topology.run.deterministic
+        standing = await resume(scheduler, workers, list(self._checkpoints()), whole_rows=deterministic)
         self._put_aside(standing.committed)
         publisher = Publisher(
             scheduler,
@@ -60,6 +61,7 @@ class PolicyTrainer(Service):
             store=STORE,
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
+            earlier=topology.staleness if deterministic else 0,
             export=self.run.export,
         )
         try:

@@ -78,6 +78,10 @@ class Ledger:
         self.checkpoint_step = -1
         self.finished = False
         self.position = 0
+        self.highest_fence = 1
+        """Deterministic mode: of all tasks so far; one that is collected and asked for again goes on above it."""
+        self.broken = ""
+        """Deterministic mode: why the run cannot go on with the same bits."""
         self.uncovered_bytes = 0
         """Bytes of trained tasks that wait for a checkpoint."""
         self.dropped = 0
@@ -144,6 +148,10 @@ class Ledger:
             self._drop(slot, f"{self.config.attempts} attempts failed, the last: {reason}")
             return
         self.tasks.failures[slot] = failures
+        self._again(slot)
+
+    def _again(self, slot: int) -> None:
+        """Back to PENDING under a higher fence; what was made under the old one is cleared."""
         self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
         self.tasks.reset_attempt(slot)
         admission = self.tasks.admission[slot]
@@ -198,10 +206,13 @@ class Ledger:
             return
         bound = min(bound, max(self._room_for_tasks(), self.plan.tasks_per_step))
         while self.window.live < bound:
-            epoch, row = self.order.at(self.position)
-            self.position += 1
-            slot = self.tasks.add(TRAIN_SPLIT, epoch, row, self.window.tail)
-            heapq.heappush(self.ready[0], self.window.admit(slot))
+            self._admit_next()
+
+    def _admit_next(self) -> None:
+        epoch, row = self.order.at(self.position)
+        self.position += 1
+        slot = self.tasks.add(TRAIN_SPLIT, epoch, row, self.window.tail)
+        heapq.heappush(self.ready[0], self.window.admit(slot))
 
     def _open_batch_tasks(self) -> int:
         return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0
@@ -250,9 +261,9 @@ class Ledger:
 
     def cleared(self, store: str, count: int) -> bool:
         """A store has acknowledged the first `count` clears of its queue."""
-        for task_id, _, last in self.clears.pop(store, count):
+        for task_id, fence, last in self.clears.pop(store, count):
             slot = self.tasks.find(task_id) if last else NO_SLOT
-            if slot != NO_SLOT:
+            if slot != NO_SLOT and self.tasks.fence[slot] == fence:  # a higher one: the task lives again
                 self.tasks.clears[slot] -= 1
                 if not self.tasks.clears[slot]:
                     self._collected(slot)

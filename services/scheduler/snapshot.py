@@ -19,7 +19,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 4
+LAYOUT = 5
 """Raised with every change of what `dump` writes; another layout is refused by name."""
 
 _PLAIN = (
@@ -31,6 +31,8 @@ _PLAIN = (
     "checkpoint_step",
     "finished",
     "position",
+    "highest_fence",
+    "broken",
     "uncovered_bytes",
     "dropped",
     "filtered",

@@ -57,23 +57,30 @@ class Stepping(Freshness):
         )
 
     def _rewind(self, step: int) -> None:
-        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks."""
+        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
+        mode on the same ones, rolled again."""
         for later in [each for each in self.batches if each > step]:
             for slot in self.batches.pop(later):
                 if later <= self.committed_step:
                     self.uncovered_bytes -= self.held_bytes(slot)
-                self.tasks.move(slot, TaskState.DROPPED)
-                self.dropped += 1
-                self._collect(slot)
+                if not self.plan.deterministic:
+                    self.tasks.move(slot, TaskState.DROPPED)
+                    self.dropped += 1
+                    self._collect(slot)
         self.batched_step = self.committed_step = min(step, self.committed_step)
-        for lease in [each for each in self.leases if each.version is not None and each.version[1] > step]:
-            self._give_up(lease, 0)
+        for lease in list(self.leases):
+            trains = self.tasks.admission[lease.slots[0]] != EVALUATION
+            if (lease.version is not None and lease.version[1] > step) or (trains and self.plan.deterministic):
+                self._give_up(lease, 0)
+        if self.plan.deterministic:
+            self._reopen()
         for ref in self.versions.after(step):
             self._clear_weights(ref)
 
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
         self.check_driver(request.driver)
+        self._check_whole()
         step = request.step
         if not 1 <= step <= self.config.steps:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {step}: this run has steps 1..{self.config.steps}")
@@ -102,6 +109,8 @@ class Stepping(Freshness):
         self.batched_step = request.step
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
+        if self.plan.deterministic:  # those of the step, not those of the time
+            self.batch_dropped = self.plan.tasks_per_step - len(slots)
         self.dropped_reported = self.dropped
         self.batch_filtered = [self.filtered_reward, float(self.filtered_samples)]
         self.filtered, self.filtered_samples, self.filtered_reward = 0, 0, 0.0

@@ -245,7 +245,6 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "path", "use"),
     [
-        ("run.deterministic=true", "run.deterministic", "false"),
         ("services.rollout.engine=openai", "services.rollout.engine", "transformers or vllm"),
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
         ("services.reference.backend=megatron", "services.reference.backend", "torch"),

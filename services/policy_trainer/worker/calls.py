@@ -30,7 +30,8 @@ from shared.stages import PROXIMAL
 from shared.topology import Topology
 
 if TYPE_CHECKING:
-    from services.policy_trainer.worker.backend import Backend
+    from services.policy_trainer.worker.backend import Backend, Update
+    from services.policy_trainer.worker.earlier import EarlierVersions
     from services.policy_trainer.worker.losses.policy import PolicyLoss
     from services.policy_trainer.worker.publish import Canaries
 
@@ -67,6 +68,7 @@ class Calls:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._backend: Backend
         self._canaries: Canaries
+        self._earlier: EarlierVersions
         self._own_loss: PolicyLoss | None = None
         self._loaded = False
         self._pristine = True
@@ -87,10 +89,16 @@ class Calls:
 
     def _load(self) -> None:
         # imported on the compute thread, so that the mailbox answers during the seconds it takes
+        from services.policy_trainer.worker.earlier import EarlierVersions
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.publish import Canaries
         from services.policy_trainer.worker.start import make_backend
+        from shared.model.determinism import require_deterministic_algorithms
 
+        deterministic = self._topology.run.deterministic
+        if deterministic:
+            require_deterministic_algorithms()
+        self._earlier = EarlierVersions(self._topology.staleness if deterministic else 0)
         self._backend = make_backend(self._run, self._topology, self._place, self._group.generation)
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
@@ -200,6 +208,7 @@ class Calls:
             self.dirty = True
             await self._together("InitModel", self._backend.restart)
             self._pristine = True
+        await self._together("InitModel", lambda: self._record(0))
         return self._standing_at(0)
 
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
@@ -215,9 +224,16 @@ class Calls:
         def work() -> None:
             self._pristine, self.dirty = False, True
             self._backend.load_state(State(snapshot.weights, snapshot.optimizer))
+            self._earlier.restore(snapshot.earlier, self._canaries)
+            self._record(request.step)
 
         await self._together("LoadCheckpoint", work)
         return self._standing_at(request.step)
+
+    def _record(self, step: int) -> None:
+        """Deterministic mode: keep this version; on every rank, as part of a collective."""
+        if self._topology.run.deterministic:
+            self._earlier.record(step, self._backend.weights(), self._canaries.current())
 
     def _standing_at(self, step: int) -> messages.WorkerReady:
         self.step, self.dirty = step, False
@@ -282,7 +298,7 @@ class Calls:
         began = time.perf_counter()
         was_dirty, self.dirty = self.dirty, True
         try:
-            update = await self._together("OptimStep", lambda: self._backend.step(request.step))
+            update = await self._together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
         except RpcError:
@@ -293,19 +309,38 @@ class Calls:
             self.step = request.step
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
 
+    def _update(self, request: messages.OptimStep) -> Update:
+        update = self._backend.step(request.step)
+        if request.last:
+            self._record(request.step)
+        return update
+
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
         """Canary and gathering run in order; the bytes travel while the next gradient is computed."""
         from services.policy_trainer.worker.publish import put_weights
 
+        earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
+
         async def settled() -> None:
-            self._must_stand_at(request.step, "publish")
+            if not earlier:
+                self._must_stand_at(request.step, "publish")
+            elif self._place.rank == 0 and self._earlier.get(request.step) is None:
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker stands at {self.step}"
+                )
             await self._weights_put()
 
         await self._ready(request, settled())
         began = time.perf_counter()
-        canary, weights = await self._together("Publish", lambda: (self._canaries.current(), self._backend.weights()))
+        if not earlier:
+            canary, weights = await self._together(
+                "Publish", lambda: (self._canaries.current(), self._backend.weights())
+            )
         if self._place.rank != 0:
             return messages.Published(seconds=time.perf_counter() - began)
+        version = self._earlier.get(request.step) if earlier else None
+        if version is not None:
+            canary, weights = version.canary, version.weights
 
         async def put() -> None:
             try:
@@ -336,7 +371,8 @@ class Calls:
         state = await self._together("SaveCheckpoint", self._backend.state)
         if self._place.rank != 0:
             return messages.Saved(path="", seconds=0.0)
-        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer)
+        earlier = self._earlier.tensors(request.step)
+        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer, earlier)
         folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
 
         def write() -> tuple[Path, list[int]]:

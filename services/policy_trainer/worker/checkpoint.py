@@ -2,7 +2,8 @@
 
     model.safetensors      weights under their Hugging Face names
     optimizer.safetensors  <slot>/<parameter>
-    state.json             layout version, step, and size and xxh3-64 of both files
+    earlier.safetensors    <version>/<parameter> of versions before it (run.deterministic with a staleness above 0)
+    state.json             layout version, step, and size and xxh3-64 of these files
 
 Written into a temporary folder, synced, read back against the checksums, renamed. Nothing here is ever unpickled.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,19 @@ from shared.rpc.errors import RpcError
 
 LAYOUT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+EARLIER = "earlier.safetensors"
 _PREFIX = "step-"
 _CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a worker needs to go on after `step` (see `backend.State`)."""
+    """Everything a worker needs to go on after `step` (see `backend.State`, `earlier.EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    earlier: dict[str, Tensor] = field(default_factory=dict)
 
 
 def steps(folder: Path) -> list[int]:
@@ -58,8 +61,10 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     partial.mkdir()
     save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
     save_file(state.optimizer, partial / OPTIMIZER)
+    if state.earlier:
+        save_file(state.earlier, partial / EARLIER)
     manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "files": {}}
-    for name in (MODEL, OPTIMIZER):
+    for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
         size, digest = _digest(partial / name)
@@ -92,7 +97,8 @@ def load(folder: Path, step: int) -> Snapshot:
     if manifest.get("step") != step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
     try:
-        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER))
+        earlier = load_file(path / EARLIER) if EARLIER in manifest["files"] else {}
+        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
 
@@ -104,12 +110,12 @@ def _verify(path: Path) -> dict[str, Any]:
         if manifest["layout"] != LAYOUT:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']}, this is {LAYOUT}")
         expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
-        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER)}
+        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER, *expected)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RpcError(
             ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
         ) from None
-    for name in (MODEL, OPTIMIZER):
+    for name in found:
         if found[name] != expected.get(name):
             raise RpcError(
                 ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"

@@ -58,8 +58,12 @@ class Canaries:
         logprobs, _ = token_logprobs(model, self._token_ids, self._lengths, self._mask, 1.0, length)
         return to_numpy(logprobs)
 
+    def of(self, logprobs: Array) -> Canary:
+        """The canary of a version whose log-probs (from the second token on) are known."""
+        return Canary(token_ids=self._token_ids, logprobs=logprobs, tolerance=self._tolerance)
+
     def _canary(self, logprobs: Array) -> Canary:
-        return Canary(token_ids=self._token_ids, logprobs=logprobs[1:].astype(np.float32), tolerance=self._tolerance)
+        return self.of(logprobs[1:].astype(np.float32))
 
 
 async def put_weights(

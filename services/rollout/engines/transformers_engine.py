@@ -21,6 +21,7 @@ from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.decode import Block, Ending
 from services.rollout.engines.weights import fitting
+from shared.model.determinism import require_deterministic_algorithms
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.tensors_torch import to_numpy
@@ -98,6 +99,8 @@ class TransformersEngine:
 
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
+        if self._deterministic:
+            require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
         self._progress += 1
 
