@@ -91,13 +91,14 @@ class Fixed(Ledger):
         if self.broken:
             raise RpcError(ErrorCode.BAD_REQUEST, self.broken)
         step, tasks = self.batched_step + 1, self.plan.tasks_per_step
-        if self.plan.deterministic and self._step_is_settled(step):
-            if all(self.window.slot(each) < 0 for each in range(self.batched_step * tasks, step * tasks)):
-                raise RpcError(
-                    ErrorCode.BAD_REQUEST,
-                    f"step {step}: all its {tasks} tasks were dropped, and run.deterministic puts none in their place; "
-                    "the log of the rollout service has the reasons",
-                )
+        if not self.plan.deterministic or not self._step_is_settled(step):
+            return
+        if all(self.window.slot(each) < 0 for each in range(self.batched_step * tasks, step * tasks)):
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"step {step}: all its {tasks} tasks were dropped, and run.deterministic puts none in their place; "
+                "the log of the rollout service has the reasons",
+            )
 
     def _admit(self) -> None:
         if not self.plan.deterministic:

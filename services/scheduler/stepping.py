@@ -109,8 +109,6 @@ class Stepping(Freshness):
         self.batched_step = request.step
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
-        if self.plan.deterministic:  # those of the step, not those of the time
-            self.batch_dropped = self.plan.tasks_per_step - len(slots)
         self.dropped_reported = self.dropped
         self.batch_filtered = [self.filtered_reward, float(self.filtered_samples)]
         self.filtered, self.filtered_samples, self.filtered_reward = 0, 0, 0.0
@@ -129,6 +127,9 @@ class Stepping(Freshness):
             ],
         )
         newest = step == self.batched_step
+        dropped = self.batch_dropped if newest else 0
+        if self.plan.deterministic:  # those of the step, not those since the last one
+            dropped = self.plan.tasks_per_step - len(slots)
         rewards = columns.get("reward")
         reward_sum, samples = self.batch_filtered if newest else [0.0, 0.0]
         if rewards is not None:
@@ -139,7 +140,7 @@ class Stepping(Freshness):
             scalars=columns,
             reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
             samples_failed=sum(self.tasks.failed[slot] for slot in slots),
-            dropped=self.batch_dropped if newest else 0,
+            dropped=dropped,
             checkpoint_now=self._wants_checkpoint(sum(map(self.held_bytes, slots))),
         )
 
