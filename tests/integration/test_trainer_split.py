@@ -25,9 +25,9 @@ async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
     await workers.init_model()
     found = []
     for step in range(1, STEPS + 1):
-        meta, advantages, weights = await bench.batch(step)
-        gradient = workers.forward_backward(meta, ROLLOUT, advantages=advantages, weights=weights)
-        done, update = await asyncio.gather(gradient, workers.optim_step(step, last=True))
+        meta = await bench.batch(step)
+        gradient = workers.forward_backward(meta, ROLLOUT)
+        done, update = await asyncio.gather(gradient, workers.optim_step())
         tokens = done.sums["tokens"]
         means = {name: value if name in WEIGHTED else value / tokens for name, value in done.sums.items()}
         found.append({**means, "tokens": tokens, "grad_norm": update.grad_norm, "lr": update.lr})

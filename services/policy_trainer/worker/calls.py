@@ -18,6 +18,8 @@ import structlog
 from proto import messages
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
+from proto.tensors import Array
+from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
 from services.policy_trainer.layout import Place
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
@@ -242,14 +244,21 @@ class Calls:
 
     async def _forward(self, request: messages.Forward, _: Call) -> Message:
         began = time.perf_counter()
-        tokens = await self._ready(request, self._tokens(request))
-        sequences = _sequences(tokens)
-        logprobs = await self._together("Forward", lambda: self._backend.forward(sequences, request.temperature))
+
+        async def known() -> samples.Tokens:
+            if request.keys != [samples.PROX_KEY]:
+                wanted = ", ".join(request.keys) or "nothing"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it makes {samples.PROX_KEY}")
+            return await self._tokens(request)
+
+        tokens = await self._ready(request, known())
+        sequences, temperature = _sequences(tokens), self._topology.sampling.temperature
+        logprobs = await self._together("Forward", lambda: self._backend.forward(sequences, temperature))
         ends = tokens.tokens_of_task.cumsum()
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
         # of this call alone: an earlier life may have put other bits for these tasks under the same fences
-        key = f"{request.key}.{request.driver:x}-{request.order}"
+        key = f"{samples.PROX_KEY}.{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
             await self._data.put(shards, store=STORE, deadline_s=PUT_S)
@@ -269,8 +278,8 @@ class Calls:
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
-                advantages = samples.spread(tokens, counts, request.advantages)
-                weights = samples.spread(tokens, counts, request.weights)
+                advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
+                weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
                 device = self._topology.services.policy_trainer.device(self._place.rank)
                 return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss)
@@ -427,6 +436,13 @@ def _sequences(tokens: samples.Tokens) -> Any:
     from services.policy_trainer.worker.backend import Sequences
 
     return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
+
+
+def _scalar(batch: BatchMeta, name: str) -> Array:
+    if name not in batch.scalars:
+        known = ", ".join(sorted(batch.scalars)) or "none"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"batch without {name} of its samples (scalars: {known}); put them in")
+    return batch.scalars[name]
 
 
 Runner = Callable[[Calls, Any, Call], Awaitable[Message | Deferred]]
