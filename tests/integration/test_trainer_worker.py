@@ -16,7 +16,19 @@ import pytest
 import zmq
 
 from proto.ids import new_incarnation
-from proto.messages import BatchMeta, BatchPart, ErrorCode, LossSpec, Ping, Pong, TaskHandle, WeightsRef
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    LossSpec,
+    Ping,
+    Pong,
+    PutTask,
+    TaskHandle,
+    WeightsRef,
+)
 from proto.tensors import Array
 from services.policy_trainer.batches import weighed
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
@@ -305,6 +317,29 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
                 for name in first
             ]
             assert max(moved) <= 1e-5
+
+    with processes(run):
+        asyncio.run(scenario())
+
+
+def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run: RunDir) -> None:
+    """The publication is retried where the weights are: a retry that came as a new call would come after the update."""
+
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            first = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
+            await bench.client(STORE).call(Clear(tasks=[PutTask("weights/0/0", 1)]), Ack, deadline_s=20)
+            meta = await bench.batch(1)
+            ref, _, update = await asyncio.gather(
+                workers.publish_weights(0, 0, store=STORE),
+                workers.forward_backward(meta, ROLLOUT_ANCHOR),
+                workers.optim_step(),
+            )
+            assert ref.fence == 2
+            assert update.grad_norm > 0
+            assert await bench.weight_bytes(ref) == first
 
     with processes(run):
         asyncio.run(scenario())

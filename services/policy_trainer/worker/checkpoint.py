@@ -10,6 +10,7 @@ Written into a temporary folder, synced, read back against the checksums, rename
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 EARLIER = "earlier.safetensors"
 _PREFIX = "step-"
 _CHUNK_BYTES = 8 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     _sync(partial)
     _verify(partial)
     if target.exists():
-        target.rename(folder / f".{target.name}.replaced")
-    partial.rename(target)
+        _exchange(partial, target)  # what it replaces may be the only one there is: never a moment without it
+    else:
+        partial.rename(target)
     _sync(folder)
     here = steps(folder)
     newer = [step for step in here if step > state.step]  # of steps that were taken back: never to be loaded again
@@ -139,6 +142,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step (Linux renameat2). Raises OSError where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: exchanging with {other}", str(one))
 
 
 def _sweep(folder: Path) -> None:
