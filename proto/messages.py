@@ -132,6 +132,25 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = SupervisorState
 
 
+@message(18)
+class LogLines(Message, frozen=True, kw_only=True):
+    """Answer to `GetLog`: whole lines in order, 256 KiB of them at most, and the `position` to go on from."""
+
+    lines: list[str]
+    position: int
+
+
+@message(19)
+class GetLog(Request, frozen=True, kw_only=True):
+    """Operator to supervisor: the last `lines` lines of a service's log; with a `position`, what came after that."""
+
+    REPLY: ClassVar[type[Message]] = LogLines
+    service: str
+    instance: int
+    lines: int = 50
+    position: int = -1
+
+
 # --------------------------------------------------------------------------------------- registry (scheduler)
 
 

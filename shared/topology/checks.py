@@ -220,9 +220,22 @@ def _engine(topology: Topology) -> Found:
 
 
 def _transport(topology: Topology) -> Found:
-    if not topology.transport.encrypt_bulk and topology.transport.listen is None:
-        message = "false: without transport.listen nothing goes to another host, leave it out"
-        yield ("transport", "encrypt_bulk"), message
+    transport = topology.transport
+    ports = ("scheduler_port", "supervisor_port", "monitor_port")
+    if transport.listen is None:
+        if not transport.encrypt_bulk:
+            message = "false: without transport.listen nothing goes to another host, leave it out"
+            yield ("transport", "encrypt_bulk"), message
+        for name in ports:
+            if getattr(transport, name) != type(transport).model_fields[name].default:
+                yield ("transport", name), "without transport.listen nobody listens on tcp, leave it out"
+        return
+    taken: dict[int, str] = {}
+    for name in ports:
+        port = getattr(transport, name)
+        if port in taken:
+            yield ("transport", name), f"{port} is transport.{taken[port]} too, choose another"
+        taken[port] = name
 
 
 def _deterministic(topology: Topology) -> Found:

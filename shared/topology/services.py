@@ -162,6 +162,12 @@ class Transport(Section):
     scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=7747, description="TCP port (1 to 65535) of the scheduler, which other hosts join at"
     )
+    supervisor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=7748, description="TCP port (1 to 65535) of the supervisor, which launch.ctl --access asks"
+    )
+    monitor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=7749, description="TCP port (1 to 65535) of the monitor, which launch.monitor --access asks"
+    )
     encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
 
 
