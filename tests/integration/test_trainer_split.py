@@ -62,7 +62,7 @@ def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options
 
 
 def test_a_checkpoint_goes_through_other_backends_and_world_sizes_without_a_bit_lost(run: RunDir) -> None:
-    """What one torch rank saved, two tensor-parallel megatron ranks load and save again, and torch goes on from there."""
+    """What one torch rank saved, two tensor-parallel megatron ranks load and save again, and torch goes on from it."""
     found: dict[str, dict[str, bytes]] = {}
 
     async def weights(bench: Bench, workers: WorkerDispatch, lineage: int, step: int) -> dict[str, bytes]:

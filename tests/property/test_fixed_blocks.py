@@ -1,4 +1,4 @@
-"""Deterministic mode: whatever is lost when, a block is always the same tasks with the same version, and so is a step."""
+"""Deterministic mode: whatever is lost when, a block is always the same tasks with the same version; so is a step."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         text += b" " * (-len(text) % _ALIGNMENT)
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
