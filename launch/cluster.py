@@ -108,6 +108,8 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
         screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
         try:
             ended = asyncio.run(_supervise(run, topology, lock, screen, metrics))
+        except RpcError as error:
+            _refuse([str(error)])
         finally:
             run.remove_volatile()
     metrics.poll(time.monotonic())
@@ -126,8 +128,8 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
 
     plan = _plan(topology)
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
-    address, port = topology.transport.listen, topology.transport.scheduler_port
-    listen = {key: listen_endpoint(address, port, key[0]) for key in plan} if address else {}
+    doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
+    listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
     supervisor = Supervisor(run, plan, threads=threads, listen=listen, on_event=on_event, lock=lock)
     interrupts = 0
 

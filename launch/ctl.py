@@ -10,22 +10,32 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from launch.logs import Follower, readable, size_of, tail
+from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.supervisor.plan import SUPERVISOR, Key, select
-from proto.messages import Ack, ErrorCode, RestartService, StopRun
+from proto.messages import (
+    Ack,
+    ErrorCode,
+    GetLog,
+    GetSupervisorState,
+    LogLines,
+    RestartService,
+    StopRun,
+    SupervisorState,
+)
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, newest_run, parse_service_name, service_name
+from shared.rundir import RunDir, parse_service_name, service_name
+from shared.security.access import Access
 from shared.topology import TopologyError, load
 
-RUNS = Path("runs")
 FOLLOW_S = 0.25
-EXIT_UNREACHABLE, EXIT_USAGE = 1, 2
+REMOTE_FOLLOW_S = 1.0
 R = TypeVar("R")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
@@ -36,11 +46,16 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 def main(
     context: typer.Context,
     run: Annotated[Path | None, typer.Option("--run", help="run directory; left out: the newest in ./runs")] = None,
+    access: Annotated[
+        Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see export-access)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Finds the run for the command."""
     with _one_line_errors():
-        context.obj = (RunDir.open(run or newest_run(RUNS)), as_json)
+        if context.invoked_subcommand == join.__name__:
+            return
+        context.obj = (find(run, access), as_json)
 
 
 @app.command()
@@ -82,6 +97,36 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command()
+def export_access(
+    context: typer.Context,
+    role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds that role's secret key")],
+) -> None:
+    """Write what another machine needs to watch the run, to steer it, or to be a part of it."""
+    from launch.access import export, role_of
+
+    run, _ = context.obj
+    with _one_line_errors():
+        if not isinstance(run, RunDir):
+            raise RpcError(ErrorCode.BAD_REQUEST, "access is handed out where the run directory is: use --run")
+        export(run, role_of(role), to)
+    print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
+
+
+@app.command()
+def join(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="access in the role service, from export-access")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory to make on this host")],
+) -> None:
+    """Make this host a part of a run: python -m services.NAME --run DIR then works here."""
+    from launch import access
+
+    with _one_line_errors():
+        joined = access.join(file, run_dir)
+    print(f"{joined.path}: joins the run at {joined.scheduler}")
+
+
+@app.command()
 def logs(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
@@ -94,6 +139,9 @@ def logs(
     raw = as_json or before
     with _one_line_errors():
         keys = select(name, [*_known(run), (SUPERVISOR, 0)])
+        if isinstance(run, Access):
+            _print_remote_logs(run, keys, lines, follow=follow, raw=raw)
+            return
     files = [run.log_file(*key) for key in keys]
     followers = [Follower(file, position=size_of(file)) for file in files]
     old = [line for file in files for line in tail(file, lines)]
@@ -109,7 +157,29 @@ def logs(
         return
 
 
-def _known(run: RunDir) -> list[Key]:
+def _print_remote_logs(run: Access, keys: list[Key], lines: int, *, follow: bool, raw: bool) -> None:
+    positions, begun = dict.fromkeys(keys, -1), False
+    with suppress(KeyboardInterrupt):
+        while True:
+            found: list[str] = []
+            for key in keys:
+                request = GetLog(service=key[0], instance=key[1], lines=lines, position=positions[key])
+                page = asyncio.run(with_client(run, SUPERVISOR, request, LogLines))
+                positions[key] = page.position
+                found += page.lines
+            found.sort(key=_timestamp)
+            for line in found if begun else found[-lines:] if lines else []:
+                print(line if raw else readable(line), flush=True)
+            if not follow:
+                return
+            begun = True
+            time.sleep(REMOTE_FOLLOW_S)
+
+
+def _known(run: Run) -> list[Key]:
+    if isinstance(run, Access):
+        state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+        return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
 
 
@@ -120,9 +190,7 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _ask(run: RunDir, request: RestartService | StopRun) -> None:
-    from launch.peer import with_client
-
+def _ask(run: Run, request: RestartService | StopRun) -> None:
     asyncio.run(with_client(run, SUPERVISOR, request, Ack))
 
 

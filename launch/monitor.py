@@ -1,6 +1,7 @@
 """`python -m launch.monitor`: watch a run, from any moment on: the present state, then every change. Changes nothing.
 
-Exit status: 0 when the run ended or at Ctrl-C, 2 when there is no such run.
+Exit status: 0 when the run ended or at Ctrl-C, 1 when a run on another machine does not answer (any more: whether it
+ended cannot be seen from there), 2 when there is no such run or it does not let this access in.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import zmq
 
+from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, knock
 from launch.stream import Stream
-from proto.messages import TopicRow
+from proto.messages import ErrorCode, TopicRow
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, newest_run, service_name
+from shared.rundir import RunDir, service_name
+from shared.security.access import Access
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUNS = Path("runs")
 REDRAW_S = 0.5
+LOST_S = 20.0
+"""A monitor on another machine that is silent for longer is given up."""
 Rows = AsyncIterator[TopicRow]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -36,33 +41,59 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     run: Annotated[Path | None, typer.Option("--run", help="run directory; left out: the newest in ./runs")] = None,
+    access: Annotated[
+        Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see ctl export-access)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line instead of a table")] = False,
     topic: Annotated[
         list[str] | None, typer.Option("--topic", metavar="PREFIX", help="only topics that begin so; may be repeated")
     ] = None,
 ) -> None:
     """Show the state of a run and every change of it."""
+    show = _print_json if as_json or not sys.stdout.isatty() else _draw
     try:
-        directory = RunDir.open(run or newest_run(RUNS))
+        asyncio.run(_watch(find(run, access), tuple(topic or [""]), show))
+        return
     except RpcError as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
-    show = _print_json if as_json or not sys.stdout.isatty() else _draw
-    with contextlib.suppress(BrokenPipeError):
-        asyncio.run(_watch(directory, tuple(topic or [""]), show))
-        return
+        raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_UNREACHABLE) from None
+    except BrokenPipeError:
+        pass
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: no noise at exit
 
 
-async def _watch(run: RunDir, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
+async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
     loop = asyncio.get_running_loop()
-    async with Stream(run, ended=lambda: not run.sockets.exists()) as stream:
+    if isinstance(run, Access):
+        await _let_in(run)
+    lost = False
+
+    def ended() -> bool:
+        nonlocal lost
+        if isinstance(run, RunDir):
+            return not run.sockets.exists()
+        lost = loop.time() - stream.heard_at > LOST_S
+        return lost
+
+    async with Stream(run, ended=ended) as stream:
         rows = (row async for row in stream.rows() if row.topic.startswith(prefixes))
         task = loop.create_task(show(rows))
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task
+    if lost:
+        text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run has ended, or the line is cut"
+        raise RpcError(ErrorCode.DEADLINE, text)
+
+
+async def _let_in(run: Access) -> None:
+    """Raises RpcError in one line where the stream would only stay silent."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        await knock(context, run, "monitor")
+    finally:
+        context.term()
 
 
 async def _print_json(rows: Rows) -> None:

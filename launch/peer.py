@@ -1,33 +1,99 @@
-"""Asks one service of a run one thing, from a short-lived process. Never waits longer than its deadline."""
+"""Finds the run that a command is about, asks one of its services one thing. Never waits longer than its deadline."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TypeVar
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from proto.ids import new_incarnation
+from proto.limits import CONTROL
 from proto.messages import ErrorCode
 from proto.registry import Message, Request
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.rundir import RunDir, service_name
+from shared.rpc.transport import Pump, open_socket
+from shared.rundir import RunDir, newest_run, service_name
+from shared.security.access import Access, read
+from shared.security.curve import unlock
 
 R = TypeVar("R", bound=Message)
 DEADLINE_S = 3.0
+Run = RunDir | Access
+"""A run on this machine, or one on another that an access file leads to."""
+RUNS = Path("runs")
+EXIT_UNREACHABLE, EXIT_USAGE = 1, 2
+_OTHER_KEY = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_OUTCOMES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | _OTHER_KEY
 
 
-async def with_client(run: RunDir, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
-    """The reply of instance 0 of `service`. Raises RpcError; code `deadline` when it is not there."""
-    if not run.socket_file(service, 0).exists():
-        raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: no {service} is running")
+def find(run: Path | None, access: Path | None) -> Run:
+    """The run that the options name. Raises RpcError(bad_request)."""
+    if access is None:
+        return RunDir.open(run or newest_run(RUNS))
+    if run is not None:
+        raise RpcError(ErrorCode.BAD_REQUEST, "--run and --access name two runs; give one of them")
+    return read(access)
+
+
+async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
+    """The reply of instance 0 of `service`. Raises RpcError: `deadline` when it is not there, `bad_request` when it
+    does not let this access in.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    client = Client(context, run.endpoint(service, 0), service_name(service, 0), new_incarnation())
     try:
-        return await client.call(request, reply, deadline_s=deadline_s)
-    except DeadlineExceeded:
-        raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: {service} does not answer in {deadline_s:g} s") from None
+        if isinstance(run, Access):
+            where, endpoint = f"run {run.name}", run.endpoints[service]
+            await knock(context, run, service, deadline_s)
+        elif run.socket_file(service, 0).exists():
+            where, endpoint = f"run {run.path}", run.endpoint(service, 0)
+        else:
+            raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: no {service} is running")
+        ring = run.keys if isinstance(run, Access) else None
+        client = Client(context, endpoint, service_name(service, 0), new_incarnation(), keys=ring)
+        try:
+            return await client.call(request, reply, deadline_s=deadline_s)
+        except DeadlineExceeded:
+            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {deadline_s:g} s") from None
+        finally:
+            client.close()
     finally:
-        client.close()
         await asyncio.get_running_loop().run_in_executor(None, context.term)
+
+
+async def knock(
+    context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str, deadline_s: float = DEADLINE_S
+) -> None:
+    """Return once `service` lets this access in.
+
+    Raises RpcError: `bad_request` when it does not, or is another run's; `deadline` when nobody answers there. A
+    request alone could not tell: it waits the same for one who refuses and for one who is away.
+    """
+    endpoint = access.endpoints[service]
+    outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def on_event(frames: list[bytes]) -> None:
+        if not outcome.done():
+            outcome.set_result(parse_monitor_message(frames)["event"])
+
+    socket = open_socket(context, zmq.DEALER, CONTROL)
+    unlock(socket, access.keys)
+    events = Pump(socket.get_monitor_socket(_OUTCOMES), on_event)
+    socket.connect(endpoint)
+    where = f"run {access.name}: {service} at {endpoint}"
+    try:
+        event = await asyncio.wait_for(outcome, deadline_s)
+    except TimeoutError:
+        raise RpcError(ErrorCode.DEADLINE, f"{where} is not to be reached; is the run going, the port open?") from None
+    finally:
+        events.close()
+        socket.disable_monitor()
+        socket.close()
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        text = f"{where} refused this access: the role {access.role.label} is not enough, or its key is not the run's"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{where} does not prove to be of this run; whose access file is this?")

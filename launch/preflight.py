@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -33,6 +34,7 @@ def check(topology: Topology, file: str) -> Findings:
         _check_rows(source, f"{file}: {key}", findings)
     _check_memory(topology, file, findings)
     _check_port(topology, file, findings)
+    _check_doors(topology, file, findings)
     return findings
 
 
@@ -98,3 +100,24 @@ def _check_port(topology: Topology, file: str, findings: Findings) -> None:
             findings.errors.append(
                 f"{file}: services.monitor.port: {port} cannot be used ({error.strerror}); choose another"
             )
+
+
+def _check_doors(topology: Topology, file: str, findings: Findings) -> None:
+    transport = topology.transport
+    if transport.listen is None:
+        return
+    for key in ("scheduler_port", "supervisor_port", "monitor_port"):
+        address = (transport.listen, getattr(transport, key))
+        try:
+            with socket.create_server(address):
+                pass
+        except socket.gaierror as error:
+            findings.errors.append(f"{file}: transport.listen: {transport.listen}: {error.strerror}")
+            return
+        except OSError as error:
+            here = error.errno != errno.EADDRNOTAVAIL
+            named = f"transport.{key}: {address[1]}" if here else f"transport.listen: {transport.listen}"
+            remedy = "choose another" if here else "give an address of this machine"
+            findings.errors.append(f"{file}: {named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
+            if not here:
+                return

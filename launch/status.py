@@ -11,7 +11,7 @@ import socket
 from typing import Any, TypeVar
 
 from launch.logs import tail
-from launch.peer import with_client
+from launch.peer import Run, with_client
 from launch.supervisor.plan import SUPERVISOR
 from proto.messages import ErrorCode, GetStatus, GetSupervisorState, ProcessRow, ServiceRow, Status, SupervisorState
 from proto.registry import Message, Request
@@ -23,19 +23,20 @@ R = TypeVar("R", bound=Message)
 _GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
 
 
-async def collect(run: RunDir) -> dict[str, Any]:
+async def collect(run: Run) -> dict[str, Any]:
     """`{run, step, steps, version, services: [...], tasks, store}`. Raises RpcError when nobody answers."""
     seen, supervised = await asyncio.gather(
         _try(run, "scheduler", GetStatus(), Status),
         _try(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
     )
     if seen is None and supervised is None:
-        raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: neither scheduler nor supervisor answers; is it running?")
-    last = _last_row(run)
+        where = run.path if isinstance(run, RunDir) else run.name
+        raise RpcError(ErrorCode.DEADLINE, f"run {where}: neither scheduler nor supervisor answers; is it running?")
+    last = _last_row(run) if isinstance(run, RunDir) else {}
     return {
         "run": run.name,
         "step": seen.step if seen else last.get("step"),
-        "steps": seen.steps if seen else _steps(run),
+        "steps": seen.steps if seen else _steps(run) if isinstance(run, RunDir) else None,
         "version": seen.version if seen else last.get("policy/version"),
         "services": _merge(seen.services if seen else [], supervised.processes if supervised else []),
         "tasks": dict(seen.tasks) if seen else {},
@@ -47,10 +48,12 @@ async def collect(run: RunDir) -> dict[str, Any]:
     }
 
 
-async def _try(run: RunDir, service: str, request: Request, reply: type[R]) -> R | None:
+async def _try(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
     try:
         return await with_client(run, service, request, reply)
-    except RpcError:
+    except RpcError as error:
+        if error.code == ErrorCode.BAD_REQUEST:
+            raise  # it answers, and does not let us look
         return None
 
 

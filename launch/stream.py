@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import zmq
 
+from launch.peer import Run
 from proto import codec
 from proto.errors import WireError
 from proto.ids import new_incarnation
@@ -15,7 +16,8 @@ from proto.messages import GetSnapshot, Snapshot, TopicRow, Update
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.transport import Pump, open_socket
-from shared.rundir import RunDir
+from shared.security.access import Access
+from shared.security.curve import unlock
 
 PUB = "monitor-pub"
 QUEUED_UPDATES = 10_000
@@ -27,23 +29,42 @@ _NONE = -1
 class Stream:
     """Connects to the monitor of a run. Use as an async context manager, then iterate `rows()`."""
 
-    def __init__(self, run: RunDir, *, ended: Callable[[], bool]) -> None:
+    def __init__(self, run: Run, *, ended: Callable[[], bool]) -> None:
         """`ended` is asked while nothing comes in; when true, the stream is over."""
         self._run = run
         self._ended = ended
         self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
         self.gaps = 0
         """Times that updates were lost on the way to us, and the state was taken anew."""
+        self.heard_at = 0.0
+        """Loop time at which the monitor last said anything."""
 
     async def __aenter__(self) -> Stream:
+        run, loop = self._run, asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        socket = open_socket(self._context, zmq.SUB, CONTROL)
+        self._socket = open_socket(self._context, zmq.SUB, CONTROL)
         # everything, and filtered here: a sequence with holes would not show a loss
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(self._run.endpoint(PUB, 0))
-        self._pump = Pump(socket, self._on_message)
-        self._client = Client(self._context, self._run.endpoint("monitor", 0), "monitor/0", new_incarnation())
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._address = ""
+        if isinstance(run, Access):
+            unlock(self._socket, run.keys)
+            self._client = Client(
+                self._context, run.endpoints["monitor"], "monitor/0", new_incarnation(), keys=run.keys
+            )
+        else:
+            self._follow(run.endpoint(PUB, 0))
+            self._client = Client(self._context, run.endpoint("monitor", 0), "monitor/0", new_incarnation())
+        self._pump = Pump(self._socket, self._on_message)
+        self.heard_at = loop.time()
         return self
+
+    def _follow(self, address: str) -> None:
+        """On other machines the stream is where the snapshot says, and each life of the monitor takes a new port."""
+        if address and address != self._address:
+            if self._address:
+                self._socket.disconnect(self._address)
+            self._socket.connect(address)
+            self._address = address
 
     async def __aexit__(self, *_: object) -> None:
         self._pump.close()
@@ -53,6 +74,8 @@ class Stream:
     async def rows(self) -> AsyncIterator[TopicRow]:
         """Yield the last value of every topic, then each change; again after a loss or a restart of the monitor."""
         incarnation, sequence, checked = _NONE, 0, False
+        if isinstance(self._run, Access):
+            await self._take_snapshot()  # says where the stream is
         while True:
             update = await self._next()
             if update is None:
@@ -95,6 +118,9 @@ class Stream:
         except RpcError:
             return None
         body = decoded.body
+        self.heard_at = asyncio.get_running_loop().time()
+        if isinstance(self._run, Access) and isinstance(body, Snapshot):
+            self._follow(body.stream)
         return (decoded.envelope.incarnation, body) if isinstance(body, Snapshot) else None
 
     def _on_message(self, frames: list[bytes]) -> None:
@@ -102,5 +128,6 @@ class Stream:
             decoded = codec.decode(frames[1:], CONTROL)
         except WireError:
             return  # a later update shows the gap
+        self.heard_at = asyncio.get_running_loop().time()
         if isinstance(decoded.body, Update) and not self._incoming.full():
             self._incoming.put_nowait((decoded.envelope.incarnation, decoded.body))

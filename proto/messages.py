@@ -132,6 +132,25 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = SupervisorState
 
 
+@message(18)
+class LogLines(Message, frozen=True, kw_only=True):
+    """Answer to `GetLog`: whole lines in order, 256 KiB of them at most, and the `position` to go on from."""
+
+    lines: list[str]
+    position: int
+
+
+@message(19)
+class GetLog(Request, frozen=True, kw_only=True):
+    """Operator to supervisor: the last `lines` lines of a service's log; with a `position`, what came after that."""
+
+    REPLY: ClassVar[type[Message]] = LogLines
+    service: str
+    instance: int
+    lines: int = 50
+    position: int = -1
+
+
 # --------------------------------------------------------------------------------------- registry (scheduler)
 
 
@@ -242,13 +261,15 @@ class BatchPart(Record, frozen=True, array_like=True):
     keys: list[str]
 
 
-class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata of a distributed batch: the wire form of `shared.batch.Batch`."""
+class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The metadata of a distributed batch: the wire form of `shared.batch.Batch`. What is empty is left out."""
 
     tasks: list[TaskHandle]
     parts: list[BatchPart] = []
     stores: list[str] = []
     """Service names such as `batch-store/0`."""
+    scalars: dict[str, Array] = {}
+    """What a caller says of each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
@@ -705,7 +726,10 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
-    """A call from the driver. `driver`: its incarnation; `order`: calls run in this order, each once."""
+    """A call to the trainer's model: to one rank, or to a dispatch that speaks for all of them.
+
+    `driver`: the caller's incarnation; `order`: calls run in this order, each once.
+    """
 
     driver: int
     order: int
@@ -736,12 +760,12 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over `batch`, put per-token log-probs as shards `<key>:<driver in hexadecimal>-<order>`."""
+    """Run the model over `batch` at the training sampling's temperature, put what `keys` name as shards
+    `<key>:<driver in hexadecimal>-<order>`. There is one key so far: `prox_logprobs`, per-token log-probs."""
 
     REPLY: ClassVar[type[Message]] = ForwardDone
     batch: BatchMeta
-    key: str
-    temperature: float
+    keys: list[str]
 
 
 @message(84)
@@ -758,14 +782,13 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     """Add the gradient of sum(W * loss) over `batch` to the accumulated one.
 
-    `advantages`, `weights`: float32 [samples], in batch order; W of a token is its sample's weight times its mask.
+    `batch.scalars` holds `advantages` and `weights`, float32 [samples]; W of a token is its sample's weight times its
+    mask.
     """
 
     REPLY: ClassVar[type[Message]] = ForwardBackwardDone
     batch: BatchMeta
     loss: LossSpec
-    advantages: Array
-    weights: Array
 
 
 @message(86)
@@ -796,7 +819,11 @@ class Published(Message, frozen=True, kw_only=True):
 
 @message(89)
 class Publish(WorkerRequest, frozen=True, kw_only=True):
-    """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary."""
+    """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary.
+
+    `fence`: the first one to try; one that the store has collected (an earlier life put it and never announced it) is
+    followed by the next.
+    """
 
     REPLY: ClassVar[type[Message]] = Published
     lineage: int

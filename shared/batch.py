@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
+import numpy as np
 
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle
 from proto.tensors import Array
@@ -147,8 +148,9 @@ class Batch:
         return Batch(_with_keys(self._meta, set(keys)), self._client, data)
 
     def take(self, indices: Sequence[int]) -> Batch:
-        """The tasks at `indices`, in that order."""
-        meta = msgspec.structs.replace(self._meta, tasks=[self._meta.tasks[index] for index in indices])
+        """The tasks at `indices`, in that order, each with its samples' scalars."""
+        tasks = [self._meta.tasks[index] for index in indices]
+        meta = msgspec.structs.replace(self._meta, tasks=tasks, scalars=_scalars_of(self._meta, indices))
         data = None if self._data is None else tuple(self._data[index] for index in indices)
         return Batch(meta, self._client, data)
 
@@ -199,10 +201,16 @@ class Batch:
             if len({frozenset(batch.keys) for batch in full}) != 1:
                 raise ValueError("concat: the batches hold different keys; select the same ones first")
             data = tuple(arrays for batch in full for arrays in batch._data or ())
-        return cls(BatchMeta(tasks=tasks, parts=list(parts), stores=stores), full[0]._client, data)
+        names = {frozenset(batch.meta.scalars) for batch in full}
+        if len(names) != 1:
+            raise ValueError("concat: the batches say different things of their samples (scalars)")
+        scalars = {name: np.concatenate([batch.meta.scalars[name] for batch in full]) for name in full[0].meta.scalars}
+        meta = BatchMeta(tasks=tasks, parts=list(parts), stores=stores, scalars=scalars)
+        return cls(meta, full[0]._client, data)
 
     def union(self, other: Batch) -> Batch:
-        """The same tasks with the keys of both, in this batch's order; each of the other's parts is new or equal.
+        """The same tasks with keys and scalars of both, in this batch's order; each of the other's parts is new or
+        equal, and where both have a scalar it is this batch's that stays.
 
         LOCAL when both are. Raises ValueError for other tasks, other fences or parts that overlap in some keys only.
         """
@@ -220,7 +228,18 @@ def _with_keys(meta: BatchMeta, keys: set[str]) -> BatchMeta:
     kept = [part for part in range(len(meta.parts)) if keys & set(meta.parts[part].keys)]
     parts = [BatchPart(meta.parts[part].stage, [key for key in meta.parts[part].keys if key in keys]) for part in kept]
     tasks = [msgspec.structs.replace(task, stores=[task.stores[part] for part in kept]) for task in meta.tasks]
-    return BatchMeta(tasks=tasks, parts=parts, stores=list(meta.stores))
+    return BatchMeta(tasks=tasks, parts=parts, stores=list(meta.stores), scalars=meta.scalars)
+
+
+def _scalars_of(meta: BatchMeta, indices: Sequence[int]) -> dict[str, Array]:
+    """The scalars of the samples of the tasks at `indices`, in that order."""
+    if not meta.scalars:
+        return {}
+    counts = np.array([task.samples for task in meta.tasks], dtype=np.int64)
+    first = np.cumsum(counts) - counts
+    chosen = [np.arange(first[index], first[index] + counts[index]) for index in indices]
+    samples = np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+    return {name: values[samples] for name, values in meta.scalars.items()}
 
 
 def _part_order(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[int]:
@@ -265,7 +284,12 @@ def _union(batch: Batch, other: Batch) -> tuple[BatchMeta, Data | None]:
                 stores=[*(of_mine[store] for store in task.stores), *(of_theirs[twin.stores[part]] for part in fresh)],
             )
         )
-    meta = BatchMeta(tasks=tasks, parts=[*mine.parts, *(theirs.parts[part] for part in fresh)], stores=stores)
+    meta = BatchMeta(
+        tasks=tasks,
+        parts=[*mine.parts, *(theirs.parts[part] for part in fresh)],
+        stores=stores,
+        scalars=_scalars_of(theirs, order) | mine.scalars,
+    )
     data: Data | None = None
     if batch._data is not None and other._data is not None:
         data = tuple(

@@ -15,6 +15,7 @@ from proto.messages import ErrorCode
 from shared.rpc.claim import SCRATCH_BYTES
 from shared.rpc.errors import RpcError
 from shared.security import keys
+from shared.security.access import Access
 from shared.security.roles import Role
 
 MAX_IPC_PATH_BYTES = 107
@@ -22,7 +23,7 @@ SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
-_JOIN_FILE = "join.json"
+_TOPOLOGY = "topology.yaml"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
 ABANDONED_S = 60.0
@@ -58,7 +59,7 @@ class RunDir:
 
     @property
     def topology(self) -> Path:
-        return self.path / "topology.yaml"
+        return self.path / _TOPOLOGY
 
     @property
     def metrics(self) -> Path:
@@ -125,32 +126,27 @@ class RunDir:
         keys.create(old.keys)
         return cls._place(old.path, shm_root, old.scheduler)
 
-    def export_host(self, target: Path, scheduler: str) -> None:
-        """Write what another host needs to join into the new folder `target`: topology, keys, and where the scheduler
-        answers (`tcp://ADDRESS:PORT`). It holds the run's service key: copy it over a trusted channel only.
-        """
-        keys.export(self.keys, target / "keys", [Role.SERVICE])
-        if self.topology.exists():
-            shutil.copyfile(self.topology, target / self.topology.name)
-        (target / _JOIN_FILE).write_text(json.dumps({"run": self.name, "scheduler": scheduler}) + "\n")
-
     @classmethod
-    def join(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Make a folder that `export_host` wrote this host's run directory, with sockets and shared memory of its own.
+    def join(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
+        """Make `path` a run directory of this host for the run that `access` leads to, with sockets and shared memory
+        of its own.
 
-        Raises RpcError(bad_request) when it is no such folder or its keys are no good.
+        Raises RpcError(bad_request) when `path` holds a run already or `access` is not that of a service.
         """
         path = path.absolute()
-        try:
-            scheduler = json.loads((path / _JOIN_FILE).read_text())["scheduler"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        if access.role != Role.SERVICE:
             raise RpcError(
-                ErrorCode.BAD_REQUEST, f"{path}: nothing to join ({type(error).__name__}); copy what export_host wrote"
-            ) from None
-        keys.load(path / "keys", Role.SERVICE)
+                ErrorCode.BAD_REQUEST,
+                f"run {access.name}: who joins needs the role service, not {access.role.label}",
+            )
+        if (path / "run.json").exists() or (path / "keys").exists():
+            raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another")
+        path.mkdir(parents=True, exist_ok=True)
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
-        return cls._place(path, shm_root, str(scheduler))
+        keys.save(path / "keys", access.keys)
+        (path / _TOPOLOGY).write_text(access.topology)
+        return cls._place(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
     def _place(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:

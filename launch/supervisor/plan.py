@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
+from shared.topology.services import Transport
 
 Key = tuple[str, int]
 """(service, instance) of one process."""
@@ -32,9 +33,14 @@ def module_of(service: str) -> str:
     return f"services.{service.replace('-', '_')}"
 
 
-def listen_endpoint(address: str, scheduler_port: int, service: str) -> str:
-    """Where a service answers other hosts: the scheduler, whom everyone asks for the rest, at a port known before."""
-    return f"tcp://{address}:{scheduler_port if service == 'scheduler' else 0}"
+def listen_endpoint(transport: Transport, service: str) -> str:
+    """Where a service answers other hosts; empty: nowhere. Whom they ask first, at a port known before."""
+    ports = {
+        "scheduler": transport.scheduler_port,
+        SUPERVISOR: transport.supervisor_port,
+        "monitor": transport.monitor_port,
+    }
+    return f"tcp://{transport.listen}:{ports.get(service, 0)}" if transport.listen else ""
 
 
 def drain_group(service: str) -> int:

@@ -21,6 +21,8 @@ import psutil
 import structlog
 import zmq
 
+from launch.logs import page
+from launch.supervisor.door import Door
 from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
 from launch.supervisor.state import (
     Begin,
@@ -48,8 +50,10 @@ from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
     ErrorCode,
+    GetLog,
     GetStatus,
     GetSupervisorState,
+    LogLines,
     Ping,
     Pong,
     ProcessRow,
@@ -101,8 +105,8 @@ class Supervisor:
         lock: int | None = None,
         command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`threads`: CPU threads by process (1 for those left out); `listen`: endpoints for other hosts by process,
-        when the run spans some; `lock`: descriptor of the lock on the run
+        """`threads`: CPU threads by process (1 for those left out); `listen`: endpoints for other hosts by process, the
+        supervisor's own among them, when the run spans some; `lock`: descriptor of the lock on the run
         directory, handed on to the guard; `command`: the program for a service, when it is not the service's module.
         """
         self._run = run
@@ -122,6 +126,7 @@ class Supervisor:
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
         self._scheduler: Client | None = None
+        self._door: Door | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
     async def run(self) -> Ended:
@@ -133,11 +138,14 @@ class Supervisor:
         self._mailbox.handle(StopRun, self._on_stop)
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
-        self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
+        self._mailbox.handle(GetLog, self._on_get_log)
         watch = Watch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
         try:
+            self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
+            self._door = Door(self._run, self._context, self._mailbox, self._incarnation)
+            self._door.open(self._listen.get((SUPERVISOR, 0), ""))
             self._start_guard()
             self._feed(Begin())
             self._background(watch.watch())
@@ -335,6 +343,13 @@ class Supervisor:
         ]
         return SupervisorStateReply(run=self._run.name, phase=self.state.phase, processes=rows)
 
+    def _on_get_log(self, request: GetLog, call: Call) -> LogLines:
+        key = (request.service, request.instance)
+        if key not in self.state.processes and key != (SUPERVISOR, 0):  # a name from elsewhere is no path here
+            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(*key)}")
+        lines, position = page(self._run.log_file(*key), request.lines, request.position)
+        return LogLines(lines=lines, position=position)
+
     # ---- the end
 
     async def _close(self) -> None:
@@ -348,6 +363,8 @@ class Supervisor:
         for child in self._children.values():
             child.wait()
         await self._mailbox.close()
+        if self._door is not None:
+            await self._door.close()
         if self._scheduler is not None:
             self._scheduler.close()
         await self._loop.run_in_executor(None, self._context.term)

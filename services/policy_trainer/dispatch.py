@@ -1,29 +1,34 @@
 """The driver's view of its workers: one object that trains, whatever it is made of. Shows no rank and no device.
 
 Calls run in the order in which they were made, each once: the number given here at the call decides, not the arrival.
-A batch is divided over the data-parallel ranks here, by tokens; what travels is handles and per-sample numbers.
+The next call may be made before the last one is awaited. A batch is divided over the data-parallel ranks here, by
+tokens; what travels is handles and per-sample numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from proto import messages
 from proto.messages import BatchMeta, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
-from proto.tensors import Array
+from services.policy_trainer.batches import WEIGHTS
 from services.policy_trainer.layout import Layout
+from services.policy_trainer.merging import merged
 from services.policy_trainer.slicing import imbalance, slice_batch
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
 R = TypeVar("R", bound=Message)
+Divided = messages.Forward | messages.ForwardBackward
+"""Calls whose batch is divided over the data-parallel ranks; of all others every rank gets the same."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING])
 COMPUTE_S = 3600.0
@@ -32,6 +37,8 @@ TAKE_OVER_S = 120.0
 """A worker that restarts imports its libraries first."""
 OTHER_ERRORS_S = 1.0
 """After a rank has failed: how long to wait for what the others say, one of which may know the cause."""
+_NOT_YET = 0
+"""Of `driver` and `order` in a request that has not been numbered."""
 
 
 class WorkersLost(RpcError):
@@ -39,7 +46,11 @@ class WorkersLost(RpcError):
 
 
 class WorkerDispatch:
-    """Asynchronous calls to the worker group. Any may raise WorkersLost, or RpcError(conflict) for an old driver."""
+    """Asynchronous calls to the worker group, numbered when they are made; what they return must be awaited.
+
+    Any may raise WorkersLost, or RpcError(conflict) for an old driver. The model may be a group of ranks or another
+    dispatch on the bus (`dispatch_service`), which answers like a single rank.
+    """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
         """`clients`: of the workers' mailboxes, by rank; `driver`: the incarnation that all calls carry."""
@@ -48,6 +59,9 @@ class WorkerDispatch:
         self._orders = itertools.count(1)
         self._places = [layout.place(rank) for rank in range(layout.world_size)]
         self._parts = layout.dp
+        self._step = -1
+        """The training step that the calls made so far lead to."""
+        self._updates_left = 0
 
     async def take_over(self) -> messages.WorkerState:
         """Where the workers stand; calls of other drivers are refused from here on, and numbering starts again.
@@ -62,116 +76,123 @@ class WorkerDispatch:
         self._orders = itertools.count(order + 1)
         steps = {state.step for state in states}
         dirty = any(state.dirty for state in states) or len(steps) > 1
-        return messages.WorkerState(step=min(steps), driver=self._driver, order=order, dirty=dirty)
+        self._step, self._updates_left = min(steps), 0
+        return messages.WorkerState(step=self._step, driver=self._driver, order=order, dirty=dirty)
 
     async def _take_over(self, at_least: int) -> list[messages.WorkerState]:
         request = messages.GetWorkerState(driver=self._driver, at_least=at_least)
         calls = (client.call(request, messages.WorkerState, deadline_s=TAKE_OVER_S) for client in self._clients)
         return list(await asyncio.gather(*calls))
 
-    async def init_model(self) -> messages.WorkerReady:
+    # ---- training
+
+    def init_model(self) -> Awaitable[messages.WorkerReady]:
         """The topology's model, step 0, fresh optimizer state."""
-        request = messages.InitModel(driver=self._driver, order=next(self._orders))
-        return await self._first(request, messages.WorkerReady)
+        self._step, self._updates_left = 0, 0
+        return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    async def load_checkpoint(self, step: int) -> messages.WorkerReady:
-        """Weights and optimizer state after `step`. RpcError(missing or conflict): not there, or damaged."""
-        request = messages.LoadCheckpoint(driver=self._driver, order=next(self._orders), step=step)
-        return await self._first(request, messages.WorkerReady)
+    def forward(self, batch: BatchMeta, keys: Sequence[str]) -> Awaitable[messages.ForwardDone]:
+        """Per-token values of the present weights, put as shards; `meta` describes the new part.
 
-    async def forward(self, batch: BatchMeta, *, key: str, temperature: float) -> messages.ForwardDone:
-        """Per-token log-probs of the present weights, put as shards; `meta` describes the new part.
-
-        Its key is `key` with a revision of this call alone: a later call takes the place of its shards.
+        `keys`: which; so far ["prox_logprobs"], at the training sampling's temperature. The shards' own key is that
+        with a revision of this call alone: a later call takes the place of its shards.
         """
-        order = next(self._orders)
-        slices = slice_batch(batch, self._parts)
-        requests = [
-            messages.Forward(driver=self._driver, order=order, batch=each.batch, key=key, temperature=temperature)
-            for each in slices
-        ]
-        answers = await self._all([requests[place.dp_rank] for place in self._places], messages.ForwardDone)
-        handles = {task.task_id: task for answer in answers for task in answer.meta.tasks}
-        meta = BatchMeta(
-            tasks=[handles[task.task_id] for task in batch.tasks],
-            parts=answers[0].meta.parts,
-            stores=answers[0].meta.stores,
-        )
-        return messages.ForwardDone(meta=meta, seconds=max(answer.seconds for answer in answers))
+        request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch, keys=list(keys))
+        return self._submit(request, messages.ForwardDone)
 
-    async def forward_backward(
-        self, batch: BatchMeta, loss: LossSpec, *, advantages: Array, weights: Array, loss_weight: float = 1.0
-    ) -> messages.ForwardBackwardDone:
+    def forward_backward(
+        self, batch: BatchMeta, loss: LossSpec, loss_weight: float = 1.0
+    ) -> Awaitable[messages.ForwardBackwardDone]:
         """Accumulate the gradient of `loss_weight` * sum(W * loss) over `batch`.
 
-        `advantages`, `weights` float32 [samples] in batch order. The sums of the answer are over all ranks.
+        `batch.scalars` holds `advantages` and `weights`, float32 [samples]. The sums of the answer are over all ranks.
         """
-        order = next(self._orders)
-        slices = slice_batch(batch, self._parts)
-        scaled = weights if loss_weight == 1.0 else (weights * np.float32(loss_weight)).astype(np.float32)
-        requests = [
-            messages.ForwardBackward(
-                driver=self._driver,
-                order=order,
-                batch=each.batch,
-                loss=loss,
-                advantages=advantages[each.samples],
-                weights=scaled[each.samples],
-            )
-            for each in slices
-        ]
-        answers = await self._all([requests[place.dp_rank] for place in self._places], messages.ForwardBackwardDone)
-        sums: dict[str, float] = {}
-        for answer in answers:
-            for name, value in answer.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
-        return messages.ForwardBackwardDone(
-            sums=sums, seconds=max(answer.seconds for answer in answers), imbalance=imbalance(slices)
-        )
+        if loss_weight != 1.0 and WEIGHTS in batch.scalars:
+            scaled = (batch.scalars[WEIGHTS] * np.float32(loss_weight)).astype(np.float32)
+            batch = msgspec.structs.replace(batch, scalars=batch.scalars | {WEIGHTS: scaled})
+        request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch, loss=loss)
+        return self._submit(request, messages.ForwardBackwardDone)
 
-    async def optim_step(self, step: int, *, last: bool) -> messages.OptimStepDone:
-        """Clip and apply the accumulated gradient; `last`: the update that completes training step `step`."""
-        request = messages.OptimStep(driver=self._driver, order=next(self._orders), step=step, last=last)
-        return await self._first(request, messages.OptimStepDone)
+    def begin_step(self, updates: int) -> None:
+        """The next `updates` optimizer steps make up one training step; without this each is one by itself."""
+        self._updates_left = updates
 
-    async def publish_weights(self, lineage: int, step: int, *, store: str, fence: int) -> WeightsRef:
-        """Put the weights of version (lineage, step) into `store`; the reference proves the loading too."""
+    def optim_step(self) -> Awaitable[messages.OptimStepDone]:
+        """Clip and apply the accumulated gradient: its norm before clipping, and the learning rate."""
+        step, last = self._step + 1, self._updates_left <= 1
+        self._updates_left = max(self._updates_left - 1, 0)
+        if last:
+            self._step = step
+        request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last)
+        return self._submit(request, messages.OptimStepDone)
+
+    # ---- state
+
+    def publish_weights(self, lineage: int, step: int, *, store: str, fence: int = 1) -> Awaitable[WeightsRef]:
+        """Put the weights of version (lineage, step) into `store`; the reference proves the loading too.
+
+        `fence`: the first one to use, the next one where the store has collected it.
+        """
         request = messages.Publish(
-            driver=self._driver, order=next(self._orders), lineage=lineage, step=step, store=store, fence=fence
+            driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence
         )
-        published = await self._first(request, messages.Published)
+        return asyncio.ensure_future(self._published(self._submit(request, messages.Published)))
+
+    async def _published(self, answer: Awaitable[messages.Published]) -> WeightsRef:
+        published = await answer
         if published.ref is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._clients[0].peer} published weights without a reference")
         return published.ref
 
-    async def save_checkpoint(self, step: int, *, keep_last: int) -> messages.Saved:
+    def save_checkpoint(self, step: int, *, keep_last: int) -> Awaitable[messages.Saved]:
         """A durable, verified checkpoint of `step`; older ones past `keep_last` go."""
-        request = messages.SaveCheckpoint(driver=self._driver, order=next(self._orders), step=step, keep_last=keep_last)
-        return await self._first(request, messages.Saved)
+        request = messages.SaveCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last)
+        return self._submit(request, messages.Saved)
 
-    async def save_hf_model(self, path: Path) -> messages.Saved:
+    def load_checkpoint(self, step: int) -> Awaitable[messages.WorkerReady]:
+        """Weights and optimizer state after `step`. RpcError(missing or conflict): not there, or damaged."""
+        self._step, self._updates_left = step, 0
+        request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step)
+        return self._submit(request, messages.WorkerReady)
+
+    def save_hf_model(self, path: Path) -> Awaitable[messages.Saved]:
         """Export a Hugging Face folder to `path`."""
-        request = messages.SaveModel(driver=self._driver, order=next(self._orders), path=str(path))
-        return await self._first(request, messages.Saved)
+        return self._submit(messages.SaveModel(driver=_NOT_YET, order=_NOT_YET, path=str(path)), messages.Saved)
 
-    async def offload(self, parts: Sequence[str]) -> messages.Moved:
+    def offload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
         """Give back the device memory of `parts`: "parameters", "gradients", "optimizer". Bytes are of all ranks."""
-        return await self._move(parts, "host")
+        return self._move(parts, "host")
 
-    async def backload(self, parts: Sequence[str]) -> messages.Moved:
+    def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
         """Bring `parts` back ahead of the call that needs them (which would bring them back itself)."""
-        return await self._move(parts, "device")
+        return self._move(parts, "device")
 
-    async def _move(self, parts: Sequence[str], to: str) -> messages.Moved:
-        request = messages.Move(driver=self._driver, order=next(self._orders), parts=list(parts), to=to)
-        answers = await self._all([request] * len(self._clients), messages.Moved)
-        return messages.Moved(
-            nbytes=sum(answer.nbytes for answer in answers), seconds=max(answer.seconds for answer in answers)
-        )
+    def _move(self, parts: Sequence[str], to: str) -> Awaitable[messages.Moved]:
+        request = messages.Move(driver=_NOT_YET, order=_NOT_YET, parts=list(parts), to=to)
+        return self._submit(request, messages.Moved)
 
-    async def _first(self, request: WorkerRequest, reply: type[R]) -> R:
-        """Every rank does `request`; rank 0's answer is everybody's."""
-        return (await self._all([request] * len(self._clients), reply))[0]
+    # ---- on the way
+
+    def relay(self, request: WorkerRequest) -> Awaitable[Message]:
+        """Make the call that somebody else's dispatch made of us; its driver and order are replaced by our own."""
+        return self._submit(request, type(request).REPLY)
+
+    def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
+        """Number `request` now and have every rank do its part; the answer is one of all."""
+        numbered = msgspec.structs.replace(request, driver=self._driver, order=next(self._orders))
+        return asyncio.ensure_future(self._call(numbered, reply))
+
+    async def _call(self, request: WorkerRequest, reply: type[R]) -> R:
+        if not isinstance(request, Divided):
+            return merged(await self._all([request] * len(self._clients), reply))
+        slices = slice_batch(request.batch, self._parts)
+        parts = [msgspec.structs.replace(request, batch=each.batch) for each in slices]
+        answer = merged(await self._all([parts[place.dp_rank] for place in self._places], reply))
+        if isinstance(answer, messages.ForwardDone):
+            return cast(R, _in_order(answer, request.batch))
+        if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
+            return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(slices)))
+        return answer
 
     async def _all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
         """One request for each rank. When ranks fail, the error of one that knows the cause is raised."""
@@ -191,6 +212,13 @@ class WorkerDispatch:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _in_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
+    """The handles that the ranks made, in the order of `batch`."""
+    handles = {task.task_id: task for task in done.meta.tasks}
+    tasks = [handles[task.task_id] for task in batch.tasks]
+    return msgspec.structs.replace(done, meta=msgspec.structs.replace(done.meta, tasks=tasks))
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:

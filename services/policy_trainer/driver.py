@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import structlog
 
 from proto.messages import BatchMeta, ErrorCode, LossSpec, StepBatch
 from proto.tensors import Array
@@ -53,6 +54,7 @@ class Driver:
         self.publisher = publisher
         self.standing = standing
         self.on_row = on_row
+        self._log = structlog.get_logger("driver")
 
     async def train(self) -> None:
         """Every step up to the last, weights published and checkpoints saved. Raises RpcError."""
@@ -71,6 +73,8 @@ class Driver:
                 row = metrics.row(batch, step_s=time.perf_counter() - began)
                 await self.scheduler.commit(version, row)
                 self.on_row(row)
+            else:  # its row is written already; the log shows that this life of the workers came to the same numbers
+                self._log.info("replayed", step=version, **metrics.row(batch, step_s=time.perf_counter() - began))
             if version >= self.standing.committed:
                 ordered = version == self.standing.committed and self.standing.checkpoint_now
                 self.publisher.begin(version, checkpoint_now=batch.checkpoint_now or ordered)
@@ -82,19 +86,20 @@ class Driver:
         tasks = batch.batch
         check_rewards(batch, batch.scalars["reward"])
         if algorithm.loss.anchor == "proximal":
-            done = await self.workers.forward(tasks, key=PROX_KEY, temperature=self.topology.sampling.temperature)
+            done = await self.workers.forward(tasks, [PROX_KEY])
             tasks = Batch(tasks).union(Batch(done.meta)).meta
             metrics.forward_s += done.seconds
         advantage = self.advantages(batch)
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
         mini_batches = batches.split(tasks, algorithm.mini_batch_tasks) * algorithm.num_iterations
-        for index, (mini_batch, samples) in enumerate(mini_batches):
+        self.workers.begin_step(updates=len(mini_batches))
+        for mini_batch, samples in mini_batches:
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
                 loss_tokens[samples],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            await self.update(mini_batch, advantage[samples], weights, metrics, last=index + 1 == len(mini_batches))
+            await self.update(batches.weighed(mini_batch, advantage[samples], weights), metrics)
 
     def advantages(self, batch: StepBatch) -> Array:
         """float32 [samples] of the whole step. Raises RpcError(bad_request) when they cannot be computed."""
@@ -106,13 +111,10 @@ class Driver:
         except ValueError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
 
-    async def update(
-        self, batch: BatchMeta, advantage: Array, weights: Array, metrics: StepMetrics, *, last: bool
-    ) -> None:
+    async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
         """One optimizer step; both calls are on their way at once, the workers keep their order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss, advantages=advantage, weights=weights),
-            self.workers.optim_step(metrics.step, last=last),
+            self.workers.forward_backward(batch, self.loss), self.workers.optim_step()
         )
         metrics.add_gradient(gradient)
         metrics.add_update(update)

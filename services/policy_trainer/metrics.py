@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from proto.messages import ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.reward_shaping import KL_SCALAR
+from services.policy_trainer.sums import add_up
 
-SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "version")
+SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
-whether a ratio mask left the token out, |anchor - rollout| log-prob, the version that sampled the token."""
+whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
+token."""
 
 
 @dataclass
@@ -35,8 +37,7 @@ class StepMetrics:
 
     def add_gradient(self, done: ForwardBackwardDone) -> None:
         """One `forward_backward`: see `worker.loss` for the names of its sums."""
-        for name, value in done.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        add_up(self.sums, done.sums)
         self.forward_backward_s += done.seconds
         self.imbalance = max(self.imbalance, done.imbalance)
 
@@ -59,6 +60,7 @@ class StepMetrics:
             "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
+            "rollout/logprob_mismatch_max": sums["mismatch_max"],
             "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens,
             "dispatch/imbalance": self.imbalance,
             "time/step": step_s,

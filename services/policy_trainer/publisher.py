@@ -11,18 +11,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from proto.messages import ErrorCode, WeightsRef
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.scheduler_calls import SchedulerCalls
-from shared.rpc.errors import RpcError
 from shared.topology.services import Checkpoint
 
 T = TypeVar("T")
-
-FIRST_FENCE = 1
-MAX_FENCES = 16
-"""Lives of a driver that may have put one version and died before announcing it."""
 
 
 class Publisher:
@@ -39,7 +33,10 @@ class Publisher:
         newest_checkpoint: int,
         last_step: int,
         export: Path,
+        earlier: int = 0,
     ) -> None:
+        """`earlier`: so many versions before the first one are published again (deterministic mode: tasks that were
+        lost are sampled with the version they were first sampled with)."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -48,6 +45,7 @@ class Publisher:
         self._newest_checkpoint = newest_checkpoint
         self._last_step = last_step
         self._export = export
+        self._earlier = earlier
         self._publishing: asyncio.Task[float] | None = None
         self._saving: asyncio.Task[float] | None = None
 
@@ -103,21 +101,11 @@ class Publisher:
 
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
-        await self._scheduler.publish(await self._put_weights(version))
+        first, self._earlier = max(0, version - self._earlier), 0
+        for each in range(first, version + 1):
+            ref = await self._workers.publish_weights(self._lineage, each, store=self._store)
+            await self._scheduler.publish(ref)
         return time.perf_counter() - began
-
-    async def _put_weights(self, version: int) -> WeightsRef:
-        for fence in range(FIRST_FENCE, FIRST_FENCE + MAX_FENCES):
-            try:
-                return await self._workers.publish_weights(self._lineage, version, store=self._store, fence=fence)
-            except RpcError as error:
-                # an earlier life put this version and never announced it, so the store swept it up
-                if error.code != ErrorCode.COLLECTED:
-                    raise
-        raise RpcError(
-            ErrorCode.CONFLICT,
-            f"weights {self._lineage}/{version}: {MAX_FENCES} fences are all collected in {self._store}",
-        )
 
     async def _save(self, version: int, *, after: asyncio.Task[float] | None) -> float:
         began = time.perf_counter()

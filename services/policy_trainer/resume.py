@@ -34,15 +34,18 @@ class Standing:
     """The stores have no room left: save `committed` as soon as the workers hold it."""
 
 
-async def resume(scheduler: SchedulerCalls, workers: WorkerDispatch, checkpoints: Sequence[int]) -> Standing:
+async def resume(
+    scheduler: SchedulerCalls, workers: WorkerDispatch, checkpoints: Sequence[int], *, whole_rows: bool = False
+) -> Standing:
     """Bring workers and journal to agree. `checkpoints`: steps of those on disk, whichever were announced.
 
+    `whole_rows`: rather replay than commit a step whose sums are gone (deterministic mode: rows are the same too).
     Raises RpcError when another driver has taken over, or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
     state = await workers.take_over()
-    if not state.dirty and state.step == info.open_step == info.committed_step + 1:
+    if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
         # the step was taken, only its commit was lost with the driver: what the workers summed for its row is gone
         await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))
         info = await scheduler.run_info()

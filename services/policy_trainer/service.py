@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.driver import Driver
-from services.policy_trainer.layout import Layout
+from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -16,7 +16,6 @@ from shared.actor.service import Service
 from shared.rundir import service_name
 from shared.topology import Topology
 
-WORKER = "policy-trainer-worker"
 STORE = service_name("batch-store", 0)
 MAX_RECOVERIES = 5
 """Times in a row that workers may be lost before one more step is committed."""
@@ -30,10 +29,7 @@ class PolicyTrainer(Service):
     async def serve(self) -> None:
         topology = topologies.load(self.run.topology)
         scheduler = SchedulerCalls(self.scheduler, self.incarnation)
-        trainer = topology.services.policy_trainer
-        layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
-        clients = [self.client(WORKER, rank) for rank in range(layout.world_size)]
-        workers = WorkerDispatch(clients, layout, self.incarnation)
+        workers = group_dispatch(topology, self.client, self.incarnation)
         lost_at, losses = -1, 0
         if (await scheduler.run_info()).stopping:
             return  # an earlier life finished the run
@@ -50,7 +46,8 @@ class PolicyTrainer(Service):
                 self.log.warning("workers lost, resuming", committed=committed, error=str(error))
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
-        standing = await resume(scheduler, workers, list(self._checkpoints()))
+        deterministic = topology.run.deterministic
+        standing = await resume(scheduler, workers, list(self._checkpoints()), whole_rows=deterministic)
         self._put_aside(standing.committed)
         publisher = Publisher(
             scheduler,
@@ -60,6 +57,7 @@ class PolicyTrainer(Service):
             store=STORE,
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
+            earlier=topology.staleness if deterministic else 0,
             export=self.run.export,
         )
         try:

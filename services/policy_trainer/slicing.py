@@ -18,7 +18,8 @@ from proto.tensors import Array
 
 @dataclass(frozen=True)
 class Slice:
-    """One data-parallel rank's tasks in batch order, maybe none; `samples` int64: where their samples stand in all."""
+    """One data-parallel rank's tasks in batch order, maybe none, with their samples' scalars; `samples` int64: where
+    their samples stand in all."""
 
     batch: BatchMeta
     samples: Array
@@ -54,14 +55,11 @@ def slice_batch(batch: BatchMeta, parts: int) -> list[Slice]:
     slices: list[Slice] = []
     for group in groups:
         tasks = [batch.tasks[index] for index in group]
-        samples = [np.arange(first[index], first[index] + counts[index]) for index in group]
-        slices.append(
-            Slice(
-                BatchMeta(tasks=tasks, parts=batch.parts, stores=batch.stores),
-                np.concatenate(samples) if samples else np.zeros(0, dtype=np.int64),
-                sum(task.tokens for task in tasks),
-            )
-        )
+        chosen = [np.arange(first[index], first[index] + counts[index]) for index in group]
+        samples = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
+        scalars = {name: values[samples] for name, values in batch.scalars.items()}
+        meta = BatchMeta(tasks=tasks, parts=batch.parts, stores=batch.stores, scalars=scalars)
+        slices.append(Slice(meta, samples, sum(task.tokens for task in tasks)))
     return slices
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from proto.tensors import Array
 from shared.lease import LeaseLost
+from shared.model.determinism import require_deterministic_algorithms
 from shared.model.load import load_model
 from shared.model.logprobs import score
 from shared.tensors_torch import to_numpy
@@ -25,13 +26,24 @@ T = TypeVar("T")
 class Scorer:
     """Log-probs under the frozen model. Its coroutines belong to the service's loop."""
 
-    def __init__(self, *, model: Path, dtype: str, threads: int, temperature: float, max_tokens: int) -> None:
-        """`temperature`: the training sampling's; `max_tokens`: of one forward pass."""
+    def __init__(
+        self,
+        *,
+        model: Path,
+        dtype: str,
+        threads: int,
+        temperature: float,
+        max_tokens: int,
+        deterministic: bool = False,
+    ) -> None:
+        """`temperature`: the training sampling's; `max_tokens`: of one forward pass; `deterministic`: the same tasks
+        in the same order give the same bits."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
         self._temperature = temperature
         self._max_tokens = max_tokens
+        self._deterministic = deterministic
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._model: list[nn.Module] = []  # filled by start
         self._progress = 0
@@ -61,6 +73,8 @@ class Scorer:
 
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
+        if self._deterministic:
+            require_deterministic_algorithms()
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False))
         self._progress += 1
 

@@ -181,6 +181,7 @@ def _make(run: RunDir) -> tuple[Scorer, str, str, bool]:
         threads=settings.threads or 1,
         temperature=loaded.sampling.temperature,
         max_tokens=settings.max_tokens_per_micro_batch,
+        deterministic=loaded.run.deterministic,
     )
     kl = loaded.algorithm.kl
     reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""

@@ -89,7 +89,10 @@ class Engine(Protocol):
         """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
 
     async def pause(self) -> None:
-        """Hold generation before its next decode step; weights can then be set and scored in the midst of a block."""
+        """Hold generation before its next decode step; weights can then be set and scored in the midst of a block.
+
+        Its samples may move on while something is scored, with the weights that are scored, but none is returned.
+        """
 
     async def resume(self) -> None:
         """Go on after `pause`."""

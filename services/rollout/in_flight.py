@@ -1,6 +1,7 @@
-"""Newer weights for a block that is being sampled: its samples keep their tokens and cached keys and values, and go on
-under the new version from the next decode step (`services.rollout.in_flight: keep`). Must never let a token be sampled
-with weights that were not proved, nor touch a block that wants one exact version (evaluations).
+"""Newer weights for a block that is being sampled: its samples keep their tokens and go on under the new version from
+the next decode step (`services.rollout.in_flight`), with the keys and values that they have cached (`keep`) or with
+those of the new version (`recompute`). Must never let a token out that was sampled with weights that were not proved,
+nor touch a block that wants one exact version (evaluations).
 
 Generation stands still for the swap and its proof only, not while the weights are fetched.
 """

@@ -70,12 +70,7 @@ class RolloutService(Service):
         # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
-                settings.engine,
-                model=model,
-                dtype=topology.policy.dtype,
-                threads=settings.threads or 1,
-                deterministic=topology.run.deterministic,
-                engine_args=settings.engine_args,
+                settings, model=model, dtype=topology.policy.dtype, deterministic=topology.run.deterministic
             )
         )
         await engine.start()
@@ -97,7 +92,7 @@ class RolloutService(Service):
             )
         sync = WeightsSync(engine, self.name, self.telemetry.emit)
         in_flight = InFlight(engine, sync, self._data, self.telemetry.emit)
-        self._in_flight = in_flight if settings.in_flight == "keep" else None
+        self._in_flight = None if settings.in_flight == "wait" else in_flight
         self._worker = RolloutWorker(
             self,
             engine=engine,

@@ -112,6 +112,28 @@ class Window:
         self._compact()
         return taken
 
+    @property
+    def settled(self) -> int:
+        """Every number before this one is ready or dropped."""
+        return self._prefix
+
+    def take_through(self, end: int) -> list[int]:
+        """Remove all numbers before `end`; returns the slots of those not dropped, in order. Needs `settled >= end`."""
+        taken = [slot for slot in self._slots[self.head - self._base : end - self._base] if slot != _DROPPED]
+        self.head = end
+        del self._dropped[: bisect_left(self._dropped, end)]
+        self._ready_in_prefix -= len(taken)
+        self._compact()
+        return taken
+
+    def reopen(self, slots: Sequence[int]) -> None:
+        """Put tasks that were taken back before the head, none of them ready: the last before it is `slots[-1]`."""
+        kept = self.head - self._base
+        self._slots = array("q", slots) + self._slots[kept:]
+        self._marks = bytearray(len(slots)) + self._marks[kept:]
+        self.head = self._base = self._prefix = self.head - len(slots)
+        self._ready_in_prefix = 0
+
     def take_completed(self, count: int) -> list[int]:
         """Remove the `count` tasks that became ready first, wherever they stand; needs `ready_anywhere >= count`.
 

@@ -86,6 +86,7 @@ class Core(Accepting, StoreLoss):
 
     def configure(self, event: Configure) -> bool:
         self.config = event
+        self.broken = ""  # a resumed run may have been given more attempts
         self.finished = self.finished and self.committed_step >= event.steps
         self._write_rows()
         return True

@@ -16,12 +16,16 @@ class Freshness(Granting):
 
     def takeable(self) -> int:
         """How many tasks the next step could take."""
+        if self.plan.deterministic:
+            return self.plan.tasks_per_step if self._step_is_settled(self.batched_step + 1) else 0
         return self.window.ready_anywhere if self.plan.by_completion else self.window.ready
 
     def take(self) -> list[int]:
-        """Remove a step's tasks from the window; needs as many `takeable`."""
+        """Remove the next step's tasks from the window; needs as many `takeable`."""
         if self.plan.by_completion:
             return self.window.take_completed(self.plan.tasks_per_step)
+        if self.plan.deterministic:
+            return self.window.take_through((self.batched_step + 1) * self.plan.tasks_per_step)
         return self.window.take(self.plan.tasks_per_step)
 
     def drop_if_stale(self, slot: int) -> bool:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from proto.messages import (
     ErrorCode,
     LeaseGrant,
     LeaseRequest,
 )
+from services.scheduler.fixed import Fixed
 from services.scheduler.leases import Lease
-from services.scheduler.ledger import FAILURE, TRAIN_SPLIT, Ledger
+from services.scheduler.ledger import FAILURE, TRAIN_SPLIT
 from services.scheduler.plan import stage_index
 from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
 
-class Granting(Ledger):
+class Granting(Fixed):
     """The verbs of leasing."""
 
     def stage(self, request: LeaseRequest) -> int:
@@ -43,7 +46,10 @@ class Granting(Ledger):
             if one.waiting and self.versions.get(one.version) is not None:
                 rows = self.plan.block_rows or request.max_tasks * self.plan.group_size
                 most = max(rows // one.samples, 1)  # as many rows as a training block has
-                slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
+                if self.plan.deterministic:
+                    slots = self._evaluation_block(one, most)
+                else:
+                    slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
                 return self._grant(0, request, call, slots, one.version)
         return None
 
@@ -54,7 +60,7 @@ class Granting(Ledger):
         step = self._step_of(first)
         oldest = max(0, step - 1 - self.plan.staleness)
         if self.plan.deterministic:
-            version = self.versions.at_step(oldest)
+            version = None if self._evaluates(oldest) else self.versions.at_step(oldest)
         else:
             version = self.versions.newest
             if version is not None and version[1] < oldest:
@@ -62,7 +68,7 @@ class Granting(Ledger):
         if version is None:
             return None
         slots = self._pop_ready(0, request.max_tasks)
-        return self._grant(0, request, call, slots, version)
+        return self._grant(0, request, call, slots, version) if slots else None
 
     def _peek(self, stage: int) -> int | None:
         """The oldest admission number that waits for `stage`."""
@@ -74,8 +80,12 @@ class Granting(Ledger):
         return None
 
     def _pop_ready(self, stage: int, most: int) -> list[int]:
-        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step (and, in deterministic
-        mode, of one fixed block)."""
+        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step. In deterministic mode one
+        whole block or nothing."""
+        first = self._peek(stage)
+        if self.plan.deterministic and first is not None:
+            block = self._block(stage, first, most)
+            return self._leased_slots(block) if all(self._waits(stage, each) for each in block) else []
         slots: list[int] = []
         group = -1
         while len(slots) < most:
@@ -83,15 +93,19 @@ class Granting(Ledger):
             if admission is None:
                 break
             if stage == 0:
-                block = admission // self.plan.block_tasks if self.plan.deterministic else 0
-                key = self._step_of(admission) << 32 | block
-                if group not in (-1, key):
+                step = self._step_of(admission)
+                if group not in (-1, step):
                     break
-                group = key
+                group = step
             self.ready[stage].pop()
-            slot = self.window.slot(admission)
+            slots += self._leased_slots([admission])
+        return slots
+
+    def _leased_slots(self, admissions: Iterable[int]) -> list[int]:
+        """Slots of tasks that the lease to come takes: they wait no more."""
+        slots = [self.window.slot(admission) for admission in admissions]
+        for slot in slots:
             self.tasks.lease[slot] = self.leases.next_id
-            slots.append(slot)
         return slots
 
     def _grant(

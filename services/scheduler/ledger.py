@@ -82,6 +82,10 @@ class Ledger:
         self.checkpoint_step = -1
         self.finished = False
         self.position = 0
+        self.highest_fence = 1
+        """Deterministic mode: of all tasks so far; one that is collected and asked for again goes on above it."""
+        self.broken = ""
+        """Deterministic mode: why the run cannot go on with the same bits."""
         self.uncovered_bytes = 0
         """Bytes of trained tasks that wait for a checkpoint."""
         self.dropped = 0
@@ -153,6 +157,10 @@ class Ledger:
             self._drop(slot, f"{self.config.attempts} attempts failed, the last: {reason}")
             return
         self.tasks.failures[slot] = failures
+        self._again(slot)
+
+    def _again(self, slot: int) -> None:
+        """Back to PENDING under a higher fence; what was made under the old one is cleared."""
         self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
         self.tasks.reset_attempt(slot)
         admission = self.tasks.admission[slot]
@@ -209,10 +217,14 @@ class Ledger:
         bound = min(bound, max(self._room_for_tasks(), self.plan.tasks_per_step))
         bound = min(bound, self.window.live + max(ADMITTED_AT_ONCE, self.plan.tasks_per_step))
         while self.window.live < bound:
-            epoch, rows = self.order.at(self.position, bound - self.window.live)
-            first = self.window.admit(self.tasks.add(TRAIN_SPLIT, epoch, rows, self.window.tail))
-            self.ready[0].admit(first, self.window.tail)
-            self.position += len(rows)
+            self._admit_some(bound - self.window.live)
+
+    def _admit_some(self, most: int) -> None:
+        """Admit up to `most` tasks, of one epoch."""
+        epoch, rows = self.order.some(self.position, most)
+        first = self.window.admit(self.tasks.add(TRAIN_SPLIT, epoch, rows, self.window.tail))
+        self.ready[0].admit(first, self.window.tail)
+        self.position += len(rows)
 
     def _open_batch_tasks(self) -> int:
         return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0
@@ -262,9 +274,9 @@ class Ledger:
 
     def cleared(self, store: str, count: int) -> bool:
         """A store has acknowledged the first `count` clears of its queue."""
-        for task_id, _, last in self.clears.pop(store, count):
+        for task_id, fence, last in self.clears.pop(store, count):
             slot = self.tasks.find(task_id) if last else NO_SLOT
-            if slot != NO_SLOT:
+            if slot != NO_SLOT and self.tasks.fence[slot] == fence:  # a higher one: the task lives again
                 self.tasks.clears[slot] -= 1
                 if not self.tasks.clears[slot]:
                     self._collected(slot)

@@ -105,8 +105,13 @@ class EpochOrder:
         self._epoch = -1
         self._order = self._rows
 
-    def at(self, position: int, most: int) -> tuple[int, list[int]]:
-        """Epoch and row indices of the run's tasks from the `position`-th on (from 0): up to `most`, of one epoch."""
+    def at(self, position: int) -> tuple[int, int]:
+        """`(epoch, row index)` of the `position`-th task of the run, from 0."""
+        epoch, [row] = self.some(position, 1)
+        return epoch, row
+
+    def some(self, position: int, most: int) -> tuple[int, list[int]]:
+        """Epoch and row indices of the tasks from the `position`-th on: up to `most`, of one epoch."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permuted(epoch)

@@ -25,7 +25,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 5
+LAYOUT = 6
 """Raised with every change of what `begin` writes; another layout is refused by name."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
@@ -39,6 +39,8 @@ _PLAIN = (
     "checkpoint_step",
     "finished",
     "position",
+    "highest_fence",
+    "broken",
     "uncovered_bytes",
     "dropped",
     "filtered",

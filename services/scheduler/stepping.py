@@ -59,17 +59,23 @@ class Stepping(Freshness):
         )
 
     def _rewind(self, step: int) -> None:
-        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks."""
+        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
+        mode on the same ones, rolled again."""
         for later in [each for each in self.batches if each > step]:
             for slot in self.batches.pop(later):
                 if later <= self.committed_step:
                     self.uncovered_bytes -= self.held_bytes(slot)
-                self.tasks.move(slot, TaskState.DROPPED)
-                self.dropped += 1
-                self._collect(slot)
+                if not self.plan.deterministic:
+                    self.tasks.move(slot, TaskState.DROPPED)
+                    self.dropped += 1
+                    self._collect(slot)
         self.batched_step = self.committed_step = min(step, self.committed_step)
-        for lease in [each for each in self.leases if each.version is not None and each.version[1] > step]:
-            self._give_up(lease, 0)
+        for lease in list(self.leases):
+            trains = self.tasks.admission[lease.slots[0]] != EVALUATION
+            if (lease.version is not None and lease.version[1] > step) or (trains and self.plan.deterministic):
+                self._give_up(lease, 0)
+        if self.plan.deterministic:
+            self._reopen()
         for ref in self.versions.after(step):
             self._clear_weights(ref)
         for later in [row for row in self.waiting_rows if row > step]:
@@ -78,6 +84,7 @@ class Stepping(Freshness):
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
         self.check_driver(request.driver)
+        self._check_whole()
         step = request.step
         if not 1 <= step <= self.config.steps:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {step}: this run has steps 1..{self.config.steps}")
@@ -124,6 +131,9 @@ class Stepping(Freshness):
             ],
         )
         newest = step == self.batched_step
+        dropped = self.batch_dropped if newest else 0
+        if self.plan.deterministic:  # those of the step, not those since the last one
+            dropped = self.plan.tasks_per_step - len(slots)
         rewards = columns.get("reward")
         reward_sum, samples = self.batch_filtered if newest else [0.0, 0.0]
         if rewards is not None:
@@ -134,7 +144,7 @@ class Stepping(Freshness):
             scalars=columns,
             reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
             samples_failed=sum(self.tasks.failed[slot] for slot in slots),
-            dropped=self.batch_dropped if newest else 0,
+            dropped=dropped,
             checkpoint_now=self._wants_checkpoint(sum(map(self.held_bytes, slots))),
         )
 

@@ -1,7 +1,8 @@
 """What happens when a store comes back without its data (its host was lost, the run was resumed). Pure.
 
 Its unfinished tasks are rolled again under higher fences, and the run returns to the newest checkpoint: steps after it
-cannot be replayed, so their tasks go and later ones are trained instead (promise 1). No weight update is kept whose
+cannot be replayed, so their tasks go and later ones are trained instead (promise 1; in deterministic mode the same ones
+are rolled again, from the same versions). No weight update is kept whose
 tasks could be trained again (promise 2): the trainer reloads the checkpoint too.
 """
 
@@ -43,11 +44,13 @@ class StoreLoss(Stepping):
         self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
     def _lose_evaluations(self, step: int) -> None:
-        """Versions before `step` are not published again: what was not scored stays unknown.
+        """Versions before `step` (in deterministic mode: that nobody samples with any more) are not published again:
+        what was not scored stays unknown.
 
         Later ones go on with the version's next publication; rows that were scored keep their score.
         """
+        first = step - self.plan.staleness if self.plan.deterministic else step
         for one in list(self.evaluations.open.values()):
-            if one.version[1] < step:
+            if one.version[1] < first:
                 while one.waiting:
                     self._drop(one.waiting.popleft(), "the version's weights were lost with their store")

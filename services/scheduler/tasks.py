@@ -140,6 +140,10 @@ class TaskTable:
         # one number may be written in several ways, and only one of them is the task's name
         return slot if slot != NO_SLOT and self.task_id(slot) == task_id else NO_SLOT
 
+    def slot_of(self, split: int, epoch: int, index: int) -> int:
+        """The slot of a task, or NO_SLOT."""
+        return self._slots.get(split, epoch, index)
+
     def task_id(self, slot: int) -> str:
         return make_task_id(self.splits[self.split[slot]], self.epoch[slot], self.index[slot])
 

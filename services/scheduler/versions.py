@@ -41,12 +41,15 @@ class Versions:
     def unnamed(self, named: set[Version], oldest_exact: int | None) -> list[WeightsRef]:
         """Remove and return the versions that may go: not the newest, not in `named`.
 
-        `oldest_exact`: in deterministic mode, the oldest step that a task not yet sampled may ask for.
+        `oldest_exact`: in deterministic mode, the oldest step that a task not yet sampled may ask for; it gets the
+        step's newest lineage.
         """
         gone = [
             version
             for version in self._refs
-            if version != self.newest and version not in named and (oldest_exact is None or version[1] < oldest_exact)
+            if version != self.newest
+            and version not in named
+            and (oldest_exact is None or version[1] < oldest_exact or version != self.at_step(version[1]))
         ]
         return [self._refs.pop(version) for version in gone]
 

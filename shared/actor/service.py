@@ -22,6 +22,7 @@ from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, Ping, Pong, ServiceReport
+from shared.actor.refusals import report_refusals
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
 from shared.rpc.directory import Directory
@@ -89,7 +90,6 @@ class Service:
         self._keys: Keyring | None = None
         self._gate: Gate | None = None
         self._directory: Directory | None = None
-        self._counts: dict[str, int] = {}
         self._supervisor = supervisor
         self._clients: dict[tuple[str, int], Client] = {}
         self._process = psutil.Process()
@@ -174,8 +174,8 @@ class Service:
         try:
             self.endpoint = self.bind()
             self._reach_other_hosts()
-            helpers.append(asyncio.create_task(self._count()))
             self.telemetry.connect(self.client("monitor"))
+            helpers.append(asyncio.create_task(report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)))
             self._report()
             if self.HEARTBEATS:
                 helpers.append(asyncio.create_task(self._heartbeats()))
@@ -234,17 +234,6 @@ class Service:
                 f"{service_name(service, instance)} answers on its own host only; start it with --listen tcp://ADDRESS:0",
             )
         return known.endpoint
-
-    async def _count(self) -> None:
-        """Tell the monitor what peers did that they must not, when they did."""
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            counts = self.mailbox.counts()
-            if self._gate is not None:
-                counts["strangers"] = sum(self._gate.refused.values())
-            if counts != self._counts and any(counts.values()):
-                self.telemetry.emit("security", {name: float(count) for name, count in counts.items()})
-            self._counts = counts
 
     async def close(self) -> None:
         """Close every socket; the mailbox removes its file. A socket that a service forgot cannot hold this up."""

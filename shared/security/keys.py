@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -81,36 +81,44 @@ def create(folder: Path) -> None:
     publics: dict[str, str] = {}
     for role in Role:
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        _write(key_file(folder, role), _PairFile(role.label, public, secret))
+        write_private(key_file(folder, role), _PairFile(role.label, public, secret))
         publics[role.label] = public
-    _write(folder / PUBLIC_FILE, _PublicFile(**publics))
+    write_private(folder / PUBLIC_FILE, _PublicFile(**publics))
 
 
 def load(folder: Path, role: Role) -> Keyring:
     """The keys of `role`. Raises RpcError(bad_request) naming the file: missing, readable by others, or damaged."""
-    pair = _read(key_file(folder, role), _PairFile)
-    publics = _read(folder / PUBLIC_FILE, _PublicFile)
-    known = {each: getattr(publics, each.label).encode() for each in Role}
-    for key in (pair.secret.encode(), *known.values()):
+    pair = read_private(key_file(folder, role), _PairFile)
+    publics = read_private(folder / PUBLIC_FILE, _PublicFile)
+    if pair.role != role.label:
+        raise damaged(key_file(folder, role), "it is another role's")
+    known = {each: getattr(publics, each.label) for each in Role}
+    return keyring(folder, role, pair.public, pair.secret, known)
+
+
+def keyring(where: Path, role: Role, public: str, secret: str, known: Mapping[Role, str]) -> Keyring:
+    """The keys that were read at `where`. Raises RpcError(bad_request) when they cannot be what was written there."""
+    for key in (secret, *known.values()):
         if not _is_key(key):
-            raise _damaged(folder, f"a key is not {KEY_CHARACTERS} characters of Z85")
-    if pair.role != role.label or zmq.curve_public(pair.secret.encode()) != pair.public.encode():
-        raise _damaged(key_file(folder, role), "it is another role's, or its two halves do not belong together")
-    if known[role] != pair.public.encode() or len(set(known.values())) != len(Role):
-        raise _damaged(folder / PUBLIC_FILE, f"it does not list the key of {role.label}, or one key twice")
-    return Keyring(role, pair.public.encode(), pair.secret.encode(), known)
+            raise damaged(where, f"a key is not {KEY_CHARACTERS} characters of Z85")
+    if zmq.curve_public(secret.encode()) != public.encode():
+        raise damaged(where, f"the two halves of the key of {role.label} do not belong together")
+    if known[role] != public or len(set(known.values())) != len(Role):
+        raise damaged(where, f"the public keys do not have that of {role.label}, or one key twice")
+    return Keyring(role, public.encode(), secret.encode(), {each: key.encode() for each, key in known.items()})
 
 
-def export(folder: Path, target: Path, roles: Iterable[Role]) -> None:
-    """Copy what a host or a person of these roles needs, and no other secret, into the new folder `target`."""
-    rings = [load(folder, role) for role in roles]
-    target.mkdir(mode=0o700, parents=True)
-    for ring in rings:
-        _write(key_file(target, ring.role), _PairFile(ring.role.label, ring.public.decode(), ring.secret.decode()))
-    _write(target / PUBLIC_FILE, _read(folder / PUBLIC_FILE, _PublicFile))
+def save(folder: Path, ring: Keyring) -> None:
+    """Write the keys of one role, and no other secret, into the new folder `folder`."""
+    folder.mkdir(mode=0o700, parents=True)
+    pair = _PairFile(ring.role.label, ring.public.decode(), ring.secret.decode())
+    write_private(key_file(folder, ring.role), pair)
+    publics = {role.label: key.decode() for role, key in ring.known.items()}
+    write_private(folder / PUBLIC_FILE, _PublicFile(**publics))
 
 
-def _write(path: Path, content: msgspec.Struct) -> None:
+def write_private(path: Path, content: msgspec.Struct) -> None:
+    """JSON in a file of mode 0600 that is there whole or not at all. Raises OSError."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -121,33 +129,36 @@ def _write(path: Path, content: msgspec.Struct) -> None:
     scratch.replace(path)
 
 
-def _read(path: Path, kind: type[T]) -> T:
+def read_private(path: Path, kind: type[T], limit_bytes: int = _FILE_LIMIT_BYTES) -> T:
+    """What `write_private` wrote. Raises RpcError(bad_request): missing, readable by others, or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(descriptor, "rb") as stream:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-            data = stream.read(_FILE_LIMIT_BYTES)
+            data = stream.read(limit_bytes)
     except OSError as error:
         raise RpcError(
-            ErrorCode.BAD_REQUEST, f"keys {path}: {error.strerror}; the launcher makes them with the run directory"
+            ErrorCode.BAD_REQUEST,
+            f"keys {path}: {error.strerror}; they come with a run, or from ctl export-access",
         ) from None
     if mode & 0o077:
         raise RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: mode {mode:04o} lets others at it; chmod 600 {path}")
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError:
-        raise _damaged(path, "it is not the JSON that was written there") from None
+        raise damaged(path, "it is not the JSON that was written there") from None
 
 
-def _is_key(key: bytes) -> bool:
+def _is_key(key: str) -> bool:
     if len(key) != KEY_CHARACTERS:
         return False
     try:
-        zmq.curve_public(key)
+        zmq.curve_public(key.encode())
     except zmq.ZMQError:
         return False
     return True
 
 
-def _damaged(path: Path, what: str) -> RpcError:
-    return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy it from the launcher's run directory again")
+def damaged(path: Path, what: str) -> RpcError:
+    """The refusal of a file with keys; `what` must hold no secret."""
+    return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy it again, or get it anew (ctl export-access)")

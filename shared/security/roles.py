@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from proto.messages import (
+    GetLog,
     GetSnapshot,
     GetStatus,
     GetStoreStats,
@@ -47,6 +48,7 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
     {
         Ping: Role.OBSERVER,
         GetSnapshot: Role.OBSERVER,
+        GetLog: Role.OPERATOR,
         GetStatus: Role.OPERATOR,
         GetStoreStats: Role.OPERATOR,
         GetSupervisorState: Role.OPERATOR,

@@ -206,18 +206,36 @@ def _engine(topology: Topology) -> Found:
     if rollout.engine_args and rollout.engine == "transformers":
         names = ", ".join(rollout.engine_args)
         yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
-    if rollout.in_flight == "keep" and rollout.engine != "transformers":
-        message = f"keep is the transformers engine's, {rollout.engine} updates between blocks; use wait"
+    if rollout.parallel.tp > 1 and rollout.engine != "vllm":
+        message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
+        yield ("services", "rollout", "parallel", "tp"), message
+    if rollout.in_flight != "wait" and rollout.engine == "openai":
+        message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
-    if rollout.in_flight == "keep" and topology.workflow is not None:
-        message = "keep is for single answers, a workflow's calls are short blocks; use wait"
+    if rollout.in_flight == "recompute" and rollout.engine == "transformers":
+        yield ("services", "rollout", "in_flight"), "recompute is the vllm engine's, transformers knows keep; use keep"
+    if rollout.in_flight != "wait" and topology.workflow is not None:
+        message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
 
 
 def _transport(topology: Topology) -> Found:
-    if not topology.transport.encrypt_bulk and topology.transport.listen is None:
-        message = "false: without transport.listen nothing goes to another host, leave it out"
-        yield ("transport", "encrypt_bulk"), message
+    transport = topology.transport
+    ports = ("scheduler_port", "supervisor_port", "monitor_port")
+    if transport.listen is None:
+        if not transport.encrypt_bulk:
+            message = "false: without transport.listen nothing goes to another host, leave it out"
+            yield ("transport", "encrypt_bulk"), message
+        for name in ports:
+            if getattr(transport, name) != type(transport).model_fields[name].default:
+                yield ("transport", name), "without transport.listen nobody listens on tcp, leave it out"
+        return
+    taken: dict[int, str] = {}
+    for name in ports:
+        port = getattr(transport, name)
+        if port in taken:
+            yield ("transport", name), f"{port} is transport.{taken[port]} too, choose another"
+        taken[port] = name
 
 
 def _deterministic(topology: Topology) -> Found:
@@ -227,7 +245,8 @@ def _deterministic(topology: Topology) -> Found:
         message = f"{topology.services.rollout.engine} is not batch-invariant, run.deterministic needs transformers"
         yield ("services", "rollout", "engine"), message
     if topology.services.rollout.in_flight != "wait":
-        yield ("services", "rollout", "in_flight"), "keep depends on timing, run.deterministic needs wait"
+        message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
+        yield ("services", "rollout", "in_flight"), message
     if topology.workflow is not None:
         yield ("workflow",), "calls of a workflow come as they come, run.deterministic needs it left out"
     if topology.consume != "order":

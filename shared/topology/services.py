@@ -80,9 +80,10 @@ class Reference(Scorer):
 class Rollout(Placed):
     instances: Count = Field(default=1, description="engines, 1 or more")
     engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
-    in_flight: Literal["wait", "keep"] = Field(
+    in_flight: Literal["wait", "keep", "recompute"] = Field(
         default="wait",
-        description="newer weights while a block is sampled: wait for its end, or keep its tokens and go on with them",
+        description="newer weights while a block is sampled: wait for its end; keep its tokens and cached keys and "
+        "values and go on with them; or keep its tokens and recompute what was cached",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
@@ -160,6 +161,12 @@ class Transport(Section):
     )
     scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=7747, description="TCP port (1 to 65535) of the scheduler, which other hosts join at"
+    )
+    supervisor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=7748, description="TCP port (1 to 65535) of the supervisor, which launch.ctl --access asks"
+    )
+    monitor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=7749, description="TCP port (1 to 65535) of the monitor, which launch.monitor --access asks"
     )
     encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
 

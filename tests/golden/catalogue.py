@@ -27,6 +27,7 @@ ROUTES = {
     "RestartService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator", "supervisor"),
+    "GetLog": ("operator", "supervisor"),
     "Register": ("every service", "scheduler"),
     "Heartbeat": ("every service", "scheduler"),
     "Resolve": ("services of another host, operator", "scheduler"),

@@ -13,6 +13,7 @@ import pytest
 
 from shared.rundir import RunDir
 from shared.security import keys
+from shared.security.access import Access
 from shared.security.roles import Role
 from tests.integration.netns import Host, two_hosts
 from tests.integration.store_process import REPOSITORY, make_run
@@ -66,8 +67,8 @@ def cluster(hosts: Sequence[Host], tmp_path: Path) -> Iterator[tuple[RunDir, Run
     """The home run with its services listening, and the run directory of the host that joined."""
     home = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     scheduler = f"tcp://{hosts[0].address}:{PORT}"
-    home.export_host(tmp_path / "kit", scheduler)
-    away = RunDir.join(tmp_path / "kit", shm_root=tmp_path / "shm-away")
+    access = Access("run", keys.load(home.keys, Role.SERVICE), {"scheduler": scheduler}, home.topology.read_text())
+    away = RunDir.join(tmp_path / "away", access, shm_root=tmp_path / "shm-away")
     listen = f"tcp://{hosts[0].address}:0"
     with ExitStack() as stack:
 
@@ -122,7 +123,7 @@ def test_an_observer_gets_snapshot_and_stream_of_the_monitor_and_nothing_else(
 ) -> None:
     home, away, _ = cluster
     found = ask(hosts[1], "service", str(away.path))
-    keys.export(home.keys, tmp_path / "observer", [Role.OBSERVER])
+    keys.save(tmp_path / "observer", keys.load(home.keys, Role.OBSERVER))
     answer = ask(hosts[1], "watch", str(found["monitor"]), str(tmp_path / "observer"))
     assert answer["rows"]
     assert str(answer["stream"]).startswith(f"tcp://{hosts[0].address}:")

@@ -8,14 +8,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 
-from proto.messages import BatchMeta, TaskHandle
+from proto.messages import TaskHandle
 from proto.tensors import Array
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.layout import Layout
 from shared.actor.service import PEER_LOST_STATUS
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.store_process import STORE
@@ -106,12 +108,12 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
         before = {name: value.copy() for name, value in (await weights(bench, workers, 0)).items()}
-        meta, advantages, per_sample = await bench.batch(1)
+        meta = await bench.batch(1)
         gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
-        broken = BatchMeta(tasks=[gone, *meta.tasks[1:]], parts=meta.parts, stores=meta.stores)
+        broken = msgspec.structs.replace(meta, tasks=[gone, *meta.tasks[1:]])
         calls = (
-            workers.forward_backward(broken, ROLLOUT_ANCHOR, advantages=advantages, weights=per_sample),
-            workers.optim_step(1, last=True),
+            workers.forward_backward(broken, ROLLOUT_ANCHOR),
+            workers.optim_step(),
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, WorkersLost) for result in results)
@@ -121,11 +123,8 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
         after = await weights(bench, workers, 0, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
         # a batch that leaves one rank without a task
-        single = BatchMeta(tasks=meta.tasks[:1], parts=meta.parts, stores=meta.stores)
-        gradient = workers.forward_backward(
-            single, ROLLOUT_ANCHOR, advantages=advantages[:GROUP], weights=per_sample[:GROUP]
-        )
-        done, update = await asyncio.gather(gradient, workers.optim_step(1, last=True))
+        single = Batch(meta).take([0]).meta
+        done, update = await asyncio.gather(workers.forward_backward(single, ROLLOUT_ANCHOR), workers.optim_step())
         assert done.imbalance == 2.0
         assert update.grad_norm > 0
         assert group.restarts == [0, 0]
@@ -157,13 +156,13 @@ def test_offload_between_gradient_and_update_changes_no_bit(run: RunDir) -> None
         await bench.train(workers, 2)
         undisturbed = {name: value.copy() for name, value in (await weights(bench, workers, 2)).items()}
         await workers.load_checkpoint(1)
-        meta, advantages, per_sample = await bench.batch(2)
-        await workers.forward_backward(meta, ROLLOUT_ANCHOR, advantages=advantages, weights=per_sample)
+        meta = await bench.batch(2)
+        await workers.forward_backward(meta, ROLLOUT_ANCHOR)
         moved = await workers.offload(["parameters", "gradients", "optimizer"])
         model_bytes = sum(value.nbytes for value in undisturbed.values())
         assert moved.nbytes > 3.9 * model_bytes
         assert (await workers.offload(["parameters"])).nbytes == 0
-        await workers.optim_step(2, last=True)
+        await workers.optim_step()
         after = await weights(bench, workers, 2, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in undisturbed.items())
 

@@ -10,13 +10,27 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from proto.ids import new_incarnation
-from proto.messages import BatchMeta, BatchPart, ErrorCode, LossSpec, Ping, Pong, TaskHandle, WeightsRef
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    LossSpec,
+    Ping,
+    Pong,
+    PutTask,
+    TaskHandle,
+    WeightsRef,
+)
 from proto.tensors import Array
+from services.policy_trainer.batches import weighed
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.layout import Layout
 from shared.batch import Batch
@@ -104,8 +118,8 @@ class Bench:
         await workers.take_over()
         return workers
 
-    async def batch(self, step: int) -> tuple[BatchMeta, Array, Array]:
-        """Shards of a made-up batch in the store; advantages and weights of its samples."""
+    async def batch(self, step: int) -> BatchMeta:
+        """Shards of a made-up batch in the store, with advantages and weights of its samples."""
         rng = np.random.default_rng(step)
         handles, tasks = [], []
         for index in range(TASKS):
@@ -127,15 +141,15 @@ class Bench:
         await self.data.put(tasks, store=STORE, deadline_s=20)
         meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
         advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)
-        return meta, advantages, np.full(TASKS * GROUP, 0.02, np.float32)
+        return weighed(meta, advantages, np.full(TASKS * GROUP, 0.02, np.float32))
 
     async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
-        meta, advantages, weights = await self.batch(step)
+        meta = await self.batch(step)
         if loss.anchor == "proximal":
-            part = await workers.forward(meta, key="prox_logprobs", temperature=1.0)
+            part = await workers.forward(meta, ["prox_logprobs"])
             meta = Batch(meta).union(Batch(part.meta)).meta
-        gradient = workers.forward_backward(meta, loss, advantages=advantages, weights=weights)
-        done, _ = await asyncio.gather(gradient, workers.optim_step(step, last=True))
+        gradient = workers.forward_backward(meta, loss)
+        done, _ = await asyncio.gather(gradient, workers.optim_step())
         return done.sums
 
     async def weights(self, ref: WeightsRef) -> dict[str, Array]:
@@ -198,17 +212,18 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             sums = await bench.train(old, 1, PROXIMAL_ANCHOR)
             assert sums["clipped"] == 0  # the proximal policy is the present one at the first update
             assert sums["tokens"] > 0
-            meta, _, _ = await bench.batch(9)
-            first = await old.forward(meta, key="prox_logprobs", temperature=1.0)
+            meta = await bench.batch(9)
+            first = await old.forward(meta, ["prox_logprobs"])
             (key,) = first.meta.parts[0].keys
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
-            again = await old.forward(meta, key="prox_logprobs", temperature=0.5)  # other bits under the same fences
+            ref = await old.publish_weights(0, 1, store=STORE)
+            await bench.train(old, 2)
+            again = await old.forward(meta, ["prox_logprobs"])  # other bits under the same fences
             (other,) = again.meta.parts[0].keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
             with pytest.raises(RpcError, match="prox_logprobs:5-"):  # the former making is never taken for the later
                 await bench.data.fetch(first.meta, [key], deadline_s=20)
-            ref = await old.publish_weights(0, 1, store=STORE, fence=1)
             assert ref.task_id == "weights/0/1"
             assert np.abs(ref.canary.logprobs - base.canary.logprobs).max() > ref.canary.tolerance
             assert np.abs(ref.drill.logprobs - base.canary.logprobs).max() > ref.drill.tolerance
@@ -217,17 +232,17 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
 
             new = await bench.driver(6)
             with pytest.raises(RpcError) as caught:
-                await bench.train(old, 2)
+                await bench.train(old, 3)
             assert caught.value.code == ErrorCode.CONFLICT
             with pytest.raises(RpcError, match="was replaced"):
                 await old.take_over()
-            await bench.train(new, 2)
-            with pytest.raises(RpcError, match="the worker stands at 2"):
+            await bench.train(new, 3)
+            with pytest.raises(RpcError, match="the worker stands at 3"):
                 await new.publish_weights(0, 1, store=STORE, fence=2)
             with pytest.raises(WorkersLost, match="an earlier call failed"):
-                await new.publish_weights(0, 2, store=STORE, fence=1)
+                await new.publish_weights(0, 3, store=STORE)
             state = await new.take_over()
-            assert (state.step, state.dirty) == (2, False)
+            assert (state.step, state.dirty) == (3, False)
             await new.save_hf_model(tmp_path / "export")
             assert (tmp_path / "export" / "tokenizer.json").exists()
 
@@ -260,11 +275,11 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
             workers = await bench.driver(5)
             await workers.init_model()
             before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=1))
-            meta, advantages, weights = await bench.batch(1)
+            meta = await bench.batch(1)
             gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
-            broken = BatchMeta(tasks=[gone, *meta.tasks[1:]], parts=meta.parts, stores=meta.stores)
-            gradient = workers.forward_backward(broken, ROLLOUT_ANCHOR, advantages=advantages, weights=weights)
-            results = await asyncio.gather(gradient, workers.optim_step(1, last=True), return_exceptions=True)
+            broken = msgspec.structs.replace(meta, tasks=[gone, *meta.tasks[1:]])
+            gradient = workers.forward_backward(broken, ROLLOUT_ANCHOR)
+            results = await asyncio.gather(gradient, workers.optim_step(), return_exceptions=True)
             assert all(isinstance(result, WorkersLost) for result in results)
             assert "train/9/9" in str(results[0])
             state = await workers.take_over()
@@ -281,14 +296,12 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
             await workers.init_model()
-            meta, advantages, weights = await bench.batch(1)
+            meta = await bench.batch(1)
 
             def gradient(share: float) -> Any:
-                return workers.forward_backward(
-                    meta, ROLLOUT_ANCHOR, advantages=advantages, weights=weights, loss_weight=share
-                )
+                return workers.forward_backward(meta, ROLLOUT_ANCHOR, loss_weight=share)
 
-            *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step(1, last=True))
+            *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step())
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
             await workers.init_model()
             # all five on their way before the first is answered
@@ -296,7 +309,7 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
                 gradient(0.25),
                 gradient(0.5),
                 gradient(0.25),
-                workers.optim_step(1, last=True),
+                workers.optim_step(),
                 workers.publish_weights(0, 1, store=STORE, fence=2),
             )
             assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
@@ -306,6 +319,29 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
                 for name in first
             ]
             assert max(moved) <= 1e-5
+
+    with processes(run):
+        asyncio.run(scenario())
+
+
+def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run: RunDir) -> None:
+    """The publication is retried where the weights are: a retry that came as a new call would come after the update."""
+
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            first = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
+            await bench.client(STORE).call(Clear(tasks=[PutTask("weights/0/0", 1)]), Ack, deadline_s=20)
+            meta = await bench.batch(1)
+            ref, _, update = await asyncio.gather(
+                workers.publish_weights(0, 0, store=STORE),
+                workers.forward_backward(meta, ROLLOUT_ANCHOR),
+                workers.optim_step(),
+            )
+            assert ref.fence == 2
+            assert update.grad_norm > 0
+            assert await bench.weight_bytes(ref) == first
 
     with processes(run):
         asyncio.run(scenario())

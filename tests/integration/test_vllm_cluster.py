@@ -111,7 +111,8 @@ def test_log_probs_of_engine_and_trainer_agree_throughout(seen: Seen) -> None:
     rows = seen.run.rows()
     assert max(row["rollout/staleness_max"] for row in rows) == 0
     worst = max(row["rollout/logprob_mismatch"] for row in rows)
-    assert 0 < worst <= 1e-3
+    worst_token = max(row["rollout/logprob_mismatch_max"] for row in rows)
+    assert 0 < worst < worst_token <= 1e-3
 
 
 def test_reward_rises(seen: Seen) -> None:
@@ -124,11 +125,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
 def test_an_untied_llama_trains_with_log_probs_that_agree(engine: str, llama: Path, tmp_path: Path) -> None:
     more = [f"policy.model={llama}", "algorithm.tasks_per_step=8", "reward.function=builtin:exact_match"]
     with cluster(TOPOLOGIES / "quickstart.yaml", tmp_path, *_overrides(engine, 4), *more, limit_s=400) as run:
         assert run.end() == 0, run.output()
         rows = run.rows()
     assert len(rows) == 4
-    assert 0 < max(row["rollout/logprob_mismatch"] for row in rows) <= 1e-3
+    assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3

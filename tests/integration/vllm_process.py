@@ -12,7 +12,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,26 @@ from shared.rpc.errors import RpcError
 
 SEED = 7
 TOLERANCE = 1e-4
+HOT = 2.0
+"""The highest temperature that vLLM takes: samples end late."""
+
+
+class AskedLater(threading.Event):
+    """Calls `reached` on the engine's own thread when it is asked for the so-manieth time whether it is set; never is.
+
+    An engine asks before each step: what `reached` does is done between the same two steps every time.
+    """
+
+    def __init__(self, asked: int, reached: Callable[[], object]) -> None:
+        super().__init__()
+        self._left = asked
+        self._reached = reached
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self._reached()
+        return False
 
 
 class CancelLater(threading.Event):
@@ -47,7 +67,12 @@ class CancelLater(threading.Event):
 def plain(groups: list[list[Generation]]) -> list[list[dict[str, Any]]]:
     return [
         [
-            {"ids": each.token_ids.tolist(), "logprobs": each.logprobs.tolist(), "finish": each.finish_reason}
+            {
+                "ids": each.token_ids.tolist(),
+                "logprobs": each.logprobs.tolist(),
+                "finish": each.finish_reason,
+                "swaps": None if each.swaps is None else each.swaps.tolist(),
+            }
             for each in group
         ]
         for group in groups
@@ -73,7 +98,14 @@ class Scenario:
         self._base: dict[str, Array] = {}
 
     def _made(self, **engine_args: Any) -> VllmEngine:
-        return VllmEngine(model=self._model, dtype="float32", threads=1, deterministic=False, engine_args=engine_args)
+        return VllmEngine(
+            model=self._model,
+            dtype="float32",
+            threads=1,
+            deterministic=False,
+            engine_args=engine_args,
+            in_flight="keep",
+        )
 
     async def run(self) -> dict[str, Any]:
         answer = self._answer
@@ -89,6 +121,7 @@ class Scenario:
         await self._weights()
         await self._sampling()
         await self._interrupted()
+        await self._updated_midway()
         answer["listening"] = [
             each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN
         ]
@@ -158,6 +191,28 @@ class Scenario:
         await engine.set_weights(self._version(1)[1])
         canary = self._version(1)[0].canary
         answer["last_error"] = float(np.abs(await engine.score(canary.token_ids) - canary.logprobs).max())
+
+    async def _updated_midway(self) -> None:
+        """A block that begins under version 1 and goes on under version 2; then one that must know nothing of it."""
+        engine, answer = self._engine, self._answer
+        sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+        await sync.load(*self._version(1))
+        loop, reached = asyncio.get_running_loop(), asyncio.Event()
+
+        def hold() -> None:
+            asyncio.run_coroutine_threadsafe(engine.pause(), loop).result()
+            loop.call_soon_threadsafe(reached.set)
+
+        block = engine.generate(self._prompts, SamplingParams(16, HOT, 48, 0), AskedLater(3, hold))
+        task = asyncio.create_task(block)
+        task.add_done_callback(lambda _: reached.set())  # it failed: its error comes up below
+        await reached.wait()
+        assert not task.done(), task.result()
+        answer["midway_error"] = (await sync.load(*self._version(2))).canary_error
+        answer["done_in_pause"] = task.done()
+        await engine.resume()
+        answer["midway"] = plain(await task)
+        await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
 
     async def _generate(self, name: str, sampling: SamplingParams) -> None:
         self._answer[name] = plain(await self._engine.generate(self._prompts, sampling, threading.Event()))

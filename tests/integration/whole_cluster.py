@@ -114,11 +114,12 @@ def overwrite(file: Path, offset: int, values: Array) -> None:
 
 
 @contextlib.contextmanager
-def cluster(topology: Path, folder: Path, *overrides: str, limit_s: float) -> Iterator[Cluster]:
-    """Runs `topology`; whatever is left at the end is killed."""
+def cluster(topology: Path, folder: Path, *overrides: str, limit_s: float, resume: bool = False) -> Iterator[Cluster]:
+    """Runs `topology`, or goes on with the run that `folder` holds; whatever is left at the end is killed."""
     path = folder / "run"
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=resume)
     command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(path)]
+    command += ["--resume"] if resume else []
     for override in overrides:
         command += ["--set", override]
     with (path / "cluster.out").open("wb") as output:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from proto.messages import LossSpec
+from services.policy_trainer.sums import add_up
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses import kl
 from services.policy_trainer.worker.losses.own import own_policy_loss
@@ -309,8 +310,8 @@ def test_sums_add_up_over_any_split() -> None:
     for chosen in (tokens.sequences < 2, tokens.sequences >= 2):
         names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
         part = TokenData(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
-        for name, value in token_loss(loss, cur[chosen], part, entropy[chosen])[1].items():
-            added[name] = added.get(name, 0.0) + float(value)
+        add_up(added, token_loss(loss, cur[chosen], part, entropy[chosen])[1])
+    assert added["mismatch_max"] > 0
     assert added == pytest.approx({name: float(value) for name, value in whole.items()}, rel=1e-12)
 
 

@@ -232,18 +232,18 @@ def pack_inline(**changes: Any) -> bytes:
 
 
 def decode_inline(packed: bytes) -> Any:
-    """Through the whole codec, as the `advantages` of a ForwardBackward."""
-    good = msgpack.packb(msgpack_numpy.encode(np.zeros(2, np.float32)))
+    """Through the whole codec, as the `advantages` of a ForwardBackward's batch."""
     rest = {
-        "driver": 1, "order": 2, "batch": {"tasks": []},
+        "driver": 1, "order": 2,
         "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal", "temperature": 1.0},
     }  # fmt: skip
-    body = b"\x86" + b"".join(msgpack.packb(part) for pair in rest.items() for part in pair)
-    body += msgpack.packb("weights") + good + msgpack.packb("advantages") + packed
+    body = b"\x84" + b"".join(msgpack.packb(part) for pair in rest.items() for part in pair)
+    body += msgpack.packb("batch") + b"\x82" + msgpack.packb("tasks") + msgpack.packb([])
+    body += msgpack.packb("scalars") + b"\x81" + msgpack.packb("advantages") + packed
     frames = [header(type=ForwardBackward.TYPE, body=len(body), total=len(body)), body]
     decoded = codec.decode(frames).body
     assert isinstance(decoded, ForwardBackward)
-    return decoded.advantages
+    return decoded.batch.scalars["advantages"]
 
 
 def test_inline_array_of_msgpack_numpy_itself_is_read_and_ours_is_read_by_it() -> None:

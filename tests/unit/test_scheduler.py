@@ -442,11 +442,12 @@ def test_trained_bytes_that_fill_the_store_order_a_checkpoint() -> None:
 
 def test_every_epoch_has_its_own_order_of_all_usable_rows() -> None:
     order = EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True))
-    epochs = [order.at(start, 9) for start in (0, 4, 8)]  # never of two epochs at once
+    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # never of two epochs at once
     assert all(sorted(rows) == [0, 2, 3, 5] for _, rows in epochs)
     assert [epoch for epoch, _ in epochs] == [0, 1, 2]
     assert len({tuple(rows) for _, rows in epochs}) > 1
-    assert EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True)).at(9, 2) == (2, epochs[2][1][1:3])
+    assert [order.at(position) for position in (4, 7)] == [(1, epochs[1][1][0]), (1, epochs[1][1][3])]
+    assert EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True)).some(9, 2) == (2, epochs[2][1][1:3])
 
 
 # ------------------------------------------------------------------------------------------------ the driver

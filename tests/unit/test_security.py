@@ -34,7 +34,6 @@ from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
-from shared.security import keys
 from shared.security.curve import check_listen, clear, lock, unlock
 from shared.security.keys import Keyring, create, key_file, load
 from shared.security.roles import LEAST_ROLE, Role, least_role
@@ -152,35 +151,6 @@ def test_a_link_is_no_key_file(tmp_path: Path) -> None:
         load(tmp_path / "keys", Role.SERVICE)
 
 
-def test_export_holds_the_secrets_of_the_named_roles_only(tmp_path: Path) -> None:
-    create(tmp_path / "keys")
-    keys.export(tmp_path / "keys", tmp_path / "copy", [Role.OBSERVER])
-    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"observer.key", "public.json"}
-    assert load(tmp_path / "copy", Role.OBSERVER) == load(tmp_path / "keys", Role.OBSERVER)
-    with pytest.raises(RpcError, match=r"service\.key: No such file"):
-        load(tmp_path / "copy", Role.SERVICE)
-
-
-def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(tmp_path: Path) -> None:
-    home = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
-    home.topology.write_text("run: {}\n")
-    home.export_host(tmp_path / "kit", "tcp://10.0.0.1:7747")
-    away = RunDir.join(tmp_path / "kit", shm_root=tmp_path / "shm2")
-    try:
-        assert away.scheduler == "tcp://10.0.0.1:7747"
-        assert RunDir.open(away.path) == away
-        assert away.sockets != home.sockets
-        assert away.host_id != home.host_id
-        assert load(away.keys, Role.SERVICE) == load(home.keys, Role.SERVICE)
-        assert not key_file(away.keys, Role.OPERATOR).exists()
-        assert away.topology.read_text() == home.topology.read_text()
-        with pytest.raises(RpcError, match="nothing to join"):
-            RunDir.join(home.path)
-    finally:
-        away.remove_volatile()
-        home.remove_volatile()
-
-
 # ------------------------------------------------------------------------------------------------- the roles
 
 
@@ -188,7 +158,7 @@ def test_what_is_not_listed_is_for_services_and_rights_grow_with_the_role() -> N
     allowed = {role: {kind for kind in all_messages().values() if least_role(kind) <= role} for role in Role}
     assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot"}
     assert {kind.__name__ for kind in allowed[Role.OPERATOR] - allowed[Role.OBSERVER]} == {
-        "GetStatus", "GetStoreStats", "GetSupervisorState", "Resolve", "RestartService", "StopRun",
+        "GetLog", "GetStatus", "GetStoreStats", "GetSupervisorState", "Resolve", "RestartService", "StopRun",
     }  # fmt: skip
     assert allowed[Role.SERVICE] == set(all_messages().values())
     assert all(issubclass(kind, Request) for kind in LEAST_ROLE)

@@ -245,9 +245,8 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "path", "use"),
     [
-        ("run.deterministic=true", "run.deterministic", "false"),
         ("services.rollout.engine=openai", "services.rollout.engine", "transformers or vllm"),
-        ("services.rollout.parallel.tp=2", "services.rollout.parallel.tp", "1"),
+        ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
         ("services.reference.backend=megatron", "services.reference.backend", "torch"),
         ("services.policy-trainer.gpus=2", "services.policy-trainer.gpus", "0 or 1"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),

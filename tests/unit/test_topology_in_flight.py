@@ -22,19 +22,34 @@ def test_blocks_wait_unless_the_topology_says_keep(folder: Path) -> None:
     assert load(write(folder), [KEEP]).services.rollout.in_flight == "keep"
 
 
+def test_vllm_knows_both_ways(folder: Path) -> None:
+    for mode in ("keep", "recompute"):
+        overrides = ["services.rollout.engine=vllm", f"services.rollout.in_flight={mode}"]
+        assert load(write(folder), overrides).services.rollout.in_flight == mode
+
+
+def test_tensor_parallelism_is_vllms(folder: Path) -> None:
+    two = "services.rollout.parallel.tp=2"
+    assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2
+    (line,) = [each for each in problems(write(folder), two) if "services.rollout.parallel.tp: " in each]
+    assert "transformers knows no tensor parallelism; use 1" in line
+
+
 def test_completion_order_is_available(folder: Path) -> None:
     assert load(write(folder), ["consume=completion"]).consume == "completion"
 
 
 @pytest.mark.parametrize(
-    ("override", "why"),
+    ("override", "mode", "why"),
     [
-        ("services.rollout.engine=vllm", "vllm updates between blocks"),
-        ("workflow.function=builtin:single_turn", "a workflow's calls are short blocks"),
+        ("services.rollout.engine=openai", "keep", "openai updates between blocks"),
+        ("services.rollout.engine=openai", "recompute", "openai updates between blocks"),
+        ("services.rollout.engine=transformers", "recompute", "transformers knows keep; use keep"),
+        ("workflow.function=builtin:single_turn", "keep", "a workflow's calls are short blocks"),
     ],
 )
-def test_keep_is_refused_where_it_would_do_nothing(folder: Path, override: str, why: str) -> None:
-    lines = problems(write(folder), override, KEEP, check_supported=False)
+def test_an_update_is_refused_where_it_would_do_nothing(folder: Path, override: str, mode: str, why: str) -> None:
+    lines = problems(write(folder), override, f"services.rollout.in_flight={mode}", check_supported=False)
     assert [line for line in lines if "services.rollout.in_flight: " in line and why in line]
 
 

@@ -92,6 +92,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
             "clipped": 2.0,
             "masked": 1.0,
             "mismatch": 0.8,
+            "mismatch_max": 0.25 * imbalance,
             "version": 28.0,
         }
         metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=0.5, imbalance=imbalance))
@@ -103,6 +104,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["policy/clip_fraction"] == 0.25
     assert row["policy/masked_fraction"] == 0.125
     assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
+    assert row["rollout/logprob_mismatch_max"] == 0.375  # of the first of two
     assert row["rollout/staleness_mean"] == pytest.approx(0.5)
     assert row["rollout/staleness_max"] == 1.0
     assert row["rollout/length_mean"] == 4.0

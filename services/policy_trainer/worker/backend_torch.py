@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.layout import Place
+from services.policy_trainer.sums import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
@@ -134,8 +135,7 @@ class TorchBackend:
         def back(scores: Scores) -> None:
             total, sums = loss(LocalScores(scores, self._mesh.sum_over_sequence_ranks))
             total.backward()  # type: ignore[no-untyped-call]
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            add_up(totals, sums)
 
         def idle(scores: Scores) -> None:
             (scores.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]

@@ -19,6 +19,8 @@ from proto import messages
 from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
+from proto.tensors import Array
+from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
 from services.policy_trainer.layout import Place
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
@@ -31,7 +33,8 @@ from shared.stages import PROXIMAL
 from shared.topology import Topology
 
 if TYPE_CHECKING:
-    from services.policy_trainer.worker.backend import Backend
+    from services.policy_trainer.worker.backend import Backend, Update
+    from services.policy_trainer.worker.earlier import EarlierVersions
     from services.policy_trainer.worker.losses.policy import PolicyLoss
     from services.policy_trainer.worker.publish import Canaries
 
@@ -68,6 +71,7 @@ class Calls:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._backend: Backend
         self._canaries: Canaries
+        self._earlier: EarlierVersions
         self._own_loss: PolicyLoss | None = None
         self._loaded = False
         self._pristine = True
@@ -88,10 +92,16 @@ class Calls:
 
     def _load(self) -> None:
         # imported on the compute thread, so that the mailbox answers during the seconds it takes
+        from services.policy_trainer.worker.earlier import EarlierVersions
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.publish import Canaries
         from services.policy_trainer.worker.start import make_backend
+        from shared.model.determinism import require_deterministic_algorithms
 
+        deterministic = self._topology.run.deterministic
+        if deterministic:
+            require_deterministic_algorithms()
+        self._earlier = EarlierVersions(self._topology.staleness if deterministic else 0)
         self._backend = make_backend(self._run, self._topology, self._place, self._group.generation)
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
@@ -201,6 +211,7 @@ class Calls:
             self.dirty = True
             await self._together("InitModel", self._backend.restart)
             self._pristine = True
+        await self._together("InitModel", lambda: self._record(0))
         return self._standing_at(0)
 
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
@@ -216,9 +227,16 @@ class Calls:
         def work() -> None:
             self._pristine, self.dirty = False, True
             self._backend.load_state(State(snapshot.weights, snapshot.optimizer))
+            self._earlier.restore(snapshot.earlier, self._canaries)
+            self._record(request.step)
 
         await self._together("LoadCheckpoint", work)
         return self._standing_at(request.step)
+
+    def _record(self, step: int) -> None:
+        """Deterministic mode: keep this version; on every rank, as part of a collective."""
+        if self._topology.run.deterministic:
+            self._earlier.record(step, self._backend.weights(), self._canaries.current())
 
     def _standing_at(self, step: int) -> messages.WorkerReady:
         self.step, self.dirty = step, False
@@ -227,14 +245,21 @@ class Calls:
 
     async def _forward(self, request: messages.Forward, _: Call) -> Message:
         began = time.perf_counter()
-        tokens = await self._ready(request, self._tokens(request))
-        sequences = _sequences(tokens)
-        logprobs = await self._together("Forward", lambda: self._backend.forward(sequences, request.temperature))
+
+        async def known() -> samples.Tokens:
+            if request.keys != [samples.PROX_KEY]:
+                wanted = ", ".join(request.keys) or "nothing"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it makes {samples.PROX_KEY}")
+            return await self._tokens(request)
+
+        tokens = await self._ready(request, known())
+        sequences, temperature = _sequences(tokens), self._topology.sampling.temperature
+        logprobs = await self._together("Forward", lambda: self._backend.forward(sequences, temperature))
         ends = tokens.tokens_of_task.cumsum()
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
         # of this call alone: an earlier life may have put other bits for these tasks under the same fences
-        key = f"{request.key}{REVISION}{request.driver:x}-{request.order}"
+        key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
             await self._data.put(shards, store=STORE, deadline_s=PUT_S)
@@ -254,8 +279,8 @@ class Calls:
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
-                advantages = samples.spread(tokens, counts, request.advantages)
-                weights = samples.spread(tokens, counts, request.weights)
+                advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
+                weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
                 device = self._topology.services.policy_trainer.device(self._place.rank)
                 return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss)
@@ -283,7 +308,7 @@ class Calls:
         began = time.perf_counter()
         was_dirty, self.dirty = self.dirty, True
         try:
-            update = await self._together("OptimStep", lambda: self._backend.step(request.step))
+            update = await self._together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
         except RpcError:
@@ -294,19 +319,38 @@ class Calls:
             self.step = request.step
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
 
+    def _update(self, request: messages.OptimStep) -> Update:
+        update = self._backend.step(request.step)
+        if request.last:
+            self._record(request.step)
+        return update
+
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
         """Canary and gathering run in order; the bytes travel while the next gradient is computed."""
         from services.policy_trainer.worker.publish import put_weights
 
+        earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
+
         async def settled() -> None:
-            self._must_stand_at(request.step, "publish")
+            if not earlier:
+                self._must_stand_at(request.step, "publish")
+            elif self._place.rank == 0 and self._earlier.get(request.step) is None:
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker stands at {self.step}"
+                )
             await self._weights_put()
 
         await self._ready(request, settled())
         began = time.perf_counter()
-        canary, weights = await self._together("Publish", lambda: (self._canaries.current(), self._backend.weights()))
+        if not earlier:
+            canary, weights = await self._together(
+                "Publish", lambda: (self._canaries.current(), self._backend.weights())
+            )
         if self._place.rank != 0:
             return messages.Published(seconds=time.perf_counter() - began)
+        version = self._earlier.get(request.step) if earlier else None
+        if version is not None:
+            canary, weights = version.canary, version.weights
 
         async def put() -> None:
             try:
@@ -337,7 +381,8 @@ class Calls:
         state = await self._together("SaveCheckpoint", self._backend.state)
         if self._place.rank != 0:
             return messages.Saved(path="", seconds=0.0)
-        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer)
+        earlier = self._earlier.tensors(request.step)
+        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer, earlier)
         folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
 
         def write() -> tuple[Path, list[int]]:
@@ -392,6 +437,13 @@ def _sequences(tokens: samples.Tokens) -> Any:
     from services.policy_trainer.worker.backend import Sequences
 
     return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
+
+
+def _scalar(batch: BatchMeta, name: str) -> Array:
+    if name not in batch.scalars:
+        known = ", ".join(sorted(batch.scalars)) or "none"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"batch without {name} of its samples (scalars: {known}); put them in")
+    return batch.scalars[name]
 
 
 Runner = Callable[[Calls, Any, Call], Awaitable[Message | Deferred]]

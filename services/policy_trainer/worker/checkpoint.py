@@ -2,17 +2,19 @@
 
     model.safetensors      weights under their Hugging Face names
     optimizer.safetensors  <slot>/<parameter>
-    state.json             layout version, step, and size and xxh3-64 of both files
+    earlier.safetensors    <version>/<parameter> of versions before it (run.deterministic with a staleness above 0)
+    state.json             layout version, step, and size and xxh3-64 of these files
 
 Written into a temporary folder, synced, read back against the checksums, renamed. Nothing here is ever unpickled.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,20 @@ from shared.rpc.errors import RpcError
 
 LAYOUT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+EARLIER = "earlier.safetensors"
 _PREFIX = "step-"
 _CHUNK_BYTES = 8 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a worker needs to go on after `step` (see `backend.State`)."""
+    """Everything a worker needs to go on after `step` (see `backend.State`, `earlier.EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    earlier: dict[str, Tensor] = field(default_factory=dict)
 
 
 def steps(folder: Path) -> list[int]:
@@ -58,8 +63,10 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     partial.mkdir()
     save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
     save_file(state.optimizer, partial / OPTIMIZER)
+    if state.earlier:
+        save_file(state.earlier, partial / EARLIER)
     manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "files": {}}
-    for name in (MODEL, OPTIMIZER):
+    for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
         size, digest = _digest(partial / name)
@@ -69,8 +76,9 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     _sync(partial)
     _verify(partial)
     if target.exists():
-        target.rename(folder / f".{target.name}.replaced")
-    partial.rename(target)
+        _exchange(partial, target)  # what it replaces may be the only one there is: never a moment without it
+    else:
+        partial.rename(target)
     _sync(folder)
     here = steps(folder)
     newer = [step for step in here if step > state.step]  # of steps that were taken back: never to be loaded again
@@ -92,7 +100,8 @@ def load(folder: Path, step: int) -> Snapshot:
     if manifest.get("step") != step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
     try:
-        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER))
+        earlier = load_file(path / EARLIER) if EARLIER in manifest["files"] else {}
+        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
 
@@ -104,12 +113,12 @@ def _verify(path: Path) -> dict[str, Any]:
         if manifest["layout"] != LAYOUT:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']}, this is {LAYOUT}")
         expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
-        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER)}
+        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER, *expected)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RpcError(
             ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
         ) from None
-    for name in (MODEL, OPTIMIZER):
+    for name in found:
         if found[name] != expected.get(name):
             raise RpcError(
                 ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"
@@ -133,6 +142,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step (Linux renameat2). Raises OSError where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: exchanging with {other}", str(one))
 
 
 def _sweep(folder: Path) -> None:

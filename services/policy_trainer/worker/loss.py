@@ -72,6 +72,8 @@ def token_loss(
         loss_sum = loss_sum - spec.entropy_coef * (data.weights * entropy).sum()
     with torch.no_grad():
         own = cur if spec.anchor == "rollout" else anchor
+        # Supervised tokens were sampled by nobody.
+        mismatches = (own - data.rollout).abs() * (spec.name != "cross_entropy")
         sums = {
             "tokens": cur.new_tensor(float(len(cur))),
             "policy": policy_sum,
@@ -80,7 +82,8 @@ def token_loss(
             "clipped": (clipped & counted).sum(),
             "masked": (~counted).sum(),
             "entropy": entropy.sum(),
-            "mismatch": (own - data.rollout).abs().sum() * (spec.name != "cross_entropy"),
+            "mismatch": mismatches.sum(),
+            "mismatch_max": mismatches.max() if len(mismatches) else mismatches.sum(),
             "version": data.versions.sum(),
         }
     return loss_sum, {name: value.detach() for name, value in sums.items()}

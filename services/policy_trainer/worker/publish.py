@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from proto.ids import make_task_id
-from proto.messages import Canary, Publish, WeightsRef
+from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
 from shared.dataplane.client import DataClient, TaskShards
 from shared.drill import canary_tokens, perturb
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy, to_torch
 
@@ -26,6 +27,8 @@ Four times (float32: eight times) the largest seen over 20 canaries of the quick
 scoring and transformers' own prefill and token-by-token decode: 1.2e-5, 0.062, 0.0069.
 """
 PUT_S = 300.0
+MAX_FENCES = 16
+"""Lives of a driver that may have put one version and died before announcing it."""
 
 
 class Canaries:
@@ -58,8 +61,12 @@ class Canaries:
         logprobs, _ = token_logprobs(model, self._token_ids, self._lengths, self._mask, 1.0, length)
         return to_numpy(logprobs)
 
+    def of(self, logprobs: Array) -> Canary:
+        """The canary of a version whose log-probs (from the second token on) are known."""
+        return Canary(token_ids=self._token_ids, logprobs=logprobs, tolerance=self._tolerance)
+
     def _canary(self, logprobs: Array) -> Canary:
-        return Canary(token_ids=self._token_ids, logprobs=logprobs[1:].astype(np.float32), tolerance=self._tolerance)
+        return self.of(logprobs[1:].astype(np.float32))
 
 
 async def put_weights(
@@ -69,18 +76,29 @@ async def put_weights(
     canary: Canary,
     request: Publish,
 ) -> WeightsRef:
-    """One put of all `weights` under `weights/<lineage>/<step>`, on rank 0. Raises as `DataClient.put`."""
-    shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
-    task_id = make_task_id(WEIGHTS, request.lineage, request.step)
-    tasks = [TaskShards(task_id, request.fence, shards)]
-    (receipt,) = await data.put(tasks, store=request.store, deadline_s=PUT_S)
+    """One put of all `weights` under `weights/<lineage>/<step>`, on rank 0. Raises as `DataClient.put`.
+
+    The fences are tried here and not by the caller: to publish once more it would have to ask again, and by then the
+    weights may be those of the next step.
+    """
     if canaries.drill is None:
         raise ValueError("weights are published by rank 0 only")
+    shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
+    task_id = make_task_id(WEIGHTS, request.lineage, request.step)
+    receipt, fence = None, request.fence
+    while receipt is None:
+        try:
+            (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
+        except RpcError as error:
+            # an earlier life put this version and never announced it, so the store swept it up
+            if error.code != ErrorCode.COLLECTED or fence + 1 >= request.fence + MAX_FENCES:
+                raise
+            fence += 1
     return WeightsRef(
         lineage=request.lineage,
         step=request.step,
         task_id=task_id,
-        fence=request.fence,
+        fence=fence,
         store=request.store,
         nbytes=receipt.nbytes,
         canary=canary,

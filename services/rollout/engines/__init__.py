@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
 from services.rollout.engine import Engine
 from shared.rpc.errors import RpcError
 
+if TYPE_CHECKING:
+    from shared.topology.services import Rollout
 
-def make_engine(
-    name: str, *, model: Path, dtype: str, threads: int, deterministic: bool, engine_args: dict[str, Any]
-) -> Engine:
-    """The engine of `services.rollout.engine`, not yet started.
+
+def make_engine(settings: Rollout, *, model: Path, dtype: str, deterministic: bool) -> Engine:
+    """The engine of `services.rollout`, not yet started.
 
     Raises RpcError(bad_request) for an unknown name, and for arguments that the engine does not take.
     """
+    name, threads, engine_args = settings.engine, settings.threads or 1, settings.engine_args
     if name == "vllm":
         from services.rollout.engines.vllm_engine import VllmEngine
 
         return VllmEngine(
-            model=model, dtype=dtype, threads=threads, deterministic=deterministic, engine_args=engine_args
+            model=model,
+            dtype=dtype,
+            threads=threads,
+            deterministic=deterministic,
+            engine_args=engine_args,
+            tensor_parallel=settings.parallel.tp,
+            in_flight=settings.in_flight,
         )
     if engine_args:
         raise RpcError(

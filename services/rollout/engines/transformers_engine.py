@@ -6,32 +6,29 @@ are replaced and scored in the midst of a block while the engine is paused.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, WeightsMismatch
-from services.rollout.engines.decode import Block, Ending, check_cancelled
+from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.decode import Block, Ending
+from services.rollout.engines.weights import fitting
+from shared.model.determinism import require_deterministic_algorithms
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
-from shared.tensors_torch import to_numpy, to_torch
+from shared.tensors_torch import to_numpy
 
 MAX_ROWS = 1024
 """Rows of one decode loop; a larger lease is sampled in parts, because rows cost key/value memory."""
-_PAUSE_POLL_S = 0.1
-_NAMED = 4  # so many parameter names in an error
-T = TypeVar("T")
+STOP_S = 1.0
 
 
 class TransformersEngine:
@@ -43,13 +40,8 @@ class TransformersEngine:
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._compute = ComputeThread()
         self._model: Any = None
-        self._running = threading.Event()
-        self._running.set()
-        self._stopped = threading.Event()
-        self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What a paused block does while it waits; the compute thread itself when there is no such block."""
         self._swaps = 0
         self._progress = 0
         self._tokens = 0
@@ -69,30 +61,29 @@ class TransformersEngine:
         return int(self._model.config.get_text_config().max_position_embeddings)
 
     async def start(self) -> None:
-        await self._on_compute(self._load)
+        await self._compute.run(self._load)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
     ) -> list[list[Generation]]:
-        return await self._on_compute(lambda: self._generate(prompts, sampling, cancel))
+        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel))
 
     async def base_weights(self) -> dict[str, Array]:
-        return await self._on_compute(
+        return await self._compute.run(
             lambda: {name: to_numpy(value.detach()) for name, value in named_weights(self._model).items()}
         )
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        await self._between_steps(lambda: self._set_weights(weights))
+        await self._compute.between_steps(lambda: self._set_weights(weights))
 
     async def score(self, token_ids: Array) -> Array:
-        return await self._between_steps(lambda: self._score(token_ids))
+        return await self._compute.between_steps(lambda: self._score(token_ids))
 
     async def pause(self) -> None:
-        self._running.clear()
+        self._compute.pause()
 
     async def resume(self) -> None:
-        self._running.set()
-        self._between.put(lambda: None)  # wakes a block that waits for something to do
+        self._compute.resume()
 
     def stats(self) -> dict[str, float]:
         return {
@@ -102,36 +93,14 @@ class TransformersEngine:
         }
 
     async def stop(self) -> None:
-        self._stopped.set()
-        self._running.set()
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    async def _between_steps(self, work: Callable[[], T]) -> T:
-        done: Future[T] = Future()
-
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(work())
-                except BaseException as error:
-                    done.set_exception(error)
-
-        self._between.put(run)
-        self._executor.submit(self._do_waiting)
-        return await asyncio.wrap_future(done)
+        await self._compute.stop(lambda: None, STOP_S)
 
     # ---- on the compute thread
 
-    def _do_waiting(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._between.get_nowait()()
-
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
+        if self._deterministic:
+            require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
         self._progress += 1
 
@@ -159,27 +128,14 @@ class TransformersEngine:
         return results
 
     def _before_step(self, cancel: threading.Event) -> None:
-        while not self._running.is_set():
-            with contextlib.suppress(queue.Empty):
-                self._between.get(timeout=_PAUSE_POLL_S)()
-            check_cancelled(cancel)
-        check_cancelled(cancel)
-        check_cancelled(self._stopped)
+        self._compute.before_step(cancel)
         self._steps += 1
         self._progress += 1
 
     @torch.no_grad()
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         parameters = named_weights(self._model)
-        _check_names(set(parameters), set(weights))
-        sources = {name: to_torch(weights[name]) for name in parameters}
-        for name, parameter in parameters.items():
-            source = sources[name]
-            if source.shape != parameter.shape or source.dtype != parameter.dtype:
-                raise WeightsMismatch(
-                    f"parameter {name}: {source.dtype} {list(source.shape)} given, the engine's model has "
-                    f"{parameter.dtype} {list(parameter.shape)}; is policy.model the one that is trained?"
-                )
+        sources = fitting({name: (each.dtype, each.shape) for name, each in parameters.items()}, weights)
         for name, parameter in parameters.items():
             parameter.copy_(sources[name])
             self._progress += 1
@@ -218,17 +174,3 @@ def eos_ids(model: Path) -> tuple[int, ...]:
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return ()
-
-
-def _check_names(expected: set[str], given: set[str]) -> None:
-    missing, unexpected = sorted(expected - given), sorted(given - expected)
-    if missing or unexpected:
-        raise WeightsMismatch(
-            f"{len(given)} parameters given for the engine's {len(expected)}: missing {_shown(missing)}, "
-            f"unexpected {_shown(unexpected)}; is policy.model the one that is trained?"
-        )
-
-
-def _shown(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(names[:_NAMED]) or "none") + rest

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 
 
@@ -23,6 +24,12 @@ class PolicyWeights:
         Keeps none of the tensors. Only the canary says whether everything arrived.
         """
         self.reload_weights(weights_iterator=iter(weights.items()))
+        return rebuild_tied_heads(self.model_runner.get_model())
+
+    def read_policy_weights(self, path: str) -> int:
+        """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
+        with safe_open(path, framework="pt") as file:
+            self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
         return rebuild_tied_heads(self.model_runner.get_model())
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.layout import Place
+from services.policy_trainer.sums import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
@@ -150,8 +151,7 @@ class MegatronBackend:
             leaves = [each.detach().requires_grad_() for each in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
             total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            add_up(totals, sums)
             if total.requires_grad:
                 found = torch.autograd.grad(total, leaves, allow_unused=True)
                 for row, grad in zip(grads, found, strict=True):

@@ -1,0 +1,63 @@
+"""The supervisor's door to other machines: operators and services get in; the monitor hears who else tried.
+
+It must never answer anything itself: what comes in is the mailbox's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+import zmq
+
+from launch.supervisor.plan import SUPERVISOR
+from shared.actor.refusals import report_refusals
+from shared.actor.telemetry import TelemetrySender
+from shared.rpc.client import Client
+from shared.rpc.mailbox import Mailbox
+from shared.rundir import RunDir
+from shared.security.curve import check_listen
+from shared.security.keys import load
+from shared.security.roles import Role
+from shared.security.zap import Gate
+
+REPORT_S = 1.0
+
+
+class Door:
+    """Belongs to the event loop it was made on. `close` it after the mailbox."""
+
+    def __init__(
+        self, run: RunDir, context: zmq.Context[zmq.Socket[bytes]], mailbox: Mailbox, incarnation: int
+    ) -> None:
+        self._run = run
+        self._context = context
+        self._mailbox = mailbox
+        self._gate: Gate | None = None
+        self._monitor = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
+        self._telemetry = TelemetrySender(SUPERVISOR, 0, incarnation)
+        self._telemetry.connect(self._monitor)
+        self._reports: asyncio.Task[None] | None = None
+
+    def open(self, endpoint: str) -> None:
+        """Answer operators at `endpoint`, `tcp://ADDRESS:PORT` (empty: nowhere), and begin to report refusals.
+
+        Raises RpcError(bad_request): no such address here, the port is taken, no keys.
+        """
+        if endpoint:
+            check_listen(endpoint)
+            self._gate = Gate(self._context, load(self._run.keys, Role.SERVICE))
+            self._mailbox.bind(self._context, endpoint, gate=self._gate, admits=Role.OPERATOR)
+            structlog.get_logger(SUPERVISOR).info("listens", endpoint=endpoint)
+        self._reports = asyncio.create_task(
+            report_refusals(self._mailbox, self._gate, self._telemetry, REPORT_S), name="supervisor refusals"
+        )
+
+    async def close(self) -> None:
+        """Nobody gets in any more."""
+        if self._reports is not None:
+            self._reports.cancel()
+            await asyncio.gather(self._reports, return_exceptions=True)
+        if self._gate is not None:
+            self._gate.close()
+        self._monitor.close()

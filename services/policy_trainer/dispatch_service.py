@@ -1,0 +1,81 @@
+"""The dispatch on the bus: `python -m services.policy_trainer.dispatch_service --run D` instead of the driver.
+
+It answers the calls that a single worker answers, for the whole group, so that a server of another training API (or
+another algorithm) needs no topology, no rank and no device: a `WorkerDispatch` of one client is all. It trains nothing
+by itself and never stands beside a driver: it has the driver's mailbox, and one caller at a time, the last that took
+over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+
+from proto import messages
+from proto.messages import WorkerRequest
+from proto.registry import Message
+from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.group_clients import group_dispatch
+from services.policy_trainer.worker.lane import Lane
+from shared import topology as topologies
+from shared.actor.process import run_process
+from shared.actor.service import Service
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.rundir import RunDir
+
+REQUESTS: tuple[type[WorkerRequest], ...] = (
+    messages.InitModel,
+    messages.LoadCheckpoint,
+    messages.Forward,
+    messages.ForwardBackward,
+    messages.OptimStep,
+    messages.Publish,
+    messages.SaveCheckpoint,
+    messages.SaveModel,
+    messages.Move,
+)
+
+
+class DispatchService(Service):
+    """Relays a caller's calls in the caller's order, without waiting for one before it makes the next."""
+
+    NAME = "policy-trainer"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._workers: WorkerDispatch = group_dispatch(topologies.load(run.topology), self.client, self.incarnation)
+        self._lane = Lane()
+        self._answers: set[asyncio.Task[None]] = set()
+        for kind in REQUESTS:
+            self.mailbox.handle(kind, self._queue)
+        self.mailbox.handle(messages.GetWorkerState, self._take_over)
+
+    async def serve(self) -> None:
+        while True:
+            request, call = await self._lane.next()
+            answer = asyncio.create_task(_answer(self._workers.relay(request), call))
+            self._answers.add(answer)
+            answer.add_done_callback(self._answers.discard)
+
+    def _queue(self, request: WorkerRequest, call: Call) -> Deferred:
+        self._lane.add(request, call)
+        return DEFERRED
+
+    async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
+        """The group stands where its ranks stand; calls under way are refused by the ranks, and answered so."""
+        self._lane.take_over(request.driver, request.at_least)
+        state = await self._workers.take_over()
+        return messages.WorkerState(step=state.step, driver=self._lane.driver, order=self._lane.done, dirty=state.dirty)
+
+
+async def _answer(made: Awaitable[Message], call: Call) -> None:
+    try:
+        call.reply(await made)
+    except RpcError as error:
+        call.fail(error)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(DispatchService, "policy_trainer.dispatch_service"))

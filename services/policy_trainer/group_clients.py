@@ -1,0 +1,19 @@
+"""Where the trainer's ranks are on the bus. The one place that turns a topology into a dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.layout import Layout
+from shared.rpc.client import Client
+from shared.topology import Topology
+
+WORKER = "policy-trainer-worker"
+
+
+def group_dispatch(topology: Topology, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
+    """A dispatch to the worker group of `topology`; `client` gives that of a service's instance."""
+    trainer = topology.services.policy_trainer
+    layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
+    return WorkerDispatch([client(WORKER, rank) for rank in range(layout.world_size)], layout, driver)

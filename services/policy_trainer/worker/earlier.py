@@ -1,0 +1,70 @@
+"""The last few policy versions, kept beside the one in training (`run.deterministic`). Never trained, never changed.
+
+Step s is sampled with version s - 1 - staleness. Whoever goes back to the checkpoint of step c and has lost what was
+sampled needs the versions from c - staleness on, which no later training makes again: so they are kept here, go into
+the checkpoint, and are published again.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proto.messages import Canary
+from services.policy_trainer.worker.publish import Canaries
+from shared.tensors_torch import to_numpy
+
+_CANARY = "canary"
+_NAME = re.compile(r"(\d+)/(.+)")
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights by Hugging Face name, on the CPU, and the log-probs that prove their loading."""
+
+    weights: dict[str, Tensor]
+    canary: Canary
+
+
+class EarlierVersions:
+    """At most `depth` versions before the newest, and the newest. Filled on rank 0, empty elsewhere."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._versions: dict[int, Version] = {}
+
+    def get(self, step: int) -> Version | None:
+        return self._versions.get(step)
+
+    def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
+        """Copies `weights`. A step that is not the one after the newest begins anew."""
+        if weights and self._depth:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+            self._versions = {old: each for old, each in self._versions.items() if step - self._depth <= old < step}
+            self._versions[step] = Version(copies, canary)
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """For the checkpoint of `step`: `<version>/<name>` and `<version>/canary` of the versions before it."""
+        found: dict[str, Tensor] = {}
+        for old, version in self._versions.items():
+            if old < step:
+                found |= {f"{old}/{name}": tensor for name, tensor in version.weights.items()}
+                found[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
+        return found
+
+    def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
+        """The inverse of `tensors`; what is here goes."""
+        weights: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            found = _NAME.fullmatch(key)
+            if found is not None:
+                weights.setdefault(int(found[1]), {})[found[2]] = tensor
+        self._versions = {
+            step: Version(named, canaries.of(to_numpy(named.pop(_CANARY)))) for step, named in sorted(weights.items())
+        }
+
+    def forget(self) -> None:
+        self._versions = {}

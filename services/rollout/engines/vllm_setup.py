@@ -1,0 +1,75 @@
+"""How a process becomes one of vLLM: its environment, and EngineArgs from a topology. Must never start an engine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from proto.messages import ErrorCode
+from services.rollout.engines import vllm_worker
+from shared.rpc.errors import RpcError
+
+InFlight = Literal["wait", "keep", "recompute"]
+CPU_KV_CACHE_BYTES = 256 * 1024**2
+"""Key/value memory on a CPU, where vLLM would take a share of the machine; `kv_cache_memory_bytes` overrides it."""
+WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor-parallel ranks: this process has threads, which a fork loses
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` binds everything to one core
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # torch.distributed listens even for one worker: never on more than this machine's loopback.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+# What this engine decides, and where a user decides it instead.
+_OURS = {
+    "model": "policy.model",
+    "tokenizer": "policy.model",
+    "dtype": "policy.dtype",
+    "tensor_parallel_size": "services.rollout.parallel.tp",
+    "pipeline_parallel_size": "services.rollout.parallel.pp",
+    "data_parallel_size": "services.rollout.instances",
+    "logprobs_mode": "",
+    "generation_config": "",
+    "worker_extension_cls": "",
+    "distributed_executor_backend": "",
+    "trust_remote_code": "",
+    "quantization": "",
+    "speculative_config": "",
+}
+
+
+def prepare_process(threads: int) -> None:
+    """vLLM reads these when it is imported; this process is the engine's, so they are nobody else's."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for tensor-parallel ranks, which are processes of their own
+    # vLLM compiles some helpers even in eager mode: 30 s in the first generate on a CPU, for nothing.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Before the engine, which forbids it afterwards. OpenMP's count belongs to the thread that sets it.
+        torch.set_num_threads(threads)
+
+
+def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> dict[str, Any]:
+    """EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for a name that is not the user's."""
+    for name in given:
+        key = f"services.rollout.engine_args.{name}"
+        if name in _OURS:
+            instead = f"; set {_OURS[name]}" if _OURS[name] else ", it decides what log-probs and weights mean"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: not to be set here{instead}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: vLLM's EngineArgs has no such field{hint}")
+    defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    if on_cpu:
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    return defaults | dict(given)

@@ -1,0 +1,94 @@
+"""What an engine checks of weights that it is given, and how processes of its own come to them. Never loads any."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from proto.tensors import Array
+from services.rollout.engine import WeightsMismatch
+from shared.tensors_torch import to_torch
+
+Expected = dict[str, tuple[torch.dtype, torch.Size]]
+"""Type and shape of every weight by name, a tied one once under its first name."""
+_NAMED = 4  # so many names in an error
+_ALIGNMENT = 8
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+def expected_weights(path: Path, dtype: str) -> Expected:
+    """The weights of a model directory in `dtype`; allocates none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = cast(Any, AutoModelForCausalLM).from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
+    expected: Expected = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            expected[name] = (value.dtype, value.shape)
+    return expected
+
+
+def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tensor]:
+    """`weights` as tensors of the same memory, in the order of `expected`.
+
+    Raises WeightsMismatch when a name, a type or a shape is another.
+    """
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected)
+    if missing or unexpected:
+        raise WeightsMismatch(
+            f"{len(weights)} parameters given for the engine's {len(expected)}: missing {_shown(missing)}, "
+            f"unexpected {_shown(unexpected)}; is policy.model the one that is trained?"
+        )
+    tensors = {name: to_torch(weights[name]) for name in expected}
+    for name, (dtype, shape) in expected.items():
+        if tensors[name].dtype != dtype or tensors[name].shape != shape:
+            raise WeightsMismatch(
+                f"parameter {name}: {tensors[name].dtype} {list(tensors[name].shape)} given, the engine's model "
+                f"has {dtype} {list(shape)}; is policy.model the one that is trained?"
+            )
+    return tensors
+
+
+@contextmanager
+def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """`tensors` as a safetensors file in memory, for processes of this user on this machine; yields its path.
+
+    It has no name in any folder: it is gone with this process, however that ends, and with the last mapping of it.
+    """
+    with os.fdopen(os.memfd_create("weights"), "wb") as file:
+        header: dict[str, dict[str, object]] = {}
+        end = 0
+        for name, tensor in tensors.items():
+            begin, end = end, end + tensor.nbytes
+            dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _shown(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "none") + rest

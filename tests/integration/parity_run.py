@@ -1,0 +1,89 @@
+"""Whole deterministic runs that a test hurts and then compares with an undisturbed one, bit for bit. Judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.integration.tiny.harness import QUICKSTART, processes_of
+from tests.integration.whole_cluster import Cluster, cluster
+
+STEPS = 10
+SMALL = (
+    "run.deterministic=true",
+    f"run.steps={STEPS}",
+    "checkpoint.every=3",
+    "data.eval.heldout={source: 'builtin:addition?split=test', every: 5, rows: 32}",
+    "algorithm.tasks_per_step=16",
+    "algorithm.mini_batch_tasks=8",
+    "algorithm.group_size=4",
+    "algorithm.loss.anchor=proximal",
+    "services.rollout.block_tasks=4",
+    "services.batch-store.memory=128MiB",
+)
+"""Four blocks a step, two updates of it, all kinds of shards."""
+_LIVE = ("time/", "throughput/", "store/", "gc/")
+"""Of what a row tells, these are of the time and of the machine; everything else is of the training."""
+LIMIT_S = 240.0
+
+
+def start(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:
+    return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S)
+
+
+def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:
+    """The same run directory again."""
+    return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S, resume=True)
+
+
+def kill(run: Cluster, service: str) -> int:
+    """SIGKILL to instance 0 of `service`, once it lives; returns its process id."""
+    module = f"services.{service.replace('policy-trainer-worker', 'policy-trainer.worker').replace('-', '_')}"
+
+    def living() -> int | None:
+        for pid in processes_of(run.path):
+            with contextlib.suppress(psutil.Error):
+                if module in psutil.Process(pid).cmdline():
+                    return pid
+        return None
+
+    pid = run.wait_for(f"a process of {service}", living)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def committed(run: Cluster, step: int) -> bool:
+    """Whether the row of `step` is written."""
+    rows = run.rows()
+    return bool(rows) and rows[-1]["step"] >= step
+
+
+def bits(path: Path) -> dict[str, bytes]:
+    """What a finished run leaves: exported weights, and weights, optimizer state and earlier versions of the last
+    checkpoint."""
+    last = max((path / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    files = [path / "export" / "model.safetensors", *sorted(last.glob("*.safetensors"))]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def trained_rows(path: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what is of the time or of the machine."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(_LIVE)} for row in rows]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Where two finished runs differ; [] when they are the same run as far as training goes."""
+    found = [name for name, data in bits(one).items() if bits(other).get(name) != data]
+    rows, others = trained_rows(one), trained_rows(other)
+    if len(rows) != len(others):
+        found.append(f"{len(rows)} rows and {len(others)}")
+    for row, again in zip(rows, others, strict=False):
+        keys = sorted(key for key in row.keys() | again.keys() if row.get(key) != again.get(key))
+        found += [f"step {row['step']}: {key}: {row.get(key)} and {again.get(key)}" for key in keys]
+    return found

@@ -1,0 +1,225 @@
+"""A run that is watched and steered from another machine: everything through access files and tcp, nothing else.
+
+Scheduler, store, monitor and supervisor are real; the services that need torch are tiny ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.rundir import RunDir
+from shared.security import access, keys
+from shared.security.access import Access
+from shared.security.roles import Role
+from tests.integration.tiny.harness import LIMIT_S, SERVICES, TINY, Launched, ctl, environment, launched, wait_for
+
+ADDRESS = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server((ADDRESS, 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+@dataclass
+class Away:
+    """Another machine: an empty working directory with access files, and none of the run's."""
+
+    folder: Path
+    here: Launched
+
+    def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=environment(),
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def ctl(self, role: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run("launch.ctl", "--access", str(self.folder / role), *arguments)
+
+    def rows(self, role: str = "operator") -> dict[str, dict[str, Any]]:
+        """Services by name/instance, of `ctl status`."""
+        done = self.ctl(role, "status", "--json")
+        assert done.returncode == 0, done.stderr
+        return {f"{row['service']}/{row['instance']}": row for row in json.loads(done.stdout)["services"]}
+
+
+@pytest.fixture(scope="module")
+def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
+    folder = tmp_path_factory.mktemp("away")
+    ports = dict(zip(("scheduler_port", "supervisor_port", "monitor_port"), free_ports(3), strict=True))
+    sets = [f"transport.listen={ADDRESS}", *(f"transport.{key}={port}" for key, port in ports.items())]
+    overrides = [word for each in sets for word in ("--set", each)]
+    with launched(tmp_path_factory.mktemp("home") / "run", *overrides, tiny=TINY) as here:
+        here.wait_ready(SERVICES)
+        for role in Role:
+            done = ctl(here.path, "export-access", "--role", role.label, "--to", str(folder / role.label))
+            assert done.returncode == 0, done.stderr
+        keys.create(folder / "strange")
+        mine = access.read(folder / "operator")
+        strange = keys.load(folder / "strange", Role.OPERATOR)
+        # right in everything but the pair: it knows the run's server key, and where to knock
+        known = {**mine.keys.known, Role.OPERATOR: strange.public}
+        ring = keys.Keyring(Role.OPERATOR, strange.public, strange.secret, known)
+        access.write(folder / "stranger", Access(mine.name, ring, mine.endpoints))
+        shutil.rmtree(folder / "strange")
+        yield Away(folder, here)
+
+
+def security(away: Away, service: str) -> dict[str, float]:
+    """What a service tells about refusals, as an observer of another machine hears it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "launch.monitor", "--access", str(away.folder / "observer"), "--json"],
+        cwd=away.folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                row = json.loads(line)
+                if row["service"] == service and row["topic"] == "security":
+                    return dict(row["values"])
+        finally:
+            process.kill()
+    raise AssertionError(f"{service} told nothing")
+
+
+def test_an_operator_of_another_machine_sees_what_one_at_home_does(away: Away) -> None:
+    home = {f"{row['service']}/{row['instance']}": row for row in away.here.status()["services"]}
+    found = away.rows()
+    assert {name: row["pid"] for name, row in found.items()} == {name: row["pid"] for name, row in home.items()}
+    assert len(found) == SERVICES
+
+
+def test_an_operator_of_another_machine_restarts_a_service(away: Away) -> None:
+    before = away.rows()["rollout/0"]
+    done = away.ctl("operator", "restart", "rollout/0")
+    assert done.returncode == 0, done.stderr
+    assert "rollout/0" in done.stdout
+    after = wait_for(
+        "rollout/0 to be READY again",
+        lambda: (
+            (row := away.rows()["rollout/0"])["restarts"] == before["restarts"] + 1 and row["state"] == "READY" and row
+        ),
+    )
+    assert after["pid"] != before["pid"]
+
+
+def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
+    done = away.ctl("operator", "--json", "logs", "scheduler", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    log = away.here.run.log_file("scheduler", 0).read_text().splitlines()
+    assert len(found) == 2
+    assert set(found) <= set(log)
+
+
+def test_a_wrong_name_is_one_line_from_another_machine_too(away: Away) -> None:
+    done = away.ctl("operator", "restart", "rolout")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "no service 'rolout'; did you mean 'rollout'?"
+
+
+def test_an_observer_watches_and_steers_nothing(away: Away) -> None:
+    before = away.rows()
+    for arguments in (("restart", "rollout/0"), ("stop",), ("logs", "rollout"), ("status",)):
+        done = away.ctl("observer", *arguments)
+        assert done.returncode == 2, done.stdout
+        assert "refused this access: the role observer is not enough" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    after = away.rows()
+    assert {name: row["pid"] for name, row in after.items()} == {name: row["pid"] for name, row in before.items()}
+
+
+def test_a_stranger_is_refused_in_one_line_and_counted(away: Away) -> None:
+    for module, arguments in (("launch.ctl", ("stop",)), ("launch.monitor", ("--json",))):
+        done = away.run(module, "--access", str(away.folder / "stranger"), *arguments)
+        assert done.returncode == 2, done.stdout
+        assert "refused this access" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert security(away, "supervisor")["strangers"] >= 1
+    assert security(away, "monitor")["strangers"] >= 1
+    log = away.here.run.log_file("supervisor", 0).read_text()
+    assert '"reason": "unknown_key"' in log
+
+
+def test_the_stream_goes_on_after_the_monitor_was_restarted(away: Away) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "launch.monitor", "--access", str(away.folder / "observer"), "--json"],
+        cwd=away.folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout)
+            assert json.loads(next(lines))["topic"]
+            pid, begun = away.rows()["monitor/0"]["pid"], time.time()
+            assert away.ctl("operator", "restart", "monitor").returncode == 0
+            rows = (row for line in lines if (row := json.loads(line))["at"] > begun)
+            # the new life says so itself, on another port than the old one
+            assert any(row["service"] == "monitor" and row["values"].get("state") == "READY" for row in rows)
+            assert away.rows()["monitor/0"]["pid"] != pid
+        finally:
+            process.kill()
+
+
+def test_access_is_handed_out_at_home_only(away: Away) -> None:
+    done = away.ctl("service", "export-access", "--role", "operator", "--to", str(away.folder / "more"))
+    assert done.returncode == 2
+    assert "use --run" in done.stderr
+    assert not (away.folder / "more").exists()
+
+
+def test_a_host_joins_with_its_file_and_a_service_started_there_by_hand_works(away: Away) -> None:
+    folder = away.folder / "joined"
+    done = away.run("launch.ctl", "join", str(away.folder / "service"), "--run-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    joined = RunDir.open(folder)
+    words = ["-m", "services.batch_store", "--run", str(folder), "--instance", "1", "--listen", f"tcp://{ADDRESS}:0"]
+    store = subprocess.Popen([sys.executable, *words], cwd=away.folder, env=environment(), stderr=subprocess.PIPE)
+    try:
+        wait_for("batch-store/1 of the other host", lambda: "batch-store/1" in away.rows())
+        assert away.rows()["batch-store/1"]["pid"] == store.pid
+        assert joined.host_id != away.here.run.host_id
+    finally:
+        store.terminate()
+        _, errors = store.communicate(timeout=LIMIT_S)
+        joined.remove_volatile()
+    assert store.returncode == 0, errors
+
+
+def test_an_operator_of_another_machine_stops_the_run(away: Away) -> None:
+    """The last one: the run is over after it."""
+    run = away.here.run
+    done = away.ctl("operator", "stop")
+    assert done.returncode == 0, done.stderr
+    status, _, errors = away.here.end()
+    assert status == 1
+    assert "stopped by the operator" in errors
+    wait_for("no sockets left", lambda: not run.sockets.exists())
+    gone = away.ctl("operator", "status")
+    assert gone.returncode == 1
+    assert len(gone.stderr.splitlines()) == 1

@@ -1,0 +1,124 @@
+"""Access files: one role's secret and where the run answers; made, read and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import access as launch_access
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.security import access
+from shared.security.keys import create, key_file, load
+from shared.security.roles import Role
+from tests.integration.store_process import make_run
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[RunDir]:
+    run = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
+    with run.topology.open("a") as topology:
+        topology.write("transport: {listen: 10.0.0.1, monitor_port: 9000}\n")
+    yield run
+    run.remove_volatile()
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_an_access_file_holds_one_secret_and_where_the_run_answers(home: RunDir, tmp_path: Path, role: Role) -> None:
+    file = tmp_path / "file"
+    launch_access.export(home, role, file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    found = access.read(file)
+    assert found.role == role
+    assert found.name == home.name
+    assert found.keys == load(home.keys, role)
+    assert found.endpoints == {
+        "scheduler": "tcp://10.0.0.1:7747",
+        "supervisor": "tcp://10.0.0.1:7748",
+        "monitor": "tcp://10.0.0.1:9000",
+    }
+    text = file.read_text()
+    others = [load(home.keys, each).secret.decode() for each in Role if each != role]
+    assert not any(secret in text for secret in others)
+    assert bool(found.topology) == (role == Role.SERVICE)
+    assert load(home.keys, role).secret.decode() not in repr(found)
+
+
+def test_a_file_that_others_could_read_is_replaced_by_one_that_they_cannot(home: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    file.chmod(0o644)
+    launch_access.export(home, Role.OBSERVER, file)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda file: file.chmod(0o640), "mode 0640 lets others at it; chmod 600"),
+        (lambda file: file.unlink(), "No such file"),
+        (lambda file: file.write_text(file.read_text()[:-40]), "not the JSON"),
+        (lambda file: file.write_text(file.read_text().replace('"operator"', '"owner"')), "a role is missing"),
+        (lambda file: file.write_text(file.read_text().replace("tcp://10.0.0.1:7748", "ipc:///x")), "where scheduler"),
+        (lambda file: file.write_text(file.read_text().replace('role": "operator"', 'role": "service"')), "of service"),
+    ],
+)  # fmt: skip
+def test_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
+    home: RunDir, tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    file = tmp_path / "file"
+    launch_access.export(home, Role.OPERATOR, file)
+    damage(file)
+    with pytest.raises(RpcError) as failure:
+        access.read(file)
+    text = str(failure.value)
+    assert text.startswith(f"keys {file}: ")
+    assert says in text
+    assert "\n" not in text
+    assert load(home.keys, Role.OPERATOR).secret.decode() not in text
+
+
+def test_a_run_that_answers_no_other_machine_hands_out_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
+    try:
+        with pytest.raises(RpcError, match=r"answers this machine only; set transport\.listen"):
+            launch_access.export(run, Role.OPERATOR, tmp_path / "file")
+        assert not (tmp_path / "file").exists()
+    finally:
+        run.remove_volatile()
+
+
+def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_path: Path) -> None:
+    launch_access.export(home, Role.SERVICE, tmp_path / "file")
+    away = RunDir.join(tmp_path / "away", access.read(tmp_path / "file"), shm_root=tmp_path / "shm2")
+    try:
+        assert away.scheduler == "tcp://10.0.0.1:7747"
+        assert RunDir.open(away.path) == away
+        assert away.sockets != home.sockets
+        assert away.host_id != home.host_id
+        assert load(away.keys, Role.SERVICE) == load(home.keys, Role.SERVICE)
+        assert not key_file(away.keys, Role.OPERATOR).exists()
+        assert away.topology.read_text() == home.topology.read_text()
+        with pytest.raises(RpcError, match="holds a run already"):
+            launch_access.join(tmp_path / "file", away.path)
+    finally:
+        away.remove_volatile()
+
+
+def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
+    launch_access.export(home, Role.OPERATOR, tmp_path / "file")
+    with pytest.raises(RpcError, match="who joins needs the role service, not operator"):
+        launch_access.join(tmp_path / "file", tmp_path / "away")
+    assert not (tmp_path / "away").exists()
+
+
+def test_the_secret_of_another_run_fits_no_access_file(home: RunDir, tmp_path: Path) -> None:
+    create(tmp_path / "other")
+    file = tmp_path / "file"
+    launch_access.export(home, Role.OPERATOR, file)
+    mine, strange = (load(folder, Role.OPERATOR).secret.decode() for folder in (home.keys, tmp_path / "other"))
+    file.write_text(file.read_text().replace(mine, strange))
+    with pytest.raises(RpcError, match="two halves"):
+        access.read(file)
