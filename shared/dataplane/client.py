@@ -270,9 +270,21 @@ class DataClient:
 
 
 def _plan(tasks: Sequence[TaskShards]) -> Layout:
-    return Layout(
-        [(task.task_id, task.fence, {key: as_wire(array) for key, array in task.shards.items()}) for task in tasks]
-    )
+    return Layout([(task.task_id, task.fence, _writable(task)) for task in tasks])
+
+
+def _writable(task: TaskShards) -> dict[str, Array]:
+    """The shards as they are written. Raises WireError naming the one that cannot be."""
+    found: dict[str, Array] = {}
+    for key, array in task.shards.items():
+        where = f"{task.task_id}#{key}"
+        if not hasattr(array, "dtype"):
+            raise WireError(f"{where} is a {type(array).__name__}: shards are arrays; leave out what there is none of")
+        try:
+            found[key] = as_wire(array)
+        except WireError as error:
+            raise WireError(f"{where}: {error}") from None
+    return found
 
 
 def _fill(path: str, layout: Layout, helper: ThreadPoolExecutor) -> tuple[int, list[int]] | None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from proto import dtypes
+from proto.errors import WireError
 from proto.messages import (
     Ack,
     BatchMeta,
@@ -162,6 +163,36 @@ def test_batch_fetches_keys_of_several_puts_and_missing_ones_are_named(store: St
             with pytest.raises(RpcError) as caught:
                 await fetch(peer, block(0, 1, fence=2))
             assert caught.value.code == ErrorCode.MISSING
+
+    asyncio.run(main())
+
+
+def test_nested_shards_come_back_by_path_and_go_with_their_task(store: StoreProcess) -> None:
+    """A structure is a path a leaf; empty ones and scalars are shards, what is no array is refused by its name."""
+    turns = {
+        "turn/0/ids": np.arange(3),
+        "turn/0/score": np.float32(0.5).reshape(()),
+        "turn/1/ids": np.zeros(0, np.int64),
+    }
+    task = [TaskShards("train/0/0", 1, turns)]
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            for wrong, name in ((None, "NoneType"), (np.array([None]), "object"), (np.array(["a"]), "<U1")):
+                with pytest.raises(WireError, match=rf"train/0/0#turn/1/ids.*{name}"):
+                    await put(peer, [TaskShards("train/0/0", 1, {**turns, "turn/1/ids": wrong})])  # type: ignore[dict-item]
+            assert (await stats(peer)).bytes == 0
+            await put(peer, task)
+            assert (await stats(peer)).shards == 3
+            [found] = await fetch(peer, task, list(turns))
+            assert all(found[key].tobytes() == array.tobytes() for key, array in turns.items())
+            assert all(found[key].shape == array.shape for key, array in turns.items())
+            with pytest.raises(RpcError, match=r"train/0/0#turn/2/ids") as caught:
+                await fetch(peer, task, ["turn/0/ids", "turn/2/ids"])
+            assert caught.value.names == ["train/0/0#turn/2/ids"]
+            await clear(peer, task)
+            now = await stats(peer)
+            assert (now.shards, now.tasks, now.files, now.tombstones) == (0, 0, 0, 1)
 
     asyncio.run(main())
 
