@@ -14,10 +14,10 @@ from shared.rpc.errors import RpcError
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
 from shared.topology.capacity import (
-    WEIGHT_VERSIONS,
     limit_bytes,
     overhead_bytes,
     unleased_token_bytes,
+    weight_versions,
     worst_case_bytes,
 )
 
@@ -66,7 +66,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         task_bytes=room,
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),
-        weight_versions=WEIGHT_VERSIONS,
+        weight_versions=weight_versions(topology),
         weight_bytes=_version_bytes(topology),
     )
     return plan, bad

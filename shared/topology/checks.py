@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from shared.topology import algorithm_checks, split_checks
-from shared.topology.capacity import WEIGHT_VERSIONS, held_tasks, limit_bytes, weight_bytes, worst_case_bytes
+from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
@@ -247,6 +247,18 @@ def _deterministic(topology: Topology) -> Found:
     if topology.services.rollout.in_flight != "wait":
         message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
         yield ("services", "rollout", "in_flight"), message
+    trainer = topology.services.policy_trainer
+    if trainer.backend != "torch":
+        message = f"{trainer.backend} is not proved to give the same bits again, run.deterministic needs torch"
+        yield ("services", "policy-trainer", "backend"), message
+    for key, service in (
+        ("policy-trainer", trainer),
+        ("reference", topology.services.reference),
+        ("rollout", topology.services.rollout),
+    ):
+        if service is not None and service.gpus:
+            message = f"{service.gpus}: a GPU is not proved to give the same bits again, run.deterministic needs 0"
+            yield ("services", key, "gpus"), message
     if topology.workflow is not None:
         yield ("workflow",), "calls of a workflow come as they come, run.deterministic needs it left out"
     if topology.consume != "order":
@@ -272,7 +284,7 @@ def _memory(topology: Topology) -> Found:
     if limit < each:
         message = (
             f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks at a time of "
-            f"{topology.algorithm.group_size} samples and {WEIGHT_VERSIONS} weight versions of "
+            f"{topology.algorithm.group_size} samples and {weight_versions(topology)} weight versions of "
             f"{format_size(weights)}; set at least {each} ({format_size(each)}) or lower staleness, "
             "tasks_per_step, group_size or max_new_tokens"
         )

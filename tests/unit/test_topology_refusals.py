@@ -319,6 +319,8 @@ def test_more_gpus_than_a_host_has_are_named_unless_colocated(folder: Path) -> N
         ("algorithm.filter_zero_variance.max_refill=1", "algorithm.filter_zero_variance"),
         ("consume=completion", "consume"),
         ("services.rollout.engine=vllm", "services.rollout.engine"),
+        ("services.policy-trainer.backend=megatron", "services.policy-trainer.backend"),
+        ("services.policy-trainer.gpus=1", "services.policy-trainer.gpus"),
     ],
 )
 def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, override: str, place: str) -> None:

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class TransformersEngine:
     ) -> list[list[Generation]]:
         ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
         size = max(MAX_ROWS // sampling.samples, 1)
+        sampling = replace(sampling, block_rows=min(sampling.block_rows, size * sampling.samples))
         results: list[list[Generation]] = []
         started, swaps = time.perf_counter(), self._swaps
         for first in range(0, len(prompts), size):
