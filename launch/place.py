@@ -105,7 +105,7 @@ def create(path: Path, topology: Topology) -> RunDir:
 def reopen(path: Path, topology: Topology) -> RunDir:
     """The same run with fresh sockets and shared memory, going on under `topology`.
 
-    Raises RpcError(bad_request) listing the keys of `FIXED` (and `FIXED_BITS`) that are not what the run was begun with.
+    Raises RpcError(bad_request) listing the keys of `FIXED` and `FIXED_BITS` that are not what it was begun with.
     """
     old = RunDir.open(path)
     begun = load(old.topology, check_supported=False).document()
