@@ -18,6 +18,8 @@ from shared.topology.fields import format_size
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 
+SERVED_TEMPERATURE = 2.0
+"""The highest that vLLM and servers of OpenAI's interface take."""
 Found = Iterator[tuple[Path, str]]
 
 
@@ -209,6 +211,12 @@ def _engine(topology: Topology) -> Found:
     if rollout.parallel.tp > 1 and rollout.engine != "vllm":
         message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
         yield ("services", "rollout", "parallel", "tp"), message
+    hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
+        ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
+    }
+    for path, temperature in hottest.items():
+        if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:
+            yield path, f"{temperature} is more than {rollout.engine} samples at, use at most {SERVED_TEMPERATURE}"
     if rollout.in_flight != "wait" and rollout.engine == "openai":
         message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
         yield ("services", "rollout", "in_flight"), message

@@ -28,6 +28,13 @@ def test_vllm_knows_both_ways(folder: Path) -> None:
         assert load(write(folder), overrides).services.rollout.in_flight == mode
 
 
+def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -> None:
+    overrides = ["services.rollout.engine=vllm", "sampling.temperature=2.5"]
+    (line,) = [each for each in problems(write(folder), *overrides) if "sampling.temperature: " in each]
+    assert "2.5 is more than vllm samples at, use at most 2.0" in line
+    assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
+
+
 def test_tensor_parallelism_is_vllms(folder: Path) -> None:
     two = "services.rollout.parallel.tp=2"
     assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2

@@ -171,6 +171,8 @@ class VllmEngine:
                 ErrorCode.BAD_REQUEST,
                 f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
             ) from error
+        if self._tensor_parallel > 1:
+            self._llm.collective_rpc("unname_shared_memory")
         self._llm.set_weight_version(str(self._swaps))
         self._progress += 1
 
@@ -224,7 +226,7 @@ class VllmEngine:
             while not all(name in self._finished for name in names):
                 before_step()
                 # Also those of a paused block in whose midst this runs.
-                self._finished |= {output.request_id: output for output in self._llm.step() if output.finished}
+                self._finished |= {output.request_id: output for output in self._step() if output.finished}
                 self._progress += 1
             return [self._finished[name] for name in names]
         except BaseException:
@@ -233,6 +235,20 @@ class VllmEngine:
         finally:
             for name in names:
                 self._finished.pop(name, None)
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._llm.step()
+        except (RuntimeError, TimeoutError) as error:
+            if self._tensor_parallel == 1:
+                raise
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); a rank that "
+                "was lost or ran out of memory ends the engine, it is started again",
+            ) from error
+        return outputs
 
     def _before_step(self, cancel: threading.Event) -> None:
         self._compute.before_step(cancel)
