@@ -7,6 +7,7 @@ never serve a copy of a task whose clearing the store has acknowledged before th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """How many tasks the first stream of a fetch asks for, and the most that any does."""
 CACHE_BYTES = 256 << 20
-IDLE_BYTES = 512 << 20
-"""Memory of streams whose arrays are gone, kept for the next ones."""
+IDLE_BYTES = 1 << 30
+IDLE_S = 10.0
+"""Memory of streams whose arrays are gone is kept for the next ones, so much of it and so long."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 WATCH_S = 20.0
@@ -83,6 +85,7 @@ class StreamReader:
         self.cache = StreamCache(cache_bytes)
         self._regions = Regions(IDLE_BYTES)
         self._receiver = Receiver(inflight_bytes)
+        self._trimmer: asyncio.TimerHandle | None = None
         self._slots = asyncio.Semaphore(STREAMS)
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._loads: set[Load] = set()
@@ -100,6 +103,8 @@ class StreamReader:
         for load in list(self._loads):
             if load.work is not None:
                 load.work.cancel()
+        if self._trimmer is not None:
+            self._trimmer.cancel()
         self._receiver.close()
         self._regions.clear()
 
@@ -211,6 +216,7 @@ class StreamReader:
             self.cache.forget(load.store, load.tasks, load)
             self._loads.discard(load)
             self._watch(load.store, client)
+            self._watch_idle()
 
     async def _open(self, load: Load, client: Client, tasks: list[PutTask], max_bytes: int) -> StreamOpened:
         """Asks until the store answers: those who wait have deadlines, this has not."""
@@ -288,6 +294,16 @@ class StreamReader:
     def _keep(self, load: Load, tasks: list[PutTask], arrived: Arrived) -> None:
         load.add(tasks, arrived)
         self.cache.keep(load.store, tasks, load.keys, load, arrived)
+
+    def _watch_idle(self) -> None:
+        """Look after the memory of streams until none is left."""
+        if self._trimmer is None:
+            self._trimmer = asyncio.get_running_loop().call_later(IDLE_S / 2, self._trim)
+
+    def _trim(self) -> None:
+        self._trimmer = None
+        if self._regions.trim(time.monotonic() - IDLE_S):
+            self._watch_idle()
 
     # ---- clears
 

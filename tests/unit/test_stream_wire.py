@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -326,6 +327,22 @@ def test_idle_memory_is_bounded_and_can_be_given_back() -> None:
     gc.collect()
     assert 0 < regions.idle_bytes <= 8 * MIB
     regions.clear()
+    assert regions.idle_bytes == 0
+
+
+def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
+    regions = Regions(64 * MIB)
+    lease, used = Lease(regions, 3 * MIB), Lease(regions, 5 * MIB)
+    del lease
+    gc.collect()
+    assert regions.trim(time.monotonic() - 60)
+    assert regions.idle_bytes == 3 * MIB
+    assert regions.trim(time.monotonic())  # the other one is in use
+    assert regions.idle_bytes == 0
+    del used
+    gc.collect()
+    assert regions.idle_bytes == 5 * MIB
+    assert not regions.trim(time.monotonic())
     assert regions.idle_bytes == 0
 
 
