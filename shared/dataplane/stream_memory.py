@@ -77,7 +77,7 @@ class Regions:
                 self.idle_bytes -= self._idle.pop(0)[1].capacity
 
     def trim(self, since: float) -> bool:
-        """Give back to the kernel what was idle all the time since then (monotonic); False: none is left, idle or used."""
+        """Give back to the kernel what was idle all the time since then (monotonic); False: none is left."""
         with self._lock:
             while self._idle and self._idle[0][0] <= since:
                 self.idle_bytes -= self._idle.pop(0)[1].capacity
