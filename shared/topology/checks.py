@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from shared.topology import algorithm_checks, split_checks
+from shared.topology import algorithm_checks, colocate_checks, split_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.problem import Path
@@ -34,6 +34,7 @@ def check(topology: Topology) -> Found:
     yield from _services(topology)
     yield from split_checks.check(topology)
     yield from _placement(topology)
+    yield from colocate_checks.check(topology)
     yield from _engine(topology)
     yield from _transport(topology)
     yield from _deterministic(topology)
@@ -197,10 +198,6 @@ def _placement(topology: Topology) -> Found:
         if needed > host.gpus:
             message = f"{host.gpus} GPUs, but the services on host {name} use {needed}; move one or colocate"
             yield ("placement", "hosts", name, "gpus"), message
-    for index, name in enumerate(shared_names):
-        if name not in ("policy-trainer", "reference", "rollout"):
-            message = f"{name!r} is no service with GPUs, use policy-trainer, reference or rollout"
-            yield ("placement", "colocate", index), message
 
 
 def _engine(topology: Topology) -> Found:

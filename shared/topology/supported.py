@@ -56,7 +56,6 @@ UNSUPPORTED = (
     Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
     Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
     Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
-    Unsupported("placement.colocate", _more_items_than(0), "colocation", "no colocate"),
 )
 
 

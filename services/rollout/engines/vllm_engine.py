@@ -33,6 +33,7 @@ from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
+from shared.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -87,6 +88,7 @@ class VllmEngine:
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
+        self._awake = ENGINE
         self._requests = 0
         self._progress = 0
         self._tokens = 0
@@ -122,6 +124,19 @@ class VllmEngine:
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
+
+    async def sleep(self) -> None:
+        """Level 2: weights are dropped, not copied to the host; the next version comes from the trainer anyway."""
+        if self._awake:
+            self._awake = NOTHING
+            await self._compute.run(lambda: self._llm.sleep(level=2))
+
+    async def wake(self, parts: Parts) -> None:
+        """By vLLM's tags; what is awake must not be woken again."""
+        tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
+        if tags:
+            self._awake |= parts
+            await self._compute.run(lambda: self._llm.wake_up(tags=tags))
 
     async def pause(self) -> None:
         self._compute.pause()
