@@ -57,7 +57,7 @@ class RolloutService(Service):
     async def start(self) -> None:
         """Rewards first: a function that cannot be imported ends the start within a second, not after the model."""
         topology = await self._on_text(lambda: _load_topology(self.run))
-        settings = topology.services.rollout
+        settings = _engine_settings(topology)
         self._data.streams.plain = not topology.transport.encrypt_bulk
         rewards = self._rewards = RewardPool(
             topology.reward.terms,
@@ -73,9 +73,10 @@ class RolloutService(Service):
         # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
-                _engine_settings(topology),
+                settings,
                 model=model,
                 dtype=topology.policy.dtype,
+                temperature=topology.sampling.temperature,
                 deterministic=topology.run.deterministic,
             )
         )

@@ -12,14 +12,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from shared.topology import algorithm_checks, colocate_checks, split_checks
+from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 
-SERVED_TEMPERATURE = 2.0
-"""The highest that vLLM and servers of OpenAI's interface take."""
 Found = Iterator[tuple[Path, str]]
 
 
@@ -35,7 +33,7 @@ def check(topology: Topology) -> Found:
     yield from split_checks.check(topology)
     yield from _placement(topology)
     yield from colocate_checks.check(topology)
-    yield from _engine(topology)
+    yield from engine_checks.check(topology)
     yield from _transport(topology)
     yield from _deterministic(topology)
     yield from _memory(topology)
@@ -198,30 +196,6 @@ def _placement(topology: Topology) -> Found:
         if needed > host.gpus:
             message = f"{host.gpus} GPUs, but the services on host {name} use {needed}; move one or colocate"
             yield ("placement", "hosts", name, "gpus"), message
-
-
-def _engine(topology: Topology) -> Found:
-    rollout = topology.services.rollout
-    if rollout.engine_args and rollout.engine == "transformers":
-        names = ", ".join(rollout.engine_args)
-        yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
-    if rollout.parallel.tp > 1 and rollout.engine != "vllm":
-        message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
-        yield ("services", "rollout", "parallel", "tp"), message
-    hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
-        ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
-    }
-    for path, temperature in hottest.items():
-        if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:
-            yield path, f"{temperature} is more than {rollout.engine} samples at, use at most {SERVED_TEMPERATURE}"
-    if rollout.in_flight != "wait" and rollout.engine == "openai":
-        message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
-        yield ("services", "rollout", "in_flight"), message
-    if rollout.in_flight == "recompute" and rollout.engine == "transformers":
-        yield ("services", "rollout", "in_flight"), "recompute is the vllm engine's, transformers knows keep; use keep"
-    if rollout.in_flight != "wait" and topology.workflow is not None:
-        message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
-        yield ("services", "rollout", "in_flight"), message
 
 
 def _transport(topology: Topology) -> Found:

@@ -63,3 +63,19 @@ def test_an_update_is_refused_where_it_would_do_nothing(folder: Path, override: 
 def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
     lines = problems(write(folder), "run.deterministic=true", KEEP, check_supported=False)
     assert [line for line in lines if "services.rollout.in_flight: keep depends on timing" in line]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument, use base_url"),
+        ("services.rollout.engine_args.base_url=host:1", "'host:1' is no http address"),
+        ("services.rollout.instances=2", "services.rollout.instances: 2 would load their weights over one another's"),
+        ("services.rollout.parallel.tp=2", "openai knows no tensor parallelism; use 1"),
+        ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(folder: Path, override: str, why: str) -> None:
+    server = ["services.rollout.engine=openai", "services.rollout.engine_args.base_url=http://127.0.0.1:1"]
+    assert load(write(folder), server).services.rollout.engine == "openai"
+    assert [line for line in problems(write(folder), *server, override) if why in line]

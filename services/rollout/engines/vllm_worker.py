@@ -21,6 +21,7 @@ class PolicyWeights:
 
     model_runner: Any
     reload_weights: Any
+    _policy_mark = ""
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
         """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
@@ -30,11 +31,18 @@ class PolicyWeights:
         self.reload_weights(weights_iterator=iter(weights.items()))
         return rebuild_tied_heads(self.model_runner.get_model())
 
-    def read_policy_weights(self, path: str) -> int:
+    def read_policy_weights(self, path: str, mark: str = "") -> int:
         """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
+        self._policy_mark = ""
         with safe_open(path, framework="pt") as file:
             self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
-        return rebuild_tied_heads(self.model_runner.get_model())
+        rebuilt = rebuild_tied_heads(self.model_runner.get_model())
+        self._policy_mark = mark
+        return rebuilt
+
+    def policy_mark(self) -> str:
+        """What the weights that are loaded were marked with; empty once this process is another."""
+        return self._policy_mark
 
     def unname_shared_memory(self) -> list[str]:
         """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it; returns them.
