@@ -17,12 +17,11 @@ import struct
 import sys
 
 import numpy as np
-import zmq
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from stranger import CODE, HEADER, Peer
 from xxhash import xxh3_64_intdigest as xxh3
 
-BULK = "<4sBBHIIQ16s"  # 11
+BULK = "<4sBBHIIQ16sII"  # 11
 CREDIT, CHUNK, CLOSE = 1, 2, 2
 TYPE = {code: name for name, code in CODE.items()}
 
@@ -71,28 +70,39 @@ def seal_key(secret, stream, direction, epoch):
     return AESGCM(out[:16]), out[16:20]
 
 
+def bulk_line(endpoint):
+    """11: a plain socket; `tcp://host:port` or `ipc://path`."""
+    scheme, place = endpoint.split("://")
+    if scheme == "ipc":
+        line = socket.socket(socket.AF_UNIX)
+        line.connect(place)
+    else:
+        host, port = place.rsplit(":", 1)
+        line = socket.create_connection((host, int(port)))
+    line.settimeout(20)
+    return line, line.makefile("rb")
+
+
 def stream(store, task, fence, key):
     """11: credit for every chunk, then the chunks."""
     opened = store.ask(72, 71, tasks=[[task, fence]], keys=[key])
     size, total, name = opened["chunk_bytes"], opened["total_bytes"], bytes.fromhex(opened["stream_id"])
-    secret, bulk = bytes.fromhex(opened["secret"]), zmq.Context.instance().socket(zmq.DEALER)
-    bulk.connect(opened["endpoint"])
+    secret, (line, chunks) = bytes.fromhex(opened["secret"]), bulk_line(opened["endpoint"])
     cipher, salt = seal_key(secret, name, "credit", 1)
 
     def credit(flags, counter, *pairs):
-        head = struct.pack(BULK, b"RLBC", 1, CREDIT, flags, 1, 0, counter, name)
         payload = struct.pack(f"<{len(pairs)}I", *pairs)
-        bulk.send_multipart([head, cipher.encrypt(salt + struct.pack("<Q", counter), payload, head)])
+        head = struct.pack(BULK, b"RLBC", 2, CREDIT, flags, 1, 0, counter, name, len(payload) + 16, 0)
+        line.sendall(head + cipher.encrypt(salt + struct.pack("<Q", counter), payload, head))
 
     file, missing = bytearray(total), set(range(-(-total // size)))
     credit(0, 1, 0, len(missing))
     while missing:
-        assert bulk.poll(20_000), "no chunk came"
-        head, payload = bulk.recv_multipart()
-        _, _, kind, _, epoch, chunk, counter, _ = struct.unpack(BULK, head)
-        assert kind == CHUNK
+        head = chunks.read(48)
+        magic, version, kind, _, epoch, chunk, counter, _, nbytes, _ = struct.unpack(BULK, head)
+        assert (magic, version, kind) == (b"RLBC", 2, CHUNK)
         opener, prefix = seal_key(secret, name, "chunks", epoch)
-        data = opener.decrypt(prefix + struct.pack("<Q", counter), payload, head)
+        data = opener.decrypt(prefix + struct.pack("<Q", counter), chunks.read(nbytes), head)
         file[chunk * size : chunk * size + len(data)] = data
         missing.discard(chunk)
     credit(CLOSE, 2)

@@ -76,6 +76,10 @@ def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
     ],
 )
 def test_what_a_server_cannot_do_is_refused(folder: Path, override: str, why: str) -> None:
-    server = ["services.rollout.engine=openai", "services.rollout.engine_args.base_url=http://127.0.0.1:1"]
+    server = [
+        "services.rollout.engine=openai",
+        "services.rollout.engine_args.base_url=http://127.0.0.1:1",
+        "services.rollout.instances=1",
+    ]
     assert load(write(folder), server).services.rollout.engine == "openai"
     assert [line for line in problems(write(folder), *server, override) if why in line]

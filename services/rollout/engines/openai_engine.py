@@ -38,6 +38,7 @@ from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.weights import Expected, expected_weights, fitting, folder_file, memory_file
+from shared.devices import Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -110,6 +111,12 @@ class OpenAIEngine:
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
+
+    async def sleep(self) -> None:
+        raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, it cannot be colocated")
+
+    async def wake(self, parts: Parts) -> None:
+        """The server's memory is its own and always there."""
 
     async def pause(self) -> None:
         self._compute.pause()
