@@ -28,6 +28,18 @@ FIXED = (
     "algorithm.group_size",
 )
 """What the journal and the checkpoints of a run were made with: another value would make them lie."""
+FIXED_BITS = (
+    "data.eval",
+    "reward",
+    "sampling",
+    "algorithm",
+    "optimizer",
+    "services.policy-trainer",
+    "services.reference",
+    "services.rollout.block_tasks",
+    "services.rollout.threads",
+)
+"""In deterministic mode also what the bits depend on."""
 
 
 def default_path(topology: Topology) -> Path:
@@ -93,12 +105,13 @@ def create(path: Path, topology: Topology) -> RunDir:
 def reopen(path: Path, topology: Topology) -> RunDir:
     """The same run with fresh sockets and shared memory, going on under `topology`.
 
-    Raises RpcError(bad_request) listing the keys of `FIXED` that differ from what the run was begun with.
+    Raises RpcError(bad_request) listing the keys of `FIXED` and `FIXED_BITS` that are not what it was begun with.
     """
     old = RunDir.open(path)
     begun = load(old.topology, check_supported=False).document()
     now = topology.document()
-    differ = [key for key in FIXED if _at(begun, key) != _at(now, key)]
+    fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
+    differ = [key for key in fixed if _at(begun, key) != _at(now, key)]
     if differ:
         raise RpcError(
             ErrorCode.BAD_REQUEST,

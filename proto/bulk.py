@@ -1,15 +1,18 @@
-"""Frames of the bulk sockets between hosts: credit one way, chunks the other. It must never trust a head it gets.
+"""Messages of the bulk connections between hosts: credit one way, chunks the other. It must never trust a head it gets.
 
-A message is two frames, head and payload. Head, 40 bytes, little-endian:
+A connection is a byte stream of messages, each a head and right behind it its payload. Head, 48 bytes, little-endian:
 
-    0   4s   magic "RLBC"            8   u32  epoch of the key, 0 in clear
-    4   u8   version, 1              12  u32  index of the chunk, 0 in credit
-    5   u8   kind                    16  u64  counter, from 1, one sequence a stream, direction and epoch
-    6   u16  flags                   24  16s  stream id
+    0   4s   magic "RLBC"            12  u32  index of the chunk, 0 in credit
+    4   u8   version, 2              16  u64  counter, from 1, one sequence a stream, direction and epoch
+    5   u8   kind                    24  16s  stream id
+    6   u16  flags                   40  u32  bytes of the payload
+    8   u32  epoch of the key,       44  u32  reserved, 0
+             0 in clear
 
 The payload of CREDIT is up to MAX_RANGES pairs `from u32, count u32` of chunks to send; of CHUNK its bytes; GONE has an
 empty one. In a stream with a secret the payloads of CREDIT and CHUNK are AES-128-GCM ciphertext with the tag behind it,
-and the head is the associated data (SPEC section 11).
+and the head is the associated data (SPEC section 11). Who gets a head that breaks a rule ends the connection: nothing
+says where the next one begins.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from proto.errors import WireError
 from proto.tensors import Buffer
 
 MAGIC = b"RLBC"
-VERSION = 1
+VERSION = 2
 CREDIT, CHUNK, GONE = 1, 2, 3
 FLAG_RESET = 1
 """Credit: forget what was asked for and not sent yet."""
@@ -33,10 +36,11 @@ MIN_CHUNK_BYTES = 1 << 16
 MAX_CHUNK_BYTES = 1 << 20
 MAX_RANGES = 64
 
-_HEAD = struct.Struct("<4sBBHIIQ16s")
+_HEAD = struct.Struct("<4sBBHIIQ16sII")
 _RANGE = struct.Struct("<II")
 HEAD_BYTES = _HEAD.size
 MAX_CREDIT_BYTES = MAX_RANGES * _RANGE.size + TAG_BYTES
+_MAX_PAYLOAD = {CREDIT: MAX_CREDIT_BYTES, CHUNK: MAX_CHUNK_BYTES + TAG_BYTES, GONE: 0}
 
 
 class Head(NamedTuple):
@@ -48,23 +52,26 @@ class Head(NamedTuple):
     chunk: int
     counter: int
     stream_id: bytes
+    nbytes: int
 
 
 def pack_head(head: Head) -> bytes:
-    """The 40 bytes."""
-    return _HEAD.pack(MAGIC, VERSION, *head)
+    """The 48 bytes."""
+    return _HEAD.pack(MAGIC, VERSION, *head, 0)
 
 
 def unpack_head(data: Buffer) -> Head:
     """Raises WireError."""
     if len(data) != HEAD_BYTES:
         raise WireError(f"bulk head of {len(data)} bytes: must be {HEAD_BYTES}")
-    magic, version, kind, flags, epoch, index, counter, stream_id = _HEAD.unpack(data)
+    magic, version, kind, flags, epoch, index, counter, stream_id, nbytes, reserved = _HEAD.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"bulk head {bytes(magic)!r} version {version}: must be {MAGIC!r} version {VERSION}")
-    if kind not in (CREDIT, CHUNK, GONE) or flags & ~(FLAG_RESET | FLAG_CLOSE) or (flags and kind != CREDIT):
+    if kind not in _MAX_PAYLOAD or flags & ~(FLAG_RESET | FLAG_CLOSE) or (flags and kind != CREDIT) or reserved:
         raise WireError(f"bulk head of kind {kind} with flags {flags:#x}: not defined in version {VERSION}")
-    return Head(kind, flags, epoch, index, counter, stream_id)
+    if nbytes > _MAX_PAYLOAD[kind]:
+        raise WireError(f"bulk payload of {nbytes} bytes, kind {kind}: limit is {_MAX_PAYLOAD[kind]}")
+    return Head(kind, flags, epoch, index, counter, stream_id, nbytes)
 
 
 def pack_ranges(ranges: Sequence[tuple[int, int]]) -> bytes:

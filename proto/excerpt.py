@@ -76,9 +76,9 @@ def make(tables: Sequence[Table], picks: Sequence[Pick], keys: Sequence[str], ma
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
-    """Offsets, sizes and checksums of all rows of a table, in order."""
+    """Begins, ends and checksums of all rows of a table, in order."""
     rows = table._rows
-    return rows["offset"].tolist(), rows["nbytes"].tolist(), rows["checksum"].tolist()
+    return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
 
 def _spread(begins: Array, counts: Array) -> Array:

@@ -132,6 +132,20 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = SupervisorState
 
 
+@message(15)
+class KillInstance(Request, frozen=True, kw_only=True):
+    """Scheduler to supervisor: SIGKILL this process, which hangs on devices that others wait for. Ack: it is dead.
+
+    A process of that pid which is not there (any more) is dead; the instance starts again as after any death.
+    """
+
+    REPLY: ClassVar[type[Message]] = Ack
+    service: str
+    instance: int
+    pid: int
+    cause: str
+
+
 @message(18)
 class LogLines(Message, frozen=True, kw_only=True):
     """Answer to `GetLog`: whole lines in order, 256 KiB of them at most, and the `position` to go on from."""
@@ -217,6 +231,8 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     leases: list[LeaseProgress] = []
     store_bytes: int = 0
     store_shards: int = 0
+    progress: int = 0
+    """Advanced by the working thread only; renews what the process holds on shared devices."""
 
 
 @message(24)
@@ -235,6 +251,35 @@ class Resolve(Request, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = Resolved
     service: str
     instance: int
+
+
+@message(26)
+class DeviceOrder(Message, frozen=True, kw_only=True):
+    """Answer to `HoldDevices`: what may lie on the shared devices. `granted`: with all that was wanted, now in use.
+
+    Parts that are held and not named have to leave; the next `HoldDevices` says that they did.
+    """
+
+    parts: list[str]
+    granted: bool = False
+
+
+@message(27)
+class HoldDevices(Request, frozen=True, kw_only=True):
+    """A colocated process says what of it lies on the shared devices. Answered when that has to change, or may.
+
+    `using` (of `holds`): what it works with, not to be taken; `wants`: what it waits for, all at once, using nothing.
+    Only the newest `number` of a life counts. A process loads nothing that was not granted to it.
+    """
+
+    REPLY: ClassVar[type[Message]] = DeviceOrder
+    service: str
+    instance: int
+    incarnation: int
+    number: int
+    holds: list[str] = []
+    using: list[str] = []
+    wants: list[str] = []
 
 
 # ------------------------------------------------------------------------------------------ tasks and batches

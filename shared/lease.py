@@ -53,6 +53,10 @@ class Lease:
     def progress(self) -> int:
         return self._advanced + (self._computing() if self._computed is None else self._computed)
 
+    @property
+    def is_computed(self) -> bool:
+        return self._computed is not None
+
     def computed(self) -> None:
         """The compute thread is done with this lease."""
         if self._computed is None:
@@ -73,6 +77,8 @@ class LeaseBook:
 
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing`: the compute thread's progress counter, which nothing else advances."""
+        self.stands: Callable[[], bool] = lambda: False
+        """Whether nothing can be computed because others have the devices, whose turn has a limit of its own."""
         self._service = service
         self._stage = stage
         self._computing = computing
@@ -82,8 +88,16 @@ class LeaseBook:
     def held(self) -> list[Lease]:
         return list(self._held.values())
 
+    @property
+    def uncomputed(self) -> list[Lease]:
+        """Those that the compute thread is not done with."""
+        return [lease for lease in self._held.values() if not lease.is_computed]
+
     def progress(self) -> list[LeaseProgress]:
         """For the heartbeat."""
+        if self.stands():
+            for lease in self.uncomputed:
+                lease.advance()
         return [LeaseProgress(lease_id, lease.progress) for lease_id, lease in self._held.items()]
 
     def lost(self, lease_ids: Sequence[int]) -> None:

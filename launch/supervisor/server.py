@@ -33,6 +33,7 @@ from launch.supervisor.state import (
     Exited,
     Kill,
     KillAsked,
+    KillOrdered,
     Phase,
     ProcessState,
     Reported,
@@ -53,6 +54,7 @@ from proto.messages import (
     GetLog,
     GetStatus,
     GetSupervisorState,
+    KillInstance,
     LogLines,
     Ping,
     Pong,
@@ -65,7 +67,7 @@ from proto.messages import (
 from proto.messages import SupervisorState as SupervisorStateReply
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.rpc.mailbox import Call, Mailbox
+from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
 from shared.rundir import RunDir, service_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +127,8 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
+        self._dying: dict[int, list[Call]] = {}
+        """By pid: who is told once that process is dead."""
         self._scheduler: Client | None = None
         self._door: Door | None = None
         self._log = structlog.get_logger(SUPERVISOR)
@@ -135,6 +139,7 @@ class Supervisor:
         self._ended = self._loop.create_future()
         self._mailbox.handle(ServiceReport, self._on_report)
         self._mailbox.handle(RestartService, self._on_restart)
+        self._mailbox.handle(KillInstance, self._on_kill)
         self._mailbox.handle(StopRun, self._on_stop)
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
@@ -255,6 +260,8 @@ class Supervisor:
         if self._children.get(key) is child:
             del self._children[key]
         self._log.info("exited", name=service_name(*key), pid=child.pid, status=status)
+        for call in self._dying.pop(child.pid, []):
+            call.reply(Ack())
         if key[0] == DRIVER and status == 0 and not self.draining:
             self._background(self._driver_exited(key, child.pid))
         else:
@@ -318,6 +325,16 @@ class Supervisor:
             raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is restarted")
         self._feed(RestartAsked(keys))
         return Ack()
+
+    def _on_kill(self, request: KillInstance, call: Call) -> Answer:
+        key = (request.service, request.instance)
+        child = self._children.get(key)
+        if child is None or child.pid != request.pid:
+            return Ack()  # that life is over
+        self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
+        self._dying.setdefault(request.pid, []).append(call)
+        self._feed(KillOrdered(key, request.pid, request.cause))
+        return DEFERRED
 
     def _on_stop(self, _: StopRun, call: Call) -> Ack:
         # the answer must leave before the mailbox does

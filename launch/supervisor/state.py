@@ -116,6 +116,15 @@ class RestartAsked:
 
 
 @dataclass(frozen=True)
+class KillOrdered:
+    """The scheduler wants this process dead: it hangs where others wait. It counts as failed and starts again."""
+
+    key: Key
+    pid: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """Drain everything and end: the operator's stop, or the first Ctrl-C."""
 
@@ -132,7 +141,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Begin | Spawned | Reported | Silent | Exited | RestartAsked | StopAsked | KillAsked | Tick
+Event = Begin | Spawned | Reported | Silent | Exited | RestartAsked | KillOrdered | StopAsked | KillAsked | Tick
 
 
 # --------------------------------------------------------------------------------------------------- effects
@@ -235,6 +244,8 @@ class SupervisorState:
             case RestartAsked(keys):
                 for key in keys:
                     self._restart(self.processes[key], now)
+            case KillOrdered(key, pid, cause):
+                self._kill(self.processes[key], pid, cause)
             case StopAsked(cause):
                 self._drain(Outcome.STOPPED, cause, None)
             case KillAsked():
@@ -279,6 +290,12 @@ class SupervisorState:
         process.state = ProcessState.FAILED
         process.cause = f"no answer for {seconds:g} s"
         self._effects.append(Kill(process.key, pid))
+
+    def _kill(self, process: Process, pid: int, cause: str) -> None:
+        if process.pid == pid and process.alive:
+            process.state = ProcessState.FAILED
+            process.cause = cause
+            self._effects.append(Kill(process.key, pid))
 
     def _exited(self, event: Exited, now: float) -> None:
         process = self.processes[event.key]

@@ -1,71 +1,88 @@
 """Sends chunks of pinned files to readers on other hosts, on a thread of its own. It must never block on a reader.
 
 Readers take turns, one chunk a turn; the streams of one reader take turns within its own. A stream is sent what its
-reader asked for and nothing more: who stalls holds its credit, at most `WINDOW_BYTES`, and nobody up.
+reader asked for and nothing more: who stalls holds one chunk, its credit, at most `WINDOW_BYTES`, and nobody up.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
-import zmq
 
 from proto import bulk
 from proto.errors import WireError
 from proto.messages import ErrorCode, StreamOpened
+from proto.tensors import Buffer
 from services.batch_store.stream_source import StreamSource
+from shared.dataplane import bulk_line
+from shared.dataplane.bulk_line import BulkLine
 from shared.dataplane.stream_seal import REKEY_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Opener, Sealer
 from shared.rpc.errors import RpcError
 
 CHUNK_BYTES = 1 << 20
 WINDOW_BYTES = 16 << 20
 """Most bytes of one stream that wait to be sent."""
-BUFFERS_BYTES = 128 << 20
-"""Past so many bytes in buffers only streams without any may take one: it bounds what many stalled readers hold."""
 MAX_STREAMS = 256
+MAX_READERS = 256
+"""Each may hold one chunk that was copied to be sent, no more."""
 IDLE_S = 20.0
 BUSY_S = 0.2
-_KEPT_BUFFERS = 32
-_RECEIVES = 64
-_QUEUE_MESSAGES = 1024
-_LONG_MS, _SHORT_MS = 1000, 20
+_KEPT_BUFFERS = 8
+_RECEIVE_BYTES = 1 << 16
+_MAX_PIECES = 256
+_MAX_GONE = 64
+_TICK_S = 1.0
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A chunk that ZeroMQ has not let go of yet. `buffer`: where it lies, unless in a mapped file."""
-
-    tracker: zmq.MessageTracker
-    nbytes: int
-    buffer: bytearray | None
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
     stream_id: bytes
     source: StreamSource
     sealer: Sealer | None
     opener: Opener | None
     used: float
-    peer: bytes = b""
+    reader: _Reader | None = None
+    """Whose credit came last."""
     wanted: deque[tuple[int, int]] = field(default_factory=deque)
     """Ranges [from, end) asked for and not sent."""
-    sent: deque[_Sent] = field(default_factory=deque)
-    queued_bytes: int = 0
     ready: bool = False
     """Stands in its reader's line."""
 
 
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """One connection."""
+
+    line: BulkLine
+    used: float
+    turns: deque[_Stream] = field(default_factory=deque)
+    """Its streams that have something to send."""
+    gone: deque[bytes] = field(default_factory=deque)
+    """Ids of streams that it asked for and that are not here."""
+    out: list[Buffer] = field(default_factory=list)
+    """The rest of the message that is being sent."""
+    left: int = 0
+    """Bytes of `out`."""
+    sending: _Stream | None = None
+    buffer: bytearray | None = None
+    """Where `out` lies, unless in a mapped file."""
+    writes: bool = False
+    """Is waited for until it takes more."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """`queued_bytes`: handed to ZeroMQ and not sent; `buffer_bytes`: those of them that are copies."""
+    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take."""
 
     streams: int
     queued_bytes: int
@@ -87,16 +104,17 @@ class StreamServer:
         self._plain = plain
         self.chunk_bytes = chunk_bytes
         self._endpoint = ""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._lock = threading.Lock()
         self._streams: dict[bytes, _Stream] = {}
-        self._lines: dict[bytes, deque[_Stream]] = {}
-        """Routing id of a reader -> its streams that have something to send, in order of their turns."""
-        self._orphans: list[_Sent] = []
+        self._listener: socket.socket | None = None
+        self._readers: dict[int, _Reader] = {}
+        """By descriptor."""
+        self._epoll = select.epoll()
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(chunk_bytes))
         self._buffer_bytes = self._sent_bytes = self._refused = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False
         self._thread: threading.Thread | None = None
         self._log = structlog.get_logger("streams").bind(store=name)
@@ -106,24 +124,15 @@ class StreamServer:
 
         `advertised` makes of that what readers are told.
         """
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, bulk.MAX_CREDIT_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close()
+            self._listener, bound = bulk_line.listen(endpoint)
+        except OSError as error:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
             ) from None
-        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._epoll.register(self._listener, select.EPOLLIN)
         self._endpoint = advertised(bound)
-        self._thread = threading.Thread(target=self._run, args=(socket,), name="streams", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._listener,), name="streams", daemon=True)
         self._thread.start()
         return bound
 
@@ -154,9 +163,9 @@ class StreamServer:
     def stats(self) -> StreamStats:
         """Counts as of now."""
         with self._lock:
-            streams = list(self._streams.values())
-        queued = sum(stream.queued_bytes for stream in streams) + sum(each.nbytes for each in list(self._orphans))
-        return StreamStats(len(streams), queued, self._buffer_bytes, self._sent_bytes, self._refused)
+            streams = len(self._streams)
+        queued = sum(reader.left for reader in list(self._readers.values()))
+        return StreamStats(streams, queued, self._buffer_bytes, self._sent_bytes, self._refused)
 
     def close(self) -> None:
         """End the thread and every stream; what is queued is lost (readers ask again)."""
@@ -164,175 +173,192 @@ class StreamServer:
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
             self._thread.join()
-        self._context.destroy(linger=0)
+        self._epoll.close()
         os.close(self._wake)
         with self._lock:
             self._streams.clear()
 
     # ---- the thread
 
-    def _run(self, socket: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+    def _run(self, listener: socket.socket) -> None:
         swept = time.monotonic()
         try:
             while not self._closing:
-                sent = self._turn(socket)
-                wait_ms = 0 if sent else _SHORT_MS if self._lines or self._orphans else _LONG_MS
-                for ready, _ in poller.poll(wait_ms):
-                    if ready is socket:
-                        self._receive(socket)
-                    else:
+                for descriptor, events in self._epoll.poll(_TICK_S):
+                    if descriptor == self._wake:
                         os.eventfd_read(self._wake)
-                if time.monotonic() - swept > 1.0:
+                    elif descriptor == listener.fileno():
+                        self._accept(listener)
+                    elif descriptor in self._readers:
+                        self._serve(self._readers[descriptor], events)
+                if time.monotonic() - swept > _TICK_S:
                     swept = time.monotonic()
                     self._sweep(swept)
+                    self._epoll.modify(listener, select.EPOLLIN)
         except Exception as error:
             if not self._closing:
                 self._log.error("streams ended", exc_info=error)
                 raise
         finally:
-            socket.close()
+            listener.close()
+            for reader in list(self._readers.values()):
+                self._leave(reader)
 
-    def _turn(self, socket: zmq.Socket[bytes]) -> bool:
-        """Each reader one chunk; False: nobody could be sent anything."""
-        self._reap(self._orphans)
-        progress = False
-        for peer in list(self._lines):
-            line = self._lines[peer]
-            for _ in range(len(line)):
-                stream = line.popleft()
-                outcome = self._send(socket, stream)
-                if stream.wanted:
-                    line.append(stream)
-                else:
-                    stream.ready = False
-                if outcome:
-                    progress = True
-                    break
-            if not line:
-                del self._lines[peer]
-        return progress
-
-    def _send(self, socket: zmq.Socket[bytes], stream: _Stream) -> bool:
-        """One chunk, unless its reader holds all it may."""
-        self._let_go(stream)
-        first, end = stream.wanted[0]
-        size = stream.source.size(first)
-        if stream.queued_bytes and (
-            stream.queued_bytes + size > WINDOW_BYTES or self._buffer_bytes + size > BUFFERS_BYTES
-        ):
-            return False
+    def _serve(self, reader: _Reader, events: int) -> None:
+        """What a reader says, and one chunk to it: so they take turns."""
         try:
-            socket.send(stream.peer, zmq.DONTWAIT | zmq.SNDMORE)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                stream.wanted.clear()  # it asks again when it is back
-            elif error.errno != zmq.EAGAIN:
-                raise
-            return False
-        head, payload, buffer = self._pack(stream, first, size)
-        socket.send(head, zmq.DONTWAIT | zmq.SNDMORE)
-        tracker = socket.send(payload, zmq.DONTWAIT, copy=False, track=True)
-        stream.sent.append(_Sent(tracker, len(payload), buffer))
-        stream.used = time.monotonic()
-        stream.queued_bytes += len(payload)
-        self._sent_bytes += len(payload)
-        if buffer is not None:
-            self._buffer_bytes += len(buffer)
-        stream.wanted.popleft()
-        if first + 1 < end:
-            stream.wanted.appendleft((first + 1, end))
-        return True
+            if events & ~select.EPOLLOUT:
+                got = reader.line.receive(_credit_only, partial(self._on_message, reader), _RECEIVE_BYTES)
+                if got < 0:
+                    self._leave(reader)
+                    return
+            self._send(reader)
+        except WireError as error:
+            self._refuse(reader, error)
+            self._leave(reader)
+        except OSError:
+            self._leave(reader)
 
-    def _pack(self, stream: _Stream, index: int, size: int) -> tuple[bytes, memoryview, bytearray | None]:
-        pieces = stream.source.pieces(index)
-        if stream.sealer is None:
-            head = bulk.pack_head(bulk.Head(bulk.CHUNK, 0, 0, index, 0, stream.stream_id))
-            if len(pieces) == 1:
-                return head, pieces[0], None  # straight from the mapped file, which never changes
-            buffer = self._buffer()
-            _gather(pieces, memoryview(buffer))
-            return head, memoryview(buffer)[:size], buffer
-        data = pieces[0] if len(pieces) == 1 else _gather(pieces, self._scratch)
-        buffer = self._buffer()
-        head, nbytes = stream.sealer.seal(bulk.CHUNK, 0, index, data, memoryview(buffer))
-        return head, memoryview(buffer)[:nbytes], buffer
+    # ---- connections
 
-    def _buffer(self) -> bytearray:
-        return self._free.pop() if self._free else bytearray(self.chunk_bytes + bulk.TAG_BYTES)
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            line, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors, mostly
+            self._log.warning("no connection taken", error=str(error))
+            self._epoll.modify(listener, 0)  # until the next sweep
+            return
+        if len(self._readers) >= MAX_READERS:
+            line.close()
+            self._refused += 1
+            return
+        line.setblocking(False)
+        bulk_line.quick(line)
+        self._readers[line.fileno()] = _Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), time.monotonic())
+        self._epoll.register(line, select.EPOLLIN)
 
-    def _let_go(self, stream: _Stream) -> None:
-        nbytes = self._reap_front(stream.sent)
-        if nbytes:
-            stream.queued_bytes -= nbytes
-            stream.used = time.monotonic()
+    def _leave(self, reader: _Reader) -> None:
+        """The connection ends; its streams wait for their reader to come back."""
+        self._readers.pop(reader.line.socket.fileno(), None)
+        reader.line.socket.close()  # which takes it out of the epoll set
+        for stream in reader.turns:
+            stream.ready = False
+            stream.wanted.clear()  # it asks again when it is back
+        reader.turns.clear()
+        self._sent(reader)
 
-    def _reap_front(self, sent: deque[_Sent]) -> int:
-        nbytes = 0
-        while sent and sent[0].tracker.done:
-            done = sent.popleft()
-            nbytes += done.nbytes
-            self._recycle(done)
-        return nbytes
+    def _refuse(self, reader: _Reader, error: WireError) -> None:
+        self._refused += 1
+        if self._refused <= 8:
+            self._log.warning("bulk message refused", peer=_peer(reader), error=str(error))
 
-    def _reap(self, sent: list[_Sent]) -> None:
-        for done in [each for each in sent if each.tracker.done]:
-            sent.remove(done)
-            self._recycle(done)
+    # ---- chunks
 
-    def _recycle(self, done: _Sent) -> None:
-        if done.buffer is not None:
-            self._buffer_bytes -= len(done.buffer)
+    def _send(self, reader: _Reader) -> None:
+        """As much of one message as the kernel takes."""
+        if not reader.out:
+            self._next(reader)
+        if reader.out:
+            try:
+                sent = reader.line.socket.sendmsg(reader.out, (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+            if sent:
+                self._progress(reader, sent)
+        writes = bool(reader.out or reader.turns or reader.gone)
+        if writes != reader.writes:
+            reader.writes = writes
+            self._epoll.modify(reader.line.socket, select.EPOLLIN | (select.EPOLLOUT if writes else 0))
+
+    def _progress(self, reader: _Reader, sent: int) -> None:
+        reader.used = time.monotonic()
+        if reader.sending is not None:
+            reader.sending.used = reader.used
+        self._sent_bytes += sent
+        if sent == reader.left:
+            self._sent(reader)
+            return
+        reader.left -= sent
+        done = 0
+        while sent >= len(reader.out[done]):
+            sent -= len(reader.out[done])
+            done += 1
+        reader.out[: done + 1] = [memoryview(reader.out[done])[sent:]]
+
+    def _sent(self, reader: _Reader) -> None:
+        """The message is out, or nobody wants it any more."""
+        reader.out, reader.left, reader.sending = [], 0, None
+        if reader.buffer is not None:
+            self._buffer_bytes -= len(reader.buffer)
             if len(self._free) < _KEPT_BUFFERS:
-                self._free.append(done.buffer)
+                self._free.append(reader.buffer)
+            reader.buffer = None
+
+    def _next(self, reader: _Reader) -> None:
+        """Make ready the next message to this reader, if there is one; its streams take turns."""
+        if reader.gone:
+            reader.out = [bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, reader.gone.popleft(), 0))]
+        elif reader.turns:
+            stream = reader.turns.popleft()
+            first, end = stream.wanted.popleft()
+            if first + 1 < end:
+                stream.wanted.appendleft((first + 1, end))
+            stream.ready = bool(stream.wanted)
+            if stream.ready:
+                reader.turns.append(stream)
+            reader.sending = stream
+            reader.out = self._pack(reader, stream, first)
+        reader.left = sum(map(len, reader.out))
+
+    def _pack(self, reader: _Reader, stream: _Stream, index: int) -> list[Buffer]:
+        pieces = stream.source.pieces(index)
+        size = stream.source.size(index)
+        if stream.sealer is None:
+            head = bulk.pack_head(bulk.Head(bulk.CHUNK, 0, 0, index, 0, stream.stream_id, size))
+            if len(pieces) <= _MAX_PIECES:
+                return [head, *pieces]  # straight from the mapped files, which never change
+            return [head, _gather(pieces, self._buffer(reader))]
+        data = pieces[0] if len(pieces) == 1 else _gather(pieces, self._scratch)
+        room = self._buffer(reader)
+        head, nbytes = stream.sealer.seal(bulk.CHUNK, 0, index, data, room)
+        return [head, room[:nbytes]]
+
+    def _buffer(self, reader: _Reader) -> memoryview:
+        """One a reader at most."""
+        reader.buffer = self._free.pop() if self._free else bytearray(self.chunk_bytes + bulk.TAG_BYTES)
+        self._buffer_bytes += len(reader.buffer)
+        return memoryview(reader.buffer)
 
     # ---- credit
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(_RECEIVES):
-            try:
-                frames = [socket.recv(zmq.DONTWAIT)]
-            except zmq.Again:
-                return
-            while socket.getsockopt(zmq.RCVMORE):
-                frame = socket.recv(zmq.DONTWAIT)
-                if len(frames) < 4:  # peer, head, payload, and one that is too many
-                    frames.append(frame)
-            try:
-                self._on_credit(socket, frames)
-            except WireError as error:
-                self._refused += 1
-                if self._refused <= 8:
-                    self._log.warning("bulk message refused", peer=frames[0].hex(), error=str(error))
+    def _on_message(self, reader: _Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
+        try:
+            self._on_credit(reader, head, packed, payload)
+        except WireError as error:
+            self._refuse(reader, error)
 
-    def _on_credit(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        if len(frames) != 3:
-            raise WireError(f"bulk message of {len(frames) - 1} frames: must be head and payload")
-        peer, packed, payload = frames
-        head = bulk.unpack_head(packed)
-        if head.kind != bulk.CREDIT:
-            raise WireError(f"bulk message of kind {head.kind}: a store takes credit")
+    def _on_credit(self, reader: _Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
         with self._lock:
             stream = self._streams.get(head.stream_id)
         if stream is None:
-            self._say_gone(socket, peer, head.stream_id)
+            if len(reader.gone) < _MAX_GONE:
+                reader.gone.append(head.stream_id)
             return
         if stream.opener is not None:
-            room = bytearray(max(0, len(payload) - bulk.TAG_BYTES))
-            stream.opener.open(packed, head, payload, memoryview(room))
-            payload = bytes(room)
+            room = memoryview(bytearray(max(0, len(payload) - bulk.TAG_BYTES)))
+            stream.opener.open(packed, head, payload, room)
+            payload = room
         ranges = bulk.unpack_ranges(payload, stream.source.chunks)
-        stream.used = time.monotonic()
+        stream.used = reader.used = time.monotonic()
         if head.flags & bulk.FLAG_CLOSE:
             self._end(stream)
             return
-        if head.flags & bulk.FLAG_RESET or peer != stream.peer:
+        if head.flags & bulk.FLAG_RESET or reader is not stream.reader:
             stream.wanted.clear()
-        if peer != stream.peer and stream.ready:
             self._leave_line(stream)
-        stream.peer = peer
+        stream.reader = reader
         room_chunks = WINDOW_BYTES // self.chunk_bytes - sum(end - first for first, end in stream.wanted)
         for first, count in ranges:
             taken = min(count, room_chunks)
@@ -341,38 +367,42 @@ class StreamServer:
                 room_chunks -= taken
         if stream.wanted and not stream.ready:
             stream.ready = True
-            self._lines.setdefault(peer, deque()).append(stream)
-
-    def _say_gone(self, socket: zmq.Socket[bytes], peer: bytes, stream_id: bytes) -> None:
-        head = bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, stream_id))
-        try:
-            socket.send_multipart([peer, head, b""], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+            reader.turns.append(stream)
 
     def _leave_line(self, stream: _Stream) -> None:
-        line = self._lines.get(stream.peer)
-        if line is not None:
-            line.remove(stream)
-            if not line:
-                del self._lines[stream.peer]
-        stream.ready = False
+        if stream.ready and stream.reader is not None:
+            stream.reader.turns.remove(stream)
+            stream.ready = False
 
     def _end(self, stream: _Stream) -> None:
         with self._lock:
             self._streams.pop(stream.stream_id, None)
-        if stream.ready:
-            self._leave_line(stream)
-        self._orphans.extend(stream.sent)
+        stream.wanted.clear()
+        self._leave_line(stream)
 
     def _sweep(self, now: float) -> None:
+        """End what nobody uses: streams, and connections, which may hold half a chunk of one."""
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
-            self._let_go(stream)
             if now - stream.used > IDLE_S:
                 self._end(stream)
+        for reader in list(self._readers.values()):
+            if now - reader.used > IDLE_S:
+                self._leave(reader)
+
+
+def _credit_only(head: bulk.Head) -> memoryview | None:
+    if head.kind != bulk.CREDIT:
+        raise WireError(f"bulk message of kind {head.kind}: a store takes credit")
+    return None
+
+
+def _peer(reader: _Reader) -> str:
+    try:
+        return str(reader.line.socket.getpeername())
+    except OSError:
+        return "gone"
 
 
 def _gather(pieces: list[memoryview], into: memoryview) -> memoryview:

@@ -18,6 +18,7 @@ from shared.lease import LeaseLost
 from shared.model.determinism import require_deterministic_algorithms
 from shared.model.load import load_model
 from shared.model.logprobs import score
+from shared.model.shelf import Shelf, own_storages
 from shared.tensors_torch import to_numpy
 
 T = TypeVar("T")
@@ -35,9 +36,11 @@ class Scorer:
         temperature: float,
         max_tokens: int,
         deterministic: bool = False,
+        scratch: Path | None = None,
     ) -> None:
         """`temperature`: the training sampling's; `max_tokens`: of one forward pass; `deterministic`: the same tasks
-        in the same order give the same bits."""
+        in the same order give the same bits; `scratch`: a file for weights that leave the host's memory (None: they
+        never do)."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -46,6 +49,7 @@ class Scorer:
         self._deterministic = deterministic
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._model: list[nn.Module] = []  # filled by start
+        self._shelf = None if scratch is None else Shelf(scratch, "frozen")
         self._progress = 0
 
     @property
@@ -64,8 +68,19 @@ class Scorer:
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
+    async def leave(self) -> None:
+        """Give the memory of the weights back; `come_back` brings the same bits."""
+        await self._on_compute(self._leave)
+
+    async def come_back(self) -> None:
+        """Have the weights where they can be computed with."""
+        if self._shelf is not None and self._shelf.holds:
+            await self._on_compute(self._shelf.take)
+
     def stop(self) -> None:
         """End the thread once its present block is done."""
+        if self._shelf is not None:
+            self._shelf.remove()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _on_compute(self, work: Callable[[], T]) -> T:
@@ -76,7 +91,17 @@ class Scorer:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False))
+        if self._shelf is not None:
+            # As on the way back: memory mapped from a file is aligned otherwise, which changes the last bits.
+            own_storages(self._tensors())
         self._progress += 1
+
+    def _leave(self) -> None:
+        if self._shelf is not None and self._model and not self._shelf.holds:
+            self._shelf.put(self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._model[0].parameters(), *self._model[0].buffers()]
 
     @torch.inference_mode()
     def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,11 +19,14 @@ from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.devices import REFERENCE as WEIGHTS
+from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE
+from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
     from services.reference.scorer import Scorer
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
 _MAKES = REFERENCE.makes[0]
+_WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
 
 
@@ -46,11 +51,20 @@ class ReferenceService(Service):
 
     async def start(self) -> None:
         # Imports take seconds: off the loop, so that the mailbox answers meanwhile.
-        scorer, store, reward_kl, plain = await asyncio.to_thread(_make, self.run)
-        self._data.streams.plain = plain
+        scorer, settings = await asyncio.to_thread(_make, self.run, self.name)
+        self._data.streams.plain = settings.plain
         self._scorer = scorer
+        self.progress = lambda: scorer.progress
+
+        async def leave(parts: Parts) -> Parts:
+            await scorer.leave()
+            return parts
+
+        turns: Turns = take_turns(self, leave) if settings.shared_devices else OwnDevices()
+        await turns.acquire(_WEIGHTS)
         await scorer.start()
-        self._worker = ReferenceWorker(self, scorer, self._data, store, reward_kl)
+        turns.done()
+        self._worker = ReferenceWorker(self, scorer, self._data, turns, settings.store, settings.reward_kl)
 
     async def serve(self) -> None:
         if self._worker is not None:
@@ -68,7 +82,10 @@ class ReferenceService(Service):
 
     def heartbeat(self) -> Heartbeat:
         beat = super().heartbeat()
-        return beat if self._worker is None else msgspec.structs.replace(beat, leases=self._worker.leases.progress())
+        if self._worker is None:
+            return beat
+        self._worker.rest()  # of a lease that was lost before its turn nobody else tells
+        return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         if self._worker is not None:
@@ -78,15 +95,21 @@ class ReferenceService(Service):
 class ReferenceWorker:
     """Takes leases from mapped shards to completed ones. Belongs to the service's loop."""
 
-    def __init__(self, service: Service, scorer: Scorer, data: DataClient, store: str, reward_kl: str = "") -> None:
-        """`store`: where shards go (`batch-store/0`); `reward_kl`: estimator of a KL in the reward, "" for none."""
+    def __init__(
+        self, service: Service, scorer: Scorer, data: DataClient, turns: Turns, store: str, reward_kl: str = ""
+    ) -> None:
+        """`turns`: on the scorer's devices; `store`: where shards go (`batch-store/0`); `reward_kl`: estimator of a KL
+        in the reward, "" for none."""
         self._service = service
         self._scorer = scorer
         self._data = data
+        self._turns = turns
+        self._scoring = False
         self._store = store
         self._reward_kl = reward_kl
         self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
+        self.leases.stands = lambda: turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),
@@ -113,10 +136,22 @@ class ReferenceWorker:
             raise LeaseLost(f"ended: {reason}") from None
 
     async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
-        lease.check()
-        started = time.perf_counter()
-        logprobs = await self._scorer.score(shards, lease.cancel)
-        return logprobs, time.perf_counter() - started
+        self._scoring = True
+        try:
+            await self._turns.acquire(_WEIGHTS)
+            await self._scorer.come_back()
+            lease.check()
+            started = time.perf_counter()
+            logprobs = await self._scorer.score(shards, lease.cancel)
+            return logprobs, time.perf_counter() - started
+        finally:
+            self._scoring = False
+            self.rest(but=lease)
+
+    def rest(self, but: Lease | None = None) -> None:
+        """Others may have the devices when no lease (`but` the one that is done) needs the model."""
+        if not self._scoring and all(lease is but for lease in self.leases.uncomputed):
+            self._turns.done()
 
     async def _finish(self, lease: Lease, shards: Shards, computed: tuple[list[Array], float]) -> None:
         logprobs, seconds = computed
@@ -162,7 +197,18 @@ def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
     return [task for task in tasks if task.task_id in named]
 
 
-def _make(run: RunDir) -> tuple[Scorer, str, str, bool]:
+@dataclass(frozen=True)
+class Settings:
+    """What the service reads of the topology besides the scorer's numbers."""
+
+    store: str
+    reward_kl: str
+    plain: bool
+    """Bulk between hosts goes unencrypted."""
+    shared_devices: bool
+
+
+def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
     from services.reference.scorer import Scorer
     from shared import topology
 
@@ -175,6 +221,7 @@ def _make(run: RunDir) -> tuple[Scorer, str, str, bool]:
         raise RpcError(
             ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
         )
+    shared = ReferenceService.NAME in loaded.colocated_services
     scorer = Scorer(
         model=Path(loaded.policy.model),
         dtype=loaded.policy.dtype,
@@ -182,8 +229,9 @@ def _make(run: RunDir) -> tuple[Scorer, str, str, bool]:
         temperature=loaded.sampling.temperature,
         max_tokens=settings.max_tokens_per_micro_batch,
         deterministic=loaded.run.deterministic,
+        scratch=run.path / "offloaded" / f"{name.replace('/', '-')}.bin" if shared else None,
     )
     kl = loaded.algorithm.kl
     reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
     store = service_name("batch-store", loaded.store_hosts().index(settings.host))
-    return scorer, store, reward_kl, not loaded.transport.encrypt_bulk
+    return scorer, Settings(store, reward_kl, not loaded.transport.encrypt_bulk, shared)

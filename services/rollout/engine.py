@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proto.tensors import Array
+from shared.devices import Parts
 
 
 class GenerationCancelled(Exception):
@@ -87,6 +88,16 @@ class Engine(Protocol):
 
     async def score(self, token_ids: Array) -> Array:
         """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
+
+    async def sleep(self) -> None:
+        """Give all memory of weights, keys and values back. Between blocks only; nothing works until `wake`."""
+
+    async def wake(self, parts: Parts) -> None:
+        """Have memory again for `engine.weights` or `engine.kv_cache`, or both; what is there already stays.
+
+        Weights that slept are lost: nothing may be generated or scored before `set_weights`. Keys and values come
+        after the weights were set; scoring may need both.
+        """
 
     async def pause(self) -> None:
         """Hold generation before its next decode step; weights can then be set and scored in the midst of a block.

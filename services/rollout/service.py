@@ -26,11 +26,14 @@ from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
+from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
+from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
     from shared.topology import Topology
+    from shared.topology.services import Rollout
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class RolloutService(Service):
     async def start(self) -> None:
         """Rewards first: a function that cannot be imported ends the start within a second, not after the model."""
         topology = await self._on_text(lambda: _load_topology(self.run))
-        settings = topology.services.rollout
+        settings = _engine_settings(topology)
         self._data.streams.plain = not topology.transport.encrypt_bulk
         rewards = self._rewards = RewardPool(
             topology.reward.terms,
@@ -70,10 +73,26 @@ class RolloutService(Service):
         # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
-                settings, model=model, dtype=topology.policy.dtype, deterministic=topology.run.deterministic
+                settings,
+                model=model,
+                dtype=topology.policy.dtype,
+                temperature=topology.sampling.temperature,
+                deterministic=topology.run.deterministic,
             )
         )
+        sync = WeightsSync(engine, self.name, self.telemetry.emit)
+        self.progress = lambda: engine.progress
+
+        async def leave(_: Parts) -> Parts:
+            sync.forget()
+            await engine.sleep()
+            return ENGINE
+
+        turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
+        # vLLM takes all its memory when it starts.
+        await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
         await engine.start()
+        turns.done()
         add_prompt = topology.policy.chat_template.add_generation_prompt
         prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
@@ -90,7 +109,6 @@ class RolloutService(Service):
                 timeout_s=chosen.timeout_s,
                 max_tokens=chosen.max_tokens,
             )
-        sync = WeightsSync(engine, self.name, self.telemetry.emit)
         in_flight = InFlight(engine, sync, self._data, self.telemetry.emit)
         self._in_flight = None if settings.in_flight == "wait" else in_flight
         self._worker = RolloutWorker(
@@ -102,6 +120,7 @@ class RolloutService(Service):
             workflow=self._workflow,
             data=self._data,
             in_flight=in_flight,
+            turns=turns,
             store=service_name("batch-store", topology.store_hosts().index(settings.host)),
             block_tasks=settings.block_tasks,
             on_text=self._on_text,
@@ -144,6 +163,7 @@ class RolloutService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
+        self._worker.rest()  # of a lease that was lost before its turn nobody else tells
         holds = self._worker.holds
         return msgspec.structs.replace(
             beat, holds_lineage=holds.lineage, holds_step=holds.step, leases=self._worker.leases.progress()
@@ -159,6 +179,14 @@ class RolloutService(Service):
 
     async def _on_text(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+
+def _engine_settings(topology: Topology) -> Rollout:
+    """The user's, and what colocation asks of vLLM."""
+    settings = topology.services.rollout
+    if settings.engine != "vllm" or RolloutService.NAME not in topology.colocated_services:
+        return settings
+    return settings.model_copy(update={"engine_args": {**settings.engine_args, "enable_sleep_mode": True}})
 
 
 def _load_topology(run: RunDir) -> Topology:

@@ -48,6 +48,16 @@ def weights_meta(ref: WeightsRef) -> BatchMeta:
     return BatchMeta(tasks=[handle], stores=[ref.store])
 
 
+@dataclass
+class _Coming:
+    """A version on its way into the engine; `started` by the performance counter."""
+
+    ref: WeightsRef
+    weights: Mapping[str, Array]
+    started: float
+    is_set: bool = False
+
+
 class WeightsSync:
     """The only way into the engine's weights. One an engine; calls never overlap."""
 
@@ -57,6 +67,7 @@ class WeightsSync:
         self._who = who
         self._emit = emit
         self._drilled = False
+        self._coming: _Coming | None = None
         self.holds = Version()
 
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
@@ -65,19 +76,40 @@ class WeightsSync:
         held = (self.holds.lineage, self.holds.step)
         return held != wanted if exact else held < wanted
 
+    def forget(self) -> None:
+        """The engine sleeps: its weights are lost."""
+        self.holds = Version()
+        if self._coming is not None:
+            self._coming.is_set = False
+
     async def load(self, ref: WeightsRef, weights: Mapping[str, Array]) -> SyncReport:
-        """Set `weights` (by parameter name), check the canary of `ref`, after the drill if it was not passed yet.
+        """`place` and `prove`."""
+        await self.place(ref, weights)
+        return await self.prove()
+
+    async def place(self, ref: WeightsRef, weights: Mapping[str, Array]) -> None:
+        """Set `weights` (by parameter name). The engine holds no version until `prove`.
+
+        Raises RpcError(conflict) when they do not fit: the engine must not go on.
+        """
+        self.holds = Version()  # neither the old version nor the new one until it is proved
+        self._coming = _Coming(ref, weights, time.perf_counter())
+        if self._drilled:
+            await self._set(self._coming)
+
+    async def prove(self) -> SyncReport:
+        """Check the canary of what was placed, after the drill if it was not passed yet.
 
         Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on.
         """
-        started = time.perf_counter()
-        self.holds = Version()  # neither the old version nor the new one until it is proved
-        try:
-            if not self._drilled:
-                await self._drill(ref)
-            await self._engine.set_weights(weights)
-        except WeightsMismatch as mismatch:
-            raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {ref.task_id}: {mismatch}") from None
+        coming, self._coming = self._coming, None
+        if coming is None:
+            raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
+        ref, weights = coming.ref, coming.weights
+        if not self._drilled:
+            await self._drill(ref)
+        if not coming.is_set:
+            await self._set(coming)
         error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
         self.holds = Version(ref.lineage, ref.step)
         report = SyncReport(
@@ -85,7 +117,7 @@ class WeightsSync:
             lineage=ref.lineage,
             parameters=len(weights),
             nbytes=sum(value.nbytes for value in weights.values()),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - coming.started,
             canary_error=error,
             tolerance=ref.canary.tolerance,
         )
@@ -103,10 +135,17 @@ class WeightsSync:
         )
         return report
 
+    async def _set(self, coming: _Coming) -> None:
+        try:
+            await self._engine.set_weights(coming.weights)
+        except WeightsMismatch as mismatch:
+            raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {coming.ref.task_id}: {mismatch}") from None
+        coming.is_set = True
+
     async def _drill(self, ref: WeightsRef) -> None:
         base = await self._engine.base_weights()
         perturbed = {name: perturb(name, values, ref.drill_seed) for name, values in base.items()}
-        await self._engine.set_weights(perturbed)
+        await self._set(_Coming(ref, perturbed, 0.0))
         error = await self._prove(ref.drill, len(perturbed), f"the start-up drill (seed {ref.drill_seed})")
         self._emit("drill", {"parameters": len(perturbed), "canary_error": error, "tolerance": ref.drill.tolerance})
         self._drilled = True

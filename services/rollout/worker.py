@@ -26,17 +26,20 @@ from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
+from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
+from shared.turns import Turns
 
 DATA_CALL_S = 30.0
+_WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prepared:
-    """Prompts of a lease; `weights` are mapped already when its version has to be loaded."""
+    """Prompts of a lease; `weights` are mapped already when its version has to be loaded, and let go once they are."""
 
     tasks: PreparedTasks
     weights: dict[str, Array] | None
@@ -63,12 +66,13 @@ class RolloutWorker:
         workflow: WorkflowRunner | None,
         data: DataClient,
         in_flight: InFlight,
+        turns: Turns,
         store: str,
         block_tasks: int,
         on_text: OnText,
     ) -> None:
-        """`workflow` None: a sample is one answer to its prompt. `store`: where shards go (`batch-store/0`);
-        `block_tasks`: the most tasks of a lease."""
+        """`workflow` None: a sample is one answer to its prompt. `turns`: on the engine's devices.
+        `store`: where shards go (`batch-store/0`); `block_tasks`: the most tasks of a lease."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -77,9 +81,12 @@ class RolloutWorker:
         self._workflow = workflow
         self._data = data
         self._in_flight = in_flight
+        self._turns = turns
+        self._sampling = False
         self._store = store
         self._on_text = on_text
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
+        self.leases.stands = lambda: turns.waiting
         self._pipeline: LeasePipeline[_Prepared, _Sampled] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(block_tasks, lambda: (self.holds.lineage, self.holds.step)),
@@ -111,20 +118,50 @@ class RolloutWorker:
         return _Prepared(tasks, weights)
 
     async def _sample(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
-        """Load the version if need be and generate. None: the lease was handed back."""
-        grant = lease.grant
-        ref = grant.weights
+        """Have the devices, load the version if need be and generate. None: the lease was handed back."""
+        self._sampling = True
+        try:
+            return await self._in_turn(lease, prepared)
+        finally:
+            self._sampling = False
+            self.rest(but=lease)
+
+    def rest(self, but: Lease | None = None) -> None:
+        """Others may have the devices when no lease (`but` the one that is done) needs the engine."""
+        if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
+            self._turns.done()
+
+    async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
+        """Weights first: the trainer's parameters may stay for as long as they are taken over."""
         async with self._in_flight.settled():
-            if ref is not None and self._sync.needs(ref, exact=grant.exact):
-                # Not mapped: the engine held this version when the lease was prepared, and has left it since.
-                await self._sync.load(ref, prepared.weights or await self._map(lease, ref))
+            await self._have(_WEIGHTS)
+            placed = await self._place(lease, prepared)
+            await self._have(ENGINE)
+            if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
+                await self._sync.prove()
             held = self.holds.step
             # A workflow's calls are many blocks, some of which would begin in the midst of a swap: one version a lease.
-            versions = self._in_flight.begin(held, exact=grant.exact or self._workflow is not None)
+            versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
         try:
             return await self._sampled(lease, prepared, versions)
         finally:
             self._in_flight.end()
+
+    async def _place(self, lease: Lease, prepared: _Prepared) -> bool:
+        """Put the version of the lease into the engine, unless it holds it."""
+        ref = lease.grant.weights
+        if ref is None or not self._sync.needs(ref, exact=lease.grant.exact):
+            return False
+        # Not mapped: the engine held this version when the lease was prepared, and has left it since.
+        weights = prepared.weights or await self._map(lease, ref)
+        prepared.weights = None
+        await self._sync.place(ref, weights)
+        return True
+
+    async def _have(self, parts: Parts) -> None:
+        """Memory for `parts` of the engine."""
+        await self._turns.acquire(parts)
+        await self._engine.wake(parts)
 
     async def _sampled(self, lease: Lease, prepared: _Prepared, versions: list[int]) -> _Sampled | None:
         """`versions`: what the engine holds, and what it is given while it samples."""

@@ -87,7 +87,16 @@ class Listed:
     tasks: list[messages.PutTask]
 
 
-Event = Tick | Asked | ClearDone | Listed
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """The supervisor says that a life of a process is over (`KillProcess`)."""
+
+    service: str
+    instance: int
+    incarnation: int
+
+
+Event = Tick | Asked | ClearDone | Listed | ProcessGone
 
 
 # ---------------------------------------------------------------------------------------------------- effects
@@ -165,4 +174,35 @@ class Tell:
     values: dict[str, float | str]
 
 
-Effect = Persist | Answer | Fail | SendClear | RequestInventory | SaveStep | SaveEval | WriteRow | Tell
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """Have the supervisor kill it; then `ProcessGone`."""
+
+    holder: tuple[str, int]
+    incarnation: int
+    pid: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellDevices:
+    """For people: what a process has on the shared devices now, and what they are used for."""
+
+    name: str
+    parts: list[str]
+    phase: str
+
+
+Effect = (
+    KillProcess
+    | TellDevices
+    | Persist
+    | Answer
+    | Fail
+    | SendClear
+    | RequestInventory
+    | SaveStep
+    | SaveEval
+    | WriteRow
+    | Tell
+)

@@ -8,17 +8,18 @@ import msgspec
 
 from proto.messages import ErrorCode
 from services.scheduler.events import Configure
+from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
 from shared.data import DataError, RowError, Source, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
 from shared.topology.capacity import (
-    WEIGHT_VERSIONS,
     limit_bytes,
     overhead_bytes,
     replay_bytes,
     unleased_token_bytes,
+    weight_versions,
     worst_case_bytes,
 )
 
@@ -68,7 +69,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),
         replay_bytes=replay_bytes(topology, prompt),
-        weight_versions=WEIGHT_VERSIONS,
+        weight_versions=weight_versions(topology),
         weight_bytes=_version_bytes(topology),
     )
     return plan, bad
@@ -87,6 +88,21 @@ def configuration(topology: Topology) -> Configure:
         keep_last=topology.checkpoint.keep_last,
         collect_at_commit=topology.gc.after == "commit",
     )
+
+
+def device_limits(topology: Topology) -> dict[Holder, float]:
+    """The processes that share devices, and how long each may stand still there while others wait.
+
+    A rank of the trainer waits for other ranks, who may take `collective_s`; nobody else waits for anybody.
+    """
+    trainer = topology.services.policy_trainer
+    services = topology.colocated_services
+    longest = {"policy-trainer-worker": max(topology.lease.lease_s, trainer.collective_s)}
+    return {
+        (each.service, each.instance): longest.get(each.service, topology.lease.lease_s)
+        for each in topology.services_plan()
+        if each.service in services
+    }
 
 
 def _usable(source: Source, first: int | None) -> list[int]:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, Resolved
+from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, KillInstance, Resolved
 from services.scheduler import snapshot
+from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -23,31 +24,36 @@ from services.scheduler.events import (
     Effect,
     Event,
     Fail,
+    KillProcess,
     Listed,
     Persist,
+    ProcessGone,
     RequestInventory,
     SaveEval,
     SaveStep,
     SendClear,
     Tell,
+    TellDevices,
     Tick,
     WriteRow,
 )
 from services.scheduler.journal import Journal
 from services.scheduler.metrics_file import MetricsFile
-from services.scheduler.planning import configuration, make_plan
+from services.scheduler.planning import configuration, device_limits, make_plan
 from services.scheduler.state import Scheduler
 from shared.actor.service import Service
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call
 from shared.rpc.mailbox import Answer as Deferral
-from shared.rundir import RunDir, parse_service_name
+from shared.rundir import RunDir, parse_service_name, service_name
 from shared.topology import TopologyError, load
 
 TICK_S = 0.1
 STORE_CALL_S = 5.0
 SNAPSHOT_S = 0.02
 """Of every tick, at most, for a snapshot on its way to disk."""
+SUPERVISOR = "supervisor"
+SUPERVISOR_CALL_S = 5.0
 
 
 class SchedulerService(Service):
@@ -84,7 +90,12 @@ class SchedulerService(Service):
         plan, bad = make_plan(topology, self.run.topology)
         for row in bad:
             self.log.warning("row left out", row=row.index, line=row.line, cause=row.message)
-        self._state = Scheduler(plan, lease_s=topology.lease.lease_s, incarnation=self.incarnation)
+        self._state = Scheduler(
+            plan,
+            lease_s=topology.lease.lease_s,
+            incarnation=self.incarnation,
+            devices=DeviceTurns(device_limits(topology)),
+        )
         self._journal = Journal(self.run.journal, plan.fingerprint())
         self._rebuild()
         self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after)
@@ -203,6 +214,27 @@ class SchedulerService(Service):
                 self._metrics.write(json.dumps(effect.row))
             case Tell():
                 self.telemetry.emit(effect.topic, effect.values)
+            case KillProcess():
+                self._start(self._kill(effect))
+            case TellDevices():
+                parts = " ".join(effect.parts)
+                self.log.info("devices", phase=effect.phase, holder=effect.name, holds=parts)
+                self.telemetry.emit(f"devices/{effect.name}", {"phase": effect.phase, "holds": parts})
+
+    async def _kill(self, effect: KillProcess) -> None:
+        """Have the supervisor kill a process, however often it takes to learn that it is dead."""
+        service, instance = effect.holder
+        request = KillInstance(service=service, instance=instance, pid=effect.pid, cause=effect.cause)
+        self.log.warning("to be killed", name=service_name(service, instance), pid=effect.pid, cause=effect.cause)
+        while True:
+            try:
+                await self.client(SUPERVISOR).call(request, Ack, deadline_s=SUPERVISOR_CALL_S)
+            except RpcError as error:
+                self.log.warning("kill not confirmed", name=service_name(service, instance), error=str(error))
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))
+                continue
+            self._happened(ProcessGone(service, instance, effect.incarnation))
+            return
 
     # ---------------------------------------------------------------------------------------------- stores
 

@@ -31,6 +31,7 @@ from proto.messages import (
     GetStatus,
     Heartbeat,
     HeartbeatAck,
+    HoldDevices,
     LeaseGrant,
     LeaseRequest,
     NextBatch,
@@ -45,6 +46,7 @@ from proto.messages import (
     WeightsRef,
 )
 from services.scheduler.core import Core
+from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -59,6 +61,7 @@ from services.scheduler.events import (
     LeaseExpired,
     Listed,
     Persist,
+    ProcessGone,
     RequestInventory,
     SendClear,
     Tell,
@@ -111,8 +114,10 @@ class Pace:
 class Scheduler:
     """The whole state machine. `core` is what the journal rebuilds; all else is volatile."""
 
-    def __init__(self, plan: Plan, *, lease_s: float, incarnation: int) -> None:
+    def __init__(self, plan: Plan, *, lease_s: float, incarnation: int, devices: DeviceTurns | None = None) -> None:
+        """`devices`: the turns on shared devices, when services are colocated."""
         self.core = Core(plan)
+        self._devices = devices or DeviceTurns({})
         self.lease_s = lease_s
         self.incarnation = incarnation
         self.last_row: dict[str, float] = {}
@@ -135,6 +140,7 @@ class Scheduler:
         self._requests: dict[type[Any], Callable[[Asked], None]] = {
             Register: self._register,
             Heartbeat: self._heartbeat,
+            HoldDevices: self._hold_devices,
             Resolve: self._resolve,
             LeaseRequest: self._lease_request,
             Complete: self._complete,
@@ -170,6 +176,7 @@ class Scheduler:
             self._watch(lease.lease_id)
         for holder in self.core.registry:
             self._seen[holder] = Seen(now)
+        self._devices.begin(self.core.registry, now)
         if config != self.core.config:
             self._durable(config)
         self._reconcile_at = now + RECONCILE_S
@@ -187,6 +194,8 @@ class Scheduler:
             case ClearDone():
                 self._clearing.discard(event.store)
                 self._durable(Cleared(event.store, event.count))
+            case ProcessGone():
+                self._devices.gone((event.service, event.instance), event.incarnation)
             case Listed():
                 strays = [entry for entry in event.tasks if self.core.is_stray(entry)]
                 if strays:
@@ -234,6 +243,7 @@ class Scheduler:
             self._batches = [waiting for waiting in self._batches if not self._retry(waiting, self._try_batch)]
         if self._evals:
             self._evals = [waiting for waiting in self._evals if not self._retry(waiting, self._try_evals)]
+        self._out.extend(self._devices.settle(self._now))
         for store in self.core.clears.stores:
             if store not in self._clearing:
                 tasks = self.core.clears.head(store)
@@ -251,9 +261,13 @@ class Scheduler:
                 self._out.append(Fail(waiting.asked.ref, error.code, str(error)))
         return not waiting.open
 
-    def _hold(self, asked: Asked) -> Waiting:
+    def _answer_by(self, asked: Asked) -> float:
+        """When a call that is held back is answered at the latest."""
         left = max(asked.deadline - self._now, 0.0)
-        waiting = Waiting(asked, asked.deadline - min(MARGIN_S, left / 4))
+        return asked.deadline - min(MARGIN_S, left / 4)
+
+    def _hold(self, asked: Asked) -> Waiting:
+        waiting = Waiting(asked, self._answer_by(asked))
         heapq.heappush(self._held, (waiting.answer_by, next(self._order), waiting))
         return waiting
 
@@ -296,6 +310,7 @@ class Scheduler:
                         waiting.open = False
                         self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} began anew"))
             self._durable(request)
+            self._devices.registered(request, self._now)
         self._seen[holder] = Seen(self._now)
         if request.service == STORE:
             self._out.append(RequestInventory(service_name(*holder)))
@@ -326,6 +341,7 @@ class Scheduler:
             self._out.append(Answer(asked.ref, ack))
             return
         self._seen[holder] = Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards)
+        self._devices.beat(beat, self._now)
         lost: list[int] = []
         for lease_id, progress in ((each.lease_id, each.progress) for each in beat.leases):
             lease = self.core.leases.get(lease_id)
@@ -347,6 +363,9 @@ class Scheduler:
         if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
             return None
         return self.core.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
+
+    def _hold_devices(self, asked: Asked) -> None:
+        self._devices.hold(asked.request, asked.ref, self._answer_by(asked), self._now)
 
     # ---------------------------------------------------------------------------------------------- leases
 

@@ -11,7 +11,7 @@ import os
 import signal
 import socket as host_names
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
 import psutil
@@ -97,6 +97,9 @@ class Service:
         self._reports: deque[ServiceReport] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
+        self._helpers: list[asyncio.Task[None]] = []
+        self.progress: Callable[[], int] = lambda: 0
+        """What the heartbeat tells of the working thread, which alone advances it."""
         self.mailbox.handle(Ping, self._ping)
 
     # ---- to override
@@ -119,6 +122,7 @@ class Service:
             incarnation=self.incarnation,
             state=self.state,
             rss_bytes=self._process.memory_info().rss,
+            progress=self.progress(),
         )
 
     def registration(self) -> messages.Register:
@@ -156,6 +160,11 @@ class Service:
             self._clients[key] = client
         return self._clients[key]
 
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside everything else until the end of this life; its failure is the service's."""
+        self._helpers.append(asyncio.create_task(work))
+        self._helpers[-1].add_done_callback(self._helper_ended)
+
     async def resolve(self, service: str, instance: int) -> messages.Resolved:
         """What an instance registered. Raises RpcError: missing, or the scheduler does not answer."""
         request = messages.Resolve(service=service, instance=instance)
@@ -170,16 +179,15 @@ class Service:
     async def run_until_stopped(self) -> int:
         """Live from STARTING to STOPPED or FAILED; returns the exit status. Leaves no socket behind."""
         self.loop = asyncio.get_running_loop()
-        helpers: list[asyncio.Task[None]] = []
         try:
             self.endpoint = self.bind()
             self._reach_other_hosts()
             self.telemetry.connect(self.client("monitor"))
-            helpers.append(asyncio.create_task(report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)))
+            refusals = report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)
+            self._helpers.append(asyncio.create_task(refusals))
             self._report()
             if self.HEARTBEATS:
-                helpers.append(asyncio.create_task(self._heartbeats()))
-                helpers[-1].add_done_callback(self._helper_ended)
+                self.keep(self._heartbeats())
             await self._until_stopping(self.start())
             if not self.stopping.is_set():
                 self._enter(State.READY)
@@ -196,9 +204,9 @@ class Service:
             self.log.error("service failed", exc_info=error)
             self._enter(State.FAILED)
         finally:
-            for task in helpers:
+            for task in self._helpers:
                 task.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await asyncio.gather(*self._helpers, return_exceptions=True)
             await self._flush_reports()
             await self.close()
         return 0 if self.state == State.STOPPED else self.exit_status
@@ -305,7 +313,7 @@ class Service:
             await asyncio.gather(self._reporter, return_exceptions=True)
 
     def _helper_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its heartbeats a service would be given up in silence: it fails aloud instead."""
+        """Without its heartbeats (or what else it keeps) a service would be given up in silence: it fails aloud."""
         if not task.cancelled() and task.exception() is not None:
             self._broken = task.exception()
             self.stopping.set()

@@ -167,7 +167,10 @@ class DataClient:
         finally:
             for job in jobs:
                 job.cancel()
-        return [{key: found[key] for key in keys} for found in results] if keys else results
+        if not keys:
+            return results
+        order = list(keys)
+        return [found if list(found) == order else {key: found[key] for key in keys} for found in results]
 
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
         if store not in self._shares:
@@ -235,7 +238,8 @@ class DataClient:
             missing = [
                 f"{want.task.task_id}#{key}"
                 for want, arrays in zip(wants, found, strict=True)
-                for key in want.keys or ()
+                if want.keys and len(arrays) < len(want.keys)
+                for key in want.keys
                 if key not in arrays
             ]
             if missing:
@@ -245,17 +249,19 @@ class DataClient:
             return
 
     def _read(self, located: Located, wants: Sequence[_Want]) -> list[dict[str, Array]] | None:
-        mapped: dict[int, BlockMapping] = {}
-        found: list[dict[str, Array]] = []
+        found: list[dict[str, Array]] = [{} for _ in wants]
+        mapped = 0
         try:
-            for want, places in zip(wants, located.places, strict=True):
-                arrays: dict[str, Array] = {}
-                for place in places:
-                    if place not in mapped:
-                        mapped[place] = BlockMapping(located.files[place], self._cache)
-                    # a key put twice has the same bytes: the first file will do
-                    arrays = mapped[place].arrays(want.task.task_id, want.task.fence, want.keys) | arrays
-                found.append(arrays)
+            for place, at_of in _by_file(located, wants).items():
+                mapping = BlockMapping(located.files[place], self._cache)
+                mapped += 1
+                index = mapping.table.index
+                for keys, ats in at_of.items():
+                    here = [at for at in ats if (wants[at].task.task_id, wants[at].task.fence) in index]
+                    tasks = [index[wants[at].task.task_id, wants[at].task.fence] for at in here]
+                    for at, arrays in zip(here, mapping.arrays(tasks, keys), strict=True):
+                        # a key put twice has the same bytes: the first file will do
+                        found[at] = arrays | found[at] if found[at] else arrays
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -263,10 +269,19 @@ class DataClient:
                 raise
             raise RpcError(
                 ErrorCode.INTERNAL,
-                f"{len(mapped)} of {len(located.files)} files mapped, then no descriptor was left: raise ulimit -n, "
+                f"{mapped} of {len(located.files)} files mapped, then no descriptor was left: raise ulimit -n, "
                 "or put more tasks in one put",
             ) from None
         return found
+
+
+def _by_file(located: Located, wants: Sequence[_Want]) -> dict[int, dict[tuple[str, ...] | None, list[int]]]:
+    """File -> keys -> places in `wants`, files in the order in which they are named."""
+    by_file: dict[int, dict[tuple[str, ...] | None, list[int]]] = {}
+    for at, (want, places) in enumerate(zip(wants, located.places, strict=True)):
+        for place in places:
+            by_file.setdefault(place, {}).setdefault(want.keys, []).append(at)
+    return by_file
 
 
 def _plan(tasks: Sequence[TaskShards]) -> Layout:
@@ -328,18 +343,31 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> dict[str, list[_Want]]:
             names=unknown,
         )
     wanted: dict[str, list[_Want]] = {}
+    splits: dict[tuple[int, ...], dict[int, tuple[str, ...] | None]] = {}
     for at, handle in enumerate(meta.tasks):
-        if keys and len(handle.stores) != len(meta.parts):
-            raise WireError(f"task {handle.task_id}: {len(handle.stores)} stores for {len(meta.parts)} parts")
-        by_number: dict[int, list[str]] = {} if keys else {number: [] for number in handle.stores}
-        for key in keys:
-            by_number.setdefault(handle.stores[part_of[key]], []).append(key)
-        for number, mine in by_number.items():
-            if not 0 <= number < len(meta.stores):
-                raise WireError(f"task {handle.task_id}: store {number} of {len(meta.stores)}")
-            want = _Want(at, PutTask(handle.task_id, handle.fence), tuple(mine) or None)
-            wanted.setdefault(meta.stores[number], []).append(want)
+        stores = tuple(handle.stores)
+        split = splits.get(stores)
+        if split is None:
+            if keys and len(stores) != len(meta.parts):
+                raise WireError(f"task {handle.task_id}: {len(stores)} stores for {len(meta.parts)} parts")
+            for number in stores:
+                if not 0 <= number < len(meta.stores):
+                    raise WireError(f"task {handle.task_id}: store {number} of {len(meta.stores)}")
+            split = splits[stores] = _split(stores, keys, part_of)
+        task = PutTask(handle.task_id, handle.fence)
+        for number, mine in split.items():
+            wanted.setdefault(meta.stores[number], []).append(_Want(at, task, mine))
     return wanted
+
+
+def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
+    """Store -> the keys to read from it; no keys: None for each store."""
+    if not keys:
+        return dict.fromkeys(stores)
+    by_store: dict[int, list[str]] = {}
+    for key in keys:
+        by_store.setdefault(stores[part_of[key]], []).append(key)
+    return {number: tuple(mine) for number, mine in by_store.items()}
 
 
 def _with_shard_names(error: RpcError, store: str, wants: Sequence[_Want]) -> RpcError:

@@ -12,11 +12,11 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from proto import blockfile
+from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
 
@@ -87,26 +87,38 @@ class BlockMapping:
         self._data = _map_named(path, mmap.ACCESS_COPY)
         self._table = cache.get(path, self._data)
 
-    def arrays(self, task_id: str, fence: int, keys: Sequence[str] | None) -> dict[str, Array]:
-        """The shards of one task that are here, all of them or those in `keys`; writable, private views."""
-        return views(self._table, self._data, task_id, fence, keys)
+    @property
+    def table(self) -> Table:
+        return self._table
+
+    def arrays(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+        """The shards that are here of tasks (by index in `table`), all or those in `keys`; writable, private views."""
+        return views(self._table, self._data, tasks, keys)
 
 
-def views(table: Table, data: mmap.mmap, task_id: str, fence: int, keys: Iterable[str] | None) -> dict[str, Array]:
-    """The shards of one task in a mapped file, all of them or those in `keys`, without a copy."""
-    index = table.index.get((task_id, fence))
-    if index is None:
-        return {}
-    found: dict[str, Array] = {}
-    wanted = None if keys is None else frozenset(keys)
-    for shard in table.shards(index):
-        if wanted is not None and shard.key not in wanted:
-            continue
-        if shard.nbytes:
-            found[shard.key] = np.ndarray(shard.shape, shard.dtype.numpy, buffer=data, offset=shard.offset)
-        else:
-            found[shard.key] = np.empty(shard.shape, shard.dtype.numpy)
+def views(table: Table, data: mmap.mmap, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+    """Shards in a mapped file, one dict a task (by its index), all of them or those in `keys`, without a copy."""
+    picked = selection.select(table, tasks, keys)
+    flat = {code: _flat(data, code) for code in set(picked.codes)}
+    arrays: list[Array] = [
+        flat[code][first:end] for code, first, end in zip(picked.codes, picked.first, picked.end, strict=True)
+    ]
+    for row, shape in picked.shapes.items():
+        arrays[row] = arrays[row].reshape(shape)
+    found: list[dict[str, Array]] = []
+    begin = 0
+    for count in picked.counts:
+        end = begin + count
+        found.append(dict(zip(picked.names[begin:end], arrays[begin:end], strict=True)))
+        begin = end
     return found
+
+
+def _flat(data: mmap.mmap, code: int) -> Array:
+    """All of a mapping as elements of one type; slices of it keep it alive, and nothing copies."""
+    dtype = dtypes.by_code(code).numpy
+    whole: Array = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
+    return whole
 
 
 def _map_named(path: str, access: int) -> mmap.mmap:

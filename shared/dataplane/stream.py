@@ -7,6 +7,7 @@ never serve a copy of a task whose clearing the store has acknowledged before th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ import structlog
 from proto.errors import WireError
 from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, StreamOpened
 from proto.tensors import Array
-from shared.dataplane.stream_arrival import Arrival, Arrived, ArrivedCopy
-from shared.dataplane.stream_cache import EVERY_KEY, StreamCache
+from shared.dataplane.stream_arrival import Arrival, Arrived
+from shared.dataplane.stream_cache import StreamCache, absent, sources
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
 from shared.rpc.client import Client
@@ -26,10 +27,12 @@ from shared.rpc.errors import DeadlineExceeded, RpcError
 STREAM_BYTES = 32 << 20
 """A fetch is cut into streams of at most so many bytes (or one task), of which `STREAMS` run at a time."""
 STREAMS = 4
-OPEN_TASKS = 4096
+FIRST_TASKS, OPEN_TASKS = 128, 4096
+"""How many tasks the first stream of a fetch asks for, and the most that any does."""
 CACHE_BYTES = 256 << 20
-IDLE_BYTES = 256 << 20
-"""Memory of streams whose arrays are gone, kept for the next ones."""
+IDLE_BYTES = 1 << 30
+IDLE_S = 10.0
+"""Memory of streams whose arrays are gone is kept for the next ones, so much of it and so long."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 WATCH_S = 20.0
@@ -37,7 +40,7 @@ CORRUPT_TRIES = 3
 AGAIN_S = 0.05
 """Between a lost stream and its next life: who makes streams get lost must not make us spin."""
 
-Wanted = tuple[PutTask, Sequence[str]]
+Wanted = tuple[PutTask, tuple[str, ...]]
 """A task and the keys to fetch; no keys: all there are."""
 
 
@@ -47,20 +50,17 @@ class Load:
 
     store: str
     tasks: list[PutTask]
-    keys: list[str]
+    keys: tuple[str, ...]
     waiters: int = 0
     work: asyncio.Task[None] | None = None
-    arrived: list[tuple[int, int, Arrived]] = field(default_factory=list)
-    """First task, number of tasks, bytes."""
     _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
 
-    def add(self, first: int, count: int, arrived: Arrived) -> None:
-        self.arrived.append((first, count, arrived))
-        for task in self.tasks[first : first + count]:
+    def add(self, tasks: Sequence[PutTask], arrived: Arrived) -> None:
+        for task in tasks:
             self._where[task.task_id, task.fence] = arrived
 
-    def where(self, task: PutTask) -> Arrived:
-        return self._where[task.task_id, task.fence]
+    def where(self, task: PutTask) -> Arrived | None:
+        return self._where.get((task.task_id, task.fence))
 
 
 class StreamReader:
@@ -85,6 +85,7 @@ class StreamReader:
         self.cache = StreamCache(cache_bytes)
         self._regions = Regions(IDLE_BYTES)
         self._receiver = Receiver(inflight_bytes)
+        self._trimmer: asyncio.TimerHandle | None = None
         self._slots = asyncio.Semaphore(STREAMS)
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._loads: set[Load] = set()
@@ -102,6 +103,8 @@ class StreamReader:
         for load in list(self._loads):
             if load.work is not None:
                 load.work.cancel()
+        if self._trimmer is not None:
+            self._trimmer.cancel()
         self._receiver.close()
         self._regions.clear()
 
@@ -112,34 +115,26 @@ class StreamReader:
         """
         client = self._client_of(store)
         await self._learn_cleared(store, client, deadline)
-        held: dict[int, dict[str, Arrived]] = {}
-        lacking = set(range(len(wanted)))
+        held: list[list[tuple[Arrived, tuple[str, ...]]]] = [[] for _ in wanted]
+        lacking: Sequence[int] = range(len(wanted))
         while lacking:
             mine = self._begin(store, client, wanted, lacking)
-            loads: set[Load] = set()
-            for at in lacking:
-                task, keys = wanted[at]
-                shards = self.cache.shards(store, task)
-                for key in keys or (EVERY_KEY,):
-                    where = shards[key]
-                    if isinstance(where, Load):
-                        loads.add(where)
-                    else:
-                        self.cache.used(where)
-                held[at] = {}
-            sources = {at: dict(self.cache.shards(store, wanted[at][0])) for at in lacking}
-            await self._wait(loads, mine, store, deadline)
-            for at in list(lacking):
-                task, keys = wanted[at]
-                for key in keys or (EVERY_KEY,):
-                    where = sources[at][key]
-                    if isinstance(where, Load):
-                        if (task.task_id, task.fence) not in where._where:
-                            break  # that load failed, for reasons of its own: fetch this task ourselves
-                        where = where.where(task)
-                    held[at][key] = where
-                else:
-                    lacking.discard(at)
+            found = [sources(self.cache.parts(store, wanted[at][0]), wanted[at][1]) for at in lacking]
+            everywhere = {where for each in found for where, _ in each}
+            for where in everywhere:
+                if isinstance(where, Arrived):
+                    self.cache.used(where)
+            await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
+            again: list[int] = []
+            for at, each in zip(lacking, found, strict=True):
+                task = wanted[at][0]
+                here = [(where.where(task) if isinstance(where, Load) else where, keys) for where, keys in each]
+                whole = [(arrived, keys) for arrived, keys in here if arrived is not None]
+                if len(whole) == len(each):
+                    held[at] = whole
+                else:  # that load failed, for reasons of its own: fetch this task ourselves
+                    again.append(at)
+            lacking = again
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, _views, wanted, held)
 
@@ -147,19 +142,17 @@ class StreamReader:
 
     def _begin(self, store: str, client: Client, wanted: Sequence[Wanted], lacking: Iterable[int]) -> set[Load]:
         """Start to fetch what is neither here nor under way; returns the loads begun."""
-        groups: dict[tuple[str, ...], list[PutTask]] = {}
-        seen: set[tuple[str, int, tuple[str, ...]]] = set()
-        for at in sorted(lacking):
+        groups: dict[tuple[str, ...], dict[tuple[str, int], PutTask]] = {}
+        for at in lacking:
             task, keys = wanted[at]
-            shards = self.cache.shards(store, task)
-            absent = tuple(key for key in keys if key not in shards) if keys else ()
-            if (absent if keys else EVERY_KEY not in shards) and (task.task_id, task.fence, absent) not in seen:
-                seen.add((task.task_id, task.fence, absent))
-                groups.setdefault(absent, []).append(task)
+            parts = self.cache.parts(store, task)
+            missing = absent(parts, keys) if parts else keys
+            if missing is not None:
+                groups.setdefault(missing, {})[task.task_id, task.fence] = task
         mine: set[Load] = set()
-        for keys_, tasks in groups.items():
-            load = Load(store, tasks, list(keys_))
-            self.cache.expect(store, tasks, keys_, load)
+        for keys, tasks in groups.items():
+            load = Load(store, list(tasks.values()), keys)
+            self.cache.expect(store, load.tasks, keys, load)
             load.work = asyncio.create_task(self._load(load, client))
             load.work.add_done_callback(_seen)
             self._loads.add(load)
@@ -202,29 +195,32 @@ class StreamReader:
             load.work.cancel()
 
     async def _load(self, load: Load, client: Client) -> None:
-        at = 0
+        at, ask = 0, FIRST_TASKS
         try:
             async with asyncio.TaskGroup() as group:
                 while at < len(load.tasks):
                     await self._slots.acquire()
                     try:
-                        tasks = load.tasks[at : at + OPEN_TASKS]
+                        tasks = load.tasks[at : at + ask]
                         opened = await self._open(load, client, tasks, STREAM_BYTES)
                     except BaseException:
                         self._slots.release()
                         raise
                     group.create_task(self._stream(load, client, at, opened))
                     at += opened.covered
+                    # what does not fit is looked up for nothing, what fits should not be cut up
+                    ask = min(OPEN_TASKS, opened.covered * (4 if opened.covered == len(tasks) else 1) + FIRST_TASKS)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:
             self.cache.forget(load.store, load.tasks, load)
             self._loads.discard(load)
             self._watch(load.store, client)
+            self._watch_idle()
 
     async def _open(self, load: Load, client: Client, tasks: list[PutTask], max_bytes: int) -> StreamOpened:
         """Asks until the store answers: those who wait have deadlines, this has not."""
-        request = OpenStream(tasks=tasks, keys=load.keys, max_bytes=max_bytes)
+        request = OpenStream(tasks=tasks, keys=list(load.keys), max_bytes=max_bytes)
         while True:
             try:
                 opened = await client.call(request, StreamOpened, deadline_s=CALL_S)
@@ -260,7 +256,7 @@ class StreamReader:
                     arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
                 outcome, why = await self._receive(arrival, opened)
                 if outcome is Outcome.COMPLETE:
-                    self._keep(load, first, tasks, arrival.take())
+                    self._keep(load, tasks, arrival.take())
                     return
                 self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
                 if outcome is Outcome.CORRUPT:
@@ -295,9 +291,19 @@ class StreamReader:
             await settled  # it may be writing to the memory right now
             raise
 
-    def _keep(self, load: Load, first: int, tasks: list[PutTask], arrived: Arrived) -> None:
-        load.add(first, len(tasks), arrived)
+    def _keep(self, load: Load, tasks: list[PutTask], arrived: Arrived) -> None:
+        load.add(tasks, arrived)
         self.cache.keep(load.store, tasks, load.keys, load, arrived)
+
+    def _watch_idle(self) -> None:
+        """Look after the memory of streams until none is left."""
+        if self._trimmer is None:
+            self._trimmer = asyncio.get_running_loop().call_later(IDLE_S / 2, self._trim)
+
+    def _trim(self) -> None:
+        self._trimmer = None
+        if self._regions.trim(time.monotonic() - IDLE_S):
+            self._watch_idle()
 
     # ---- clears
 
@@ -334,20 +340,27 @@ class StreamReader:
             self._watchers.pop(store, None)
 
 
-def _views(wanted: Sequence[Wanted], held: dict[int, dict[str, Arrived]]) -> list[dict[str, Array]]:
-    copies: dict[Arrived, ArrivedCopy] = {}
-    found: list[dict[str, Array]] = []
-    for at, (task, _) in enumerate(wanted):
-        arrays: dict[str, Array] = {}
-        by_source: dict[Arrived, list[str]] = {}
-        for key, arrived in held[at].items():
-            by_source.setdefault(arrived, []).append(key)
-        for arrived, keys in by_source.items():
-            if arrived not in copies:
-                copies[arrived] = arrived.copy()
-            arrays |= copies[arrived].arrays(task.task_id, task.fence, None if keys == [EVERY_KEY] else keys)
-        found.append(arrays)
+def _views(
+    wanted: Sequence[Wanted], held: Sequence[Sequence[tuple[Arrived, tuple[str, ...]]]]
+) -> list[dict[str, Array]]:
+    found: list[dict[str, Array]] = [{} for _ in wanted]
+    for (arrived, keys), ats in _by_source(held).items():
+        copy = arrived.copy()
+        index = arrived.table.index
+        tasks = [index[wanted[at][0].task_id, wanted[at][0].fence] for at in ats]
+        for at, arrays in zip(ats, copy.arrays(tasks, keys or None), strict=True):
+            found[at] = arrays | found[at] if found[at] else arrays
     return found
+
+
+def _by_source(
+    held: Sequence[Sequence[tuple[Arrived, tuple[str, ...]]]],
+) -> dict[tuple[Arrived, tuple[str, ...]], list[int]]:
+    by_source: dict[tuple[Arrived, tuple[str, ...]], list[int]] = {}
+    for at, each in enumerate(held):
+        for source in each:
+            by_source.setdefault(source, []).append(at)
+    return by_source
 
 
 def _seen(work: asyncio.Task[None]) -> None:

@@ -6,7 +6,8 @@ Everyone who fetches them gets a copy-on-write mapping of the one copy.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 
 import xxhash
 
@@ -43,9 +44,9 @@ class ArrivedCopy:
     def __init__(self, data: mmap.mmap, table: Table) -> None:
         self._data, self._table = data, table
 
-    def arrays(self, task_id: str, fence: int, keys: Iterable[str] | None) -> dict[str, Array]:
-        """The shards of one task, all of them or those in `keys`; writable, private views."""
-        return views(self._table, self._data, task_id, fence, keys)
+    def arrays(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+        """The shards of tasks (by index), one dict each, all of them or those in `keys`; writable, private views."""
+        return views(self._table, self._data, tasks, keys)
 
 
 class Arrival:
@@ -98,6 +99,10 @@ class Arrival:
     def has(self, index: int) -> bool:
         return self._have[index] == 1
 
+    def size(self, index: int) -> int:
+        """Bytes of chunk `index`."""
+        return min(self.chunk_bytes, self.total_bytes - index * self.chunk_bytes)
+
     def room(self, index: int) -> memoryview:
         """Where chunk `index` belongs."""
         begin = index * self.chunk_bytes
@@ -140,26 +145,38 @@ class Arrival:
             self._table = blockfile.parse(head, self.total_bytes)
             self._check_content(self._table)
             self._rows = excerpt.rows_of(self._table)
-        offsets, sizes, checksums = self._rows
-        while self._row < len(offsets):
-            begin, size = offsets[self._row], sizes[self._row]
-            if self._partial is None and begin + size <= upto:
-                digest = xxhash.xxh3_64_intdigest(self._view[begin : begin + size])
-            else:
-                if size <= _HASH_BYTES or begin >= upto:
-                    return
-                if self._partial is None:
-                    self._partial, self._hashed = xxhash.xxh3_64(), begin
-                end = min(begin + size, upto)
-                self._partial.update(self._view[self._hashed : end])
-                self._hashed = end
-                if end < begin + size:
-                    return
-                digest = self._partial.intdigest()
-                self._partial = None
-            if digest != checksums[self._row]:
-                raise WireError(f"stream: row {self._row} of {size} bytes does not have its checksum")
-            self._row += 1
+        begins, ends, checksums = self._rows
+        whole = bisect_right(ends, upto, self._row)
+        if self._partial is None and whole > self._row:
+            self._check_rows(whole)
+        if self._row < len(begins):
+            self._check_large(begins[self._row], ends[self._row], checksums[self._row], upto)
+
+    def _check_rows(self, upto: int) -> None:
+        """Rows that are here from their first to their last byte: most of them, so this loop is what it costs."""
+        begins, ends, checksums = self._rows
+        view, digest, first = self._view, xxhash.xxh3_64_intdigest, self._row
+        found = [digest(view[begin:end]) for begin, end in zip(begins[first:upto], ends[first:upto], strict=True)]
+        if found != checksums[first:upto]:
+            bad = next(row for row in range(first, upto) if found[row - first] != checksums[row])
+            raise WireError(f"stream: row {bad} of {ends[bad] - begins[bad]} bytes does not have its checksum")
+        self._row = upto
+
+    def _check_large(self, begin: int, end: int, checksum: int, upto: int) -> None:
+        """The next row, as far as it is here, unless it is so small that it can wait."""
+        if end - begin <= _HASH_BYTES or begin >= upto:
+            return
+        if self._partial is None:
+            self._partial, self._hashed = xxhash.xxh3_64(), begin
+        self._partial.update(self._view[self._hashed : min(end, upto)])
+        self._hashed = min(end, upto)
+        if end > upto:
+            return
+        if self._partial.intdigest() != checksum:
+            raise WireError(f"stream: row {self._row} of {end - begin} bytes does not have its checksum")
+        self._partial = None
+        self._row += 1
+        self._check(upto)
 
     def _check_content(self, table: Table) -> None:
         """The head may be well-formed and yet not what was asked for."""

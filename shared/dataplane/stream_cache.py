@@ -1,7 +1,8 @@
 """Which shards of other hosts' stores are here or on their way. Bounded; it must never give out what was cleared.
 
 Plain data of one event loop: no I/O, no clock. A shard is under way in a `Load` or here in an `Arrived`; whoever wants
-one that another fetch has asked for waits for that one's load. Least recently fetched streams leave first.
+one that another fetch has asked for waits for that one's load. Least recently fetched streams leave first. Shards are
+noted by the set that was fetched together, not one by one: a batch has tens of thousands.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from proto.messages import Cleared, PutTask
 from shared.dataplane.stream_arrival import Arrived
@@ -17,8 +18,35 @@ from shared.dataplane.stream_arrival import Arrived
 if TYPE_CHECKING:
     from shared.dataplane.stream import Load
 
-EVERY_KEY = "*"
-"""Stands for all shards of a task in a fetch that names none."""
+
+class Part(NamedTuple):
+    """Shards of a task that came, or come, together. No keys: all there are, for a fetch that names none."""
+
+    keys: tuple[str, ...]
+    where: Load | Arrived
+
+
+Source = tuple["Load | Arrived", tuple[str, ...]]
+"""Where some keys of a wanted task are or will be."""
+
+
+def absent(parts: Sequence[Part], keys: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What of `keys` nobody has fetched or begun to fetch; None: nothing. No keys stand for themselves."""
+    if any(part.keys == keys for part in parts):
+        return None
+    lacking = tuple(key for key in keys if not any(key in part.keys for part in parts))
+    return lacking if lacking or not keys else None
+
+
+def sources(parts: Sequence[Part], keys: tuple[str, ...]) -> list[Source]:
+    """Where each of `keys` is, none being absent."""
+    for part in parts:
+        if part.keys == keys:
+            return [(part.where, keys)]
+    by_part: dict[Part, list[str]] = {}
+    for key in keys:
+        by_part.setdefault(next(part for part in parts if key in part.keys), []).append(key)
+    return [(part.where, tuple(mine)) for part, mine in by_part.items()]
 
 
 @dataclass(slots=True)
@@ -27,8 +55,8 @@ class StoreCopies:
 
     log: int = 0
     serial: int = 0
-    tasks: dict[str, dict[int, dict[str, Load | Arrived]]] = field(default_factory=dict)
-    """task id -> fence -> key -> where."""
+    tasks: dict[str, dict[int, tuple[Part, ...]]] = field(default_factory=dict)
+    """task id -> fence -> what is here or comes."""
 
 
 class StreamCache:
@@ -53,39 +81,44 @@ class StreamCache:
         """Is anything of the store kept?"""
         return any(store == name for store, _ in self._kept.values())
 
-    def shards(self, store: str, task: PutTask) -> dict[str, Load | Arrived]:
-        """What is known of the shards of one task, by key."""
-        return self.store(store).tasks.get(task.task_id, {}).get(task.fence, {})
+    def parts(self, store: str, task: PutTask) -> tuple[Part, ...]:
+        """What is known of the shards of one task."""
+        fences = self.store(store).tasks.get(task.task_id)
+        return fences.get(task.fence, ()) if fences is not None else ()
 
-    def expect(self, store: str, tasks: Iterable[PutTask], keys: Sequence[str], load: Load) -> None:
+    def expect(self, store: str, tasks: Iterable[PutTask], keys: tuple[str, ...], load: Load) -> None:
         """`load` is about to fetch these shards (no keys: all of each task)."""
         held = self.store(store).tasks
+        part = Part(keys, load)
+        alone = (part,)
         for task in tasks:
-            shards = held.setdefault(task.task_id, {}).setdefault(task.fence, {})
-            for key in keys or (EVERY_KEY,):
-                shards[key] = load
+            fences = held.get(task.task_id)
+            if fences is None:
+                held[task.task_id] = {task.fence: alone}
+            else:
+                fences[task.fence] = (*fences.get(task.fence, ()), part)
 
     def forget(self, store: str, tasks: Iterable[PutTask], load: Load) -> None:
         """`load` is over: what is still expected of it will not come."""
         for task in tasks:
-            shards = self.shards(store, task)
-            gone = [key for key, where in shards.items() if where is load]
-            for key in gone:
-                del shards[key]
-            if gone and not shards:
-                self._drop_fence(store, task)
+            self._drop(store, task, load)
 
-    def keep(self, store: str, tasks: Sequence[PutTask], keys: Sequence[str], load: Load, arrived: Arrived) -> None:
+    def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> None:
         """`load` brought these tasks. What was cleared meanwhile is not kept."""
         if arrived.nbytes > self._limit_bytes:
             return
+        held = self.store(store).tasks
+        new = Part(keys, arrived)
+        alone = (new,)
         alive = 0
         for task in tasks:
-            shards = self.shards(store, task)
-            mine = [key for key in keys or (EVERY_KEY,) if shards.get(key) is load]
-            for key in mine:
-                shards[key] = arrived
-            alive += bool(mine)
+            parts = self.parts(store, task)
+            if not any(part.where is load for part in parts):
+                continue
+            alive += 1
+            held[task.task_id][task.fence] = (
+                alone if len(parts) == 1 else tuple(new if part.where is load else part for part in parts)
+            )
         if not alive:
             return
         self._kept[arrived] = (store, alive)
@@ -111,7 +144,7 @@ class StreamCache:
         for task in cleared.tasks:
             fences = state.tasks.get(task.task_id, {})
             for fence in [fence for fence in fences if fence <= task.fence]:
-                for where in set(fences.pop(fence).values()):
+                for where in {part.where for part in fences.pop(fence)}:
                     self._less(where)
             if not fences:
                 state.tasks.pop(task.task_id, None)
@@ -136,17 +169,18 @@ class StreamCache:
         store, _ = self._kept.pop(arrived)
         self.nbytes -= arrived.nbytes
         for task_id, fence in zip(arrived.table.task_ids, arrived.table.fences, strict=True):
-            task = PutTask(task_id, fence)
-            shards = self.shards(store, task)
-            for key in [key for key, where in shards.items() if where is arrived]:
-                del shards[key]
-            if not shards:
-                self._drop_fence(store, task)
+            self._drop(store, PutTask(task_id, fence), arrived)
 
-    def _drop_fence(self, store: str, task: PutTask) -> None:
+    def _drop(self, store: str, task: PutTask, where: Load | Arrived) -> None:
+        parts = self.parts(store, task)
+        left = tuple(part for part in parts if part.where is not where)
+        if len(left) == len(parts):
+            return
         tasks = self.store(store).tasks
-        fences = tasks.get(task.task_id)
-        if fences is not None:
-            fences.pop(task.fence, None)
-            if not fences:
-                del tasks[task.task_id]
+        if left:
+            tasks[task.task_id][task.fence] = left
+            return
+        fences = tasks[task.task_id]
+        del fences[task.fence]
+        if not fences:
+            del tasks[task.task_id]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 import weakref
 
 ROUND_BYTES = 1 << 20
@@ -38,33 +39,49 @@ class Region:
 
 
 class Regions:
-    """Hands out regions; keeps those that nobody uses any more, up to `idle_limit_bytes`. Any thread."""
+    """Hands out regions; keeps what nobody uses any more, up to `idle_limit_bytes` and until trimmed. Any thread."""
 
     def __init__(self, idle_limit_bytes: int) -> None:
         self._limit_bytes = idle_limit_bytes
         self._lock = threading.RLock()  # a finalizer may run inside
-        self._idle: list[Region] = []
+        self._idle: list[tuple[float, Region]] = []
+        """Since when; the longest idle first."""
+        self._in_use = 0
         self.idle_bytes = 0
 
     def take(self, nbytes: int) -> Region:
         """The smallest idle region that fits without much waste, or a new one."""
         capacity = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
         with self._lock:
-            fitting = [region for region in self._idle if capacity <= region.capacity <= WASTE * capacity]
+            self._in_use += 1
+            fitting = [each for each in self._idle if capacity <= each[1].capacity <= WASTE * capacity]
             if fitting:
-                region = min(fitting, key=lambda each: each.capacity)
-                self._idle.remove(region)
-                self.idle_bytes -= region.capacity
-                return region
-        return Region(capacity)
+                best = min(fitting, key=lambda each: each[1].capacity)
+                self._idle.remove(best)
+                self.idle_bytes -= best[1].capacity
+                return best[1]
+        try:
+            return Region(capacity)
+        except BaseException:
+            with self._lock:
+                self._in_use -= 1
+            raise
 
     def give_back(self, region: Region) -> None:
         """Nobody maps it any more, or will. The oldest idle ones make room for it."""
         with self._lock:
-            self._idle.append(region)
+            self._in_use -= 1
+            self._idle.append((time.monotonic(), region))
             self.idle_bytes += region.capacity
             while self.idle_bytes > self._limit_bytes:
-                self.idle_bytes -= self._idle.pop(0).capacity
+                self.idle_bytes -= self._idle.pop(0)[1].capacity
+
+    def trim(self, since: float) -> bool:
+        """Give back to the kernel what was idle all the time since then (monotonic); False: none is left."""
+        with self._lock:
+            while self._idle and self._idle[0][0] <= since:
+                self.idle_bytes -= self._idle.pop(0)[1].capacity
+            return bool(self._idle or self._in_use)
 
     def clear(self) -> None:
         """Give the idle memory back to the kernel, now and from here on."""

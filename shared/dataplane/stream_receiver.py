@@ -6,20 +6,26 @@ hash on the event loop's thread.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import structlog
-import zmq
 
 from proto import bulk
 from proto.errors import WireError
 from proto.messages import StreamOpened
+from shared.dataplane import bulk_line
+from shared.dataplane.bulk_line import BulkLine
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
 
@@ -28,9 +34,12 @@ STREAM_CHUNKS = 16
 STALL_S = 1.0
 STALLS = 3
 """Asked so often in vain, a stream is given up: the store may have restarted."""
-_BURST = 16
-_TICK_MS = 100
-_QUEUE_MESSAGES = 1024
+LINE_S = 10.0
+"""A stream may wait so long behind others on a line that moves."""
+RETRY_S, RETRY_MAX_S = 0.02, 0.5
+_BURST_BYTES = 8 << 20
+_TICK_S = 0.1
+_OUT_BYTES = 1 << 16
 
 
 class Outcome(Enum):
@@ -84,22 +93,36 @@ class Incoming:
         return cls(arrival, opened.endpoint, stream_id, opener, sealer, settle)
 
 
+@dataclass(slots=True, eq=False)
+class _Store:
+    """The connection to one bulk endpoint, made again when it breaks."""
+
+    endpoint: str
+    line: BulkLine | None = None
+    connected: bool = False
+    filling: Incoming | None = None
+    """Whose chunk is on its way in."""
+    out: bytearray = field(default_factory=bytearray)
+    """Credit that the kernel has not taken."""
+    heard: float = 0.0
+    retry_at: float = 0.0
+    retry_s: float = RETRY_S
+
+
 class Receiver:
-    """One thread and one DEALER a store; `add` and `cancel` are safe from any thread."""
+    """One thread and one connection a store; `add` and `cancel` are safe from any thread."""
 
     def __init__(self, inflight_bytes: int) -> None:
         self.counts = Counts()
         self._inflight_bytes = inflight_bytes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._orders: deque[tuple[str, Incoming]] = deque()
         self._streams: dict[bytes, Incoming] = {}
         self._turns: deque[Incoming] = deque()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._refused: set[str] = set()
-        """Endpoints that did not take a credit: not connected (yet)."""
-        self._poller = zmq.Poller()
+        self._stores: dict[str, _Store] = {}
+        self._by_descriptor: dict[int, _Store] = {}
+        self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._asked_bytes = 0
         self._closing = self._failed = False
         self._log = structlog.get_logger("stream")
@@ -125,7 +148,7 @@ class Receiver:
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
             self._thread.join()
-        self._context.destroy(linger=0)
+        self._epoll.close()
         os.close(self._wake)
 
     def _order(self, what: str, incoming: Incoming) -> None:
@@ -138,13 +161,13 @@ class Receiver:
         try:
             while not self._closing:
                 self._obey()
+                self._connect()
                 self._top_up()
-                for ready, events in self._poller.poll(_TICK_MS if self._streams else None):
-                    if ready == self._wake:
+                for descriptor, events in self._epoll.poll(_TICK_S if self._streams else None):
+                    if descriptor == self._wake:
                         os.eventfd_read(self._wake)
-                        continue
-                    if events & zmq.POLLIN:
-                        self._receive(ready)
+                    elif descriptor in self._by_descriptor:
+                        self._serve(self._by_descriptor[descriptor], events)
                 self._look_for_stalls()
         except Exception as error:
             self._failed = True
@@ -155,14 +178,17 @@ class Receiver:
             for what, incoming in list(self._orders):
                 if what == "add":
                     incoming.settle(Outcome.FAILED if self._failed else Outcome.LOST, "the receiver has ended")
-            for socket in self._sockets.values():
-                socket.close()
+            for store in self._stores.values():
+                if store.line is not None:
+                    store.line.socket.close()
 
     def _obey(self) -> None:
         while self._orders:
             what, incoming = self._orders.popleft()
             if what == "add":
-                self._socket(incoming.endpoint)
+                if incoming.endpoint not in self._stores:
+                    self._forget_unused()
+                    self._stores[incoming.endpoint] = _Store(incoming.endpoint)
                 incoming.pending = deque(incoming.arrival.missing())
                 incoming.heard = time.monotonic()
                 self._streams[incoming.stream_id] = incoming
@@ -172,36 +198,94 @@ class Receiver:
             elif incoming.stream_id in self._streams:
                 self._end(incoming, Outcome.LOST, "cancelled")
 
-    def _socket(self, endpoint: str) -> None:
-        if endpoint in self._sockets:
-            return
+    # ---- connections
+
+    def _forget_unused(self) -> None:
+        """Endpoints of a former life of a store."""
         used = {incoming.endpoint for incoming in self._streams.values()}
-        for old in [each for each in self._sockets if each not in used]:  # of a former life of a store
-            self._poller.unregister(self._sockets[old])
-            self._sockets.pop(old).close()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, bulk.MAX_CHUNK_BYTES + bulk.TAG_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.connect(endpoint)
-        self._sockets[endpoint] = socket
-        self._poller.register(socket, zmq.POLLIN)
+        for endpoint in [each for each in self._stores if each not in used]:
+            store = self._stores.pop(endpoint)
+            if store.line is not None:
+                self._hang_up(store, store.line)
+
+    def _connect(self) -> None:
+        """Where streams wait and there is no connection. Once broken, only after a pause that grows."""
+        now = time.monotonic()
+        for endpoint in {incoming.endpoint for incoming in self._turns}:
+            store = self._stores[endpoint]
+            if store.line is not None or now < store.retry_at:
+                continue
+            store.retry_at, store.retry_s = now + store.retry_s, min(RETRY_MAX_S, 2 * store.retry_s)
+            try:
+                store.line = BulkLine(bulk_line.connect(endpoint), bulk.MAX_CHUNK_BYTES + bulk.TAG_BYTES)
+            except OSError as error:
+                self._log.warning("no connection", endpoint=endpoint, error=str(error))
+                continue
+            self._by_descriptor[store.line.socket.fileno()] = store
+            self._epoll.register(store.line.socket, select.EPOLLIN | select.EPOLLOUT)
+
+    def _serve(self, store: _Store, events: int) -> None:
+        line = store.line
+        if line is None:
+            return
+        try:
+            if not store.connected:
+                failed = line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if failed:
+                    raise OSError(failed, os.strerror(failed))
+                if not events & select.EPOLLOUT:
+                    return
+                store.connected, store.heard = True, time.monotonic()
+            if events & select.EPOLLOUT:
+                self._flush(store, line)
+            if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+                got = line.receive(partial(self._room, store), partial(self._on_message, store), _BURST_BYTES)
+                if got < 0:
+                    raise ConnectionResetError(errno.ECONNRESET, "closed by the store")
+                store.heard = time.monotonic()
+                if store.filling is not None:
+                    store.filling.heard = store.heard
+        except WireError as error:
+            self._refuse(error)
+            self._lose(store, line)
+        except OSError:
+            self._lose(store, line)
+
+    def _lose(self, store: _Store, line: BulkLine) -> None:
+        """The connection is gone and what was asked for over it; what arrived stays."""
+        self._hang_up(store, line)
+        for incoming in self._turns:
+            if incoming.endpoint == store.endpoint:
+                self._ask_again(incoming)
+
+    def _hang_up(self, store: _Store, line: BulkLine) -> None:
+        self._by_descriptor.pop(line.socket.fileno(), None)
+        line.socket.close()  # which takes it out of the epoll set
+        store.line, store.filling, store.connected = None, None, False
+        store.out.clear()
+
+    def _flush(self, store: _Store, line: BulkLine) -> None:
+        try:
+            while store.out:
+                del store.out[: line.socket.send(store.out)]
+        except BlockingIOError:
+            pass
+        want = select.EPOLLIN | (select.EPOLLOUT if store.out else 0)
+        self._epoll.modify(line.socket, want)
+
+    def _refuse(self, error: WireError) -> None:
+        self.counts.refused += 1
+        if self.counts.refused <= 8:
+            self._log.warning("bulk message refused", error=str(error))
 
     # ---- credit
 
     def _top_up(self) -> None:
         """Ask for more, every stream in its turn, within the bytes that may be under way."""
-        self._refused.clear()
         for _ in range(len(self._turns)):
             incoming = self._turns[0]
             self._turns.rotate(-1)
-            if not incoming.pending or incoming.endpoint in self._refused:
+            if not incoming.pending or not self._takes_credit(incoming):
                 continue
             share = max(1, self._inflight_bytes // len(self._turns) // incoming.arrival.chunk_bytes)
             window = min(STREAM_CHUNKS, share)
@@ -214,9 +298,10 @@ class Receiver:
                 chunks = max(1, chunks)
             if chunks > 0:
                 self._ask(incoming, chunks)
-        flags = zmq.POLLIN | zmq.POLLOUT
-        for endpoint, socket in self._sockets.items():
-            self._poller.register(socket, flags if endpoint in self._refused else zmq.POLLIN)
+
+    def _takes_credit(self, incoming: Incoming) -> bool:
+        store = self._stores[incoming.endpoint]
+        return store.connected and len(store.out) < _OUT_BYTES
 
     def _ask(self, incoming: Incoming, chunks: int) -> None:
         ranges: list[tuple[int, int]] = []
@@ -231,9 +316,8 @@ class Receiver:
                 chunks -= upto - first
             if upto < end:
                 pending.appendleft((upto, end))
-        if ranges and not self._credit(incoming, ranges, bulk.FLAG_RESET if incoming.reset else 0):
-            self._refused.add(incoming.endpoint)
-            return
+        if ranges:
+            self._credit(incoming, ranges, bulk.FLAG_RESET if incoming.reset else 0)
         incoming.reset = False
         incoming.pending = pending
         for first, count in ranges:
@@ -241,41 +325,38 @@ class Receiver:
             self._asked_bytes += count * incoming.arrival.chunk_bytes
         self.counts.inflight_peak_bytes = max(self.counts.inflight_peak_bytes, self._asked_bytes)
 
-    def _credit(self, incoming: Incoming, ranges: list[tuple[int, int]], flags: int) -> bool:
+    def _credit(self, incoming: Incoming, ranges: list[tuple[int, int]], flags: int) -> None:
         payload = bulk.pack_ranges(ranges)
         if incoming.sealer is None:
-            head = bulk.pack_head(bulk.Head(bulk.CREDIT, flags, 0, 0, 0, incoming.stream_id))
+            head = bulk.pack_head(bulk.Head(bulk.CREDIT, flags, 0, 0, 0, incoming.stream_id, len(payload)))
         else:
             room = memoryview(bytearray(len(payload) + bulk.TAG_BYTES))
             head, _ = incoming.sealer.seal(bulk.CREDIT, flags, 0, payload, room)
             payload = bytes(room)
-        try:
-            self._sockets[incoming.endpoint].send_multipart([head, payload], zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
+        store = self._stores[incoming.endpoint]
+        idle = not store.out
+        store.out += head
+        store.out += payload
+        if idle and store.line is not None:
+            with contextlib.suppress(OSError):  # the line is broken: reading says so next
+                self._flush(store, store.line)
 
     # ---- chunks
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(_BURST):
-            try:
-                packed = socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                self._on_message(socket, packed)
-            except WireError as error:
-                self.counts.refused += 1
-                if self.counts.refused <= 8:
-                    self._log.warning("bulk message refused", error=str(error))
-            while socket.getsockopt(zmq.RCVMORE):
-                socket.recv(zmq.DONTWAIT)
+    def _room(self, store: _Store, head: bulk.Head) -> memoryview | None:
+        """Clear chunks go straight to their place; what is not wanted, and what is sealed, does not."""
+        incoming = self._streams.get(head.stream_id)
+        store.filling = incoming
+        if head.kind == bulk.CREDIT:
+            raise WireError("bulk message of kind credit: a reader takes chunks")
+        if incoming is None or head.kind != bulk.CHUNK or incoming.opener is not None:
+            return None
+        if head.chunk >= incoming.arrival.chunks or incoming.arrival.has(head.chunk):
+            return None
+        return incoming.arrival.room(head.chunk)
 
-    def _on_message(self, socket: zmq.Socket[bytes], packed: bytes) -> None:
-        head = bulk.unpack_head(packed)
-        if not socket.getsockopt(zmq.RCVMORE):
-            raise WireError("bulk message of one frame: must be head and payload")
+    def _on_message(self, store: _Store, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
+        store.filling = None
         incoming = self._streams.get(head.stream_id)
         if incoming is None:
             return  # cancelled or done
@@ -283,22 +364,19 @@ class Receiver:
             # anyone could say so; then the stream is opened once more for nothing
             self._end(incoming, Outcome.LOST, "the store does not know the stream")
             return
-        if head.kind != bulk.CHUNK or head.chunk >= incoming.arrival.chunks:
-            raise WireError(f"bulk message of kind {head.kind}, chunk {head.chunk} of {incoming.arrival.chunks}")
-        if incoming.arrival.has(head.chunk):
-            self.counts.duplicates += 1
+        try:
+            if head.chunk >= incoming.arrival.chunks:
+                raise WireError(f"bulk chunk {head.chunk} of {incoming.arrival.chunks}")
+            if incoming.arrival.has(head.chunk):
+                self.counts.duplicates += 1
+                return
+            if incoming.opener is not None:
+                incoming.opener.open(packed, head, payload, incoming.arrival.room(head.chunk))
+        except WireError as error:
+            self._refuse(error)
             return
-        room = incoming.arrival.room(head.chunk)
-        if incoming.opener is None:
-            nbytes = socket.recv_into(room, flags=zmq.DONTWAIT)
-            if nbytes != len(room):
-                raise WireError(f"chunk {head.chunk} of {nbytes} bytes: {len(room)} belong there")
-        else:
-            frame = socket.recv(zmq.DONTWAIT, copy=False)
-            incoming.opener.open(packed, head, frame.buffer, room)
-        if socket.getsockopt(zmq.RCVMORE):
-            raise WireError("bulk message of more than two frames: must be head and payload")
-        self._on_chunk(incoming, head.chunk, len(room))
+        store.retry_s = RETRY_S
+        self._on_chunk(incoming, head.chunk, incoming.arrival.size(head.chunk))
 
     def _on_chunk(self, incoming: Incoming, index: int, nbytes: int) -> None:
         self.counts.chunks += 1
@@ -319,9 +397,12 @@ class Receiver:
     def _look_for_stalls(self) -> None:
         now = time.monotonic()
         for incoming in list(self._turns):
-            if not incoming.asked and incoming.pending and incoming.endpoint not in self._refused:
+            store = self._stores[incoming.endpoint]
+            if not incoming.asked and incoming.pending and store.connected:
                 incoming.heard = now  # waits for its turn, not for the store
-            if now - incoming.heard <= STALL_S * 2**incoming.stalls:
+            # others' chunks on the same line may come first, but not for ever
+            heard = max(incoming.heard, min(store.heard, incoming.heard + LINE_S))
+            if now - heard <= STALL_S * 2**incoming.stalls:
                 continue
             incoming.stalls += 1
             incoming.heard = now
@@ -329,9 +410,14 @@ class Receiver:
             if incoming.stalls > STALLS:
                 self._end(incoming, Outcome.LOST, "no chunk came")
                 continue
-            self._forget_asked(incoming)
-            incoming.pending = deque(incoming.arrival.missing())
-            incoming.reset = True
+            if incoming.stalls > 1 and store.line is not None and now - store.heard > STALL_S:
+                self._lose(store, store.line)  # a dead connection looks like a silent one
+            self._ask_again(incoming)
+
+    def _ask_again(self, incoming: Incoming) -> None:
+        self._forget_asked(incoming)
+        incoming.pending = deque(incoming.arrival.missing())
+        incoming.reset = True
 
     def _forget_asked(self, incoming: Incoming) -> None:
         self._asked_bytes -= len(incoming.asked) * incoming.arrival.chunk_bytes
@@ -341,5 +427,11 @@ class Receiver:
         del self._streams[incoming.stream_id]
         self._turns.remove(incoming)
         self._forget_asked(incoming)
-        self._credit(incoming, [], bulk.FLAG_CLOSE)
+        store = self._stores[incoming.endpoint]
+        if store.filling is incoming:  # from here on that memory is not ours
+            store.filling = None
+            if store.line is not None:
+                store.line.discard()
+        if store.connected:
+            self._credit(incoming, [], bulk.FLAG_CLOSE)
         incoming.settle(outcome, why)

@@ -56,8 +56,8 @@ class Sealer:
             self._cipher, self._salt = self._keys.of(self.epoch)
         self._sealed_bytes += len(data)
         self._counter += 1
-        head = pack_head(Head(kind, flags, self.epoch, index, self._counter, self._stream_id))
         nbytes = len(data) + TAG_BYTES
+        head = pack_head(Head(kind, flags, self.epoch, index, self._counter, self._stream_id, nbytes))
         self._cipher.encrypt_into(self._salt + _COUNTER.pack(self._counter), data, head, into[:nbytes])
         return head, nbytes
 

@@ -27,6 +27,9 @@ _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 _RAGGED_KEYS = 2
 # The version in use, the one being written, and the one a live task or a slow engine still names.
 WEIGHT_VERSIONS = 3
+# Deterministic mode: beside the version being written, those of all steps that may still be sampled, and one that a
+# reloaded trainer publishes again.
+_EXACT_VERSIONS = 3
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 
@@ -86,15 +89,21 @@ def held_tasks(topology: Topology) -> int:
     return steps * topology.algorithm.tasks_per_step + rollout.instances * rollout.block_tasks
 
 
+def weight_versions(topology: Topology) -> int:
+    """Weight versions that the batch-store may have to hold at once."""
+    exact = topology.staleness + _EXACT_VERSIONS if topology.run.deterministic else 0
+    return max(WEIGHT_VERSIONS, exact)
+
+
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
     """Bytes the batch-store must be able to hold for the run never to wait for room that cannot come.
 
-    `held_tasks`, each of `task_bytes`, beside `WEIGHT_VERSIONS` versions of `weight_bytes` and `replay_bytes`. More
-    trained tasks that wait for a checkpoint are not counted: lack of room orders an early checkpoint.
-    `max_prompt_tokens` is the longest prompt of the training set.
+    `held_tasks`, each of `task_bytes`, beside `weight_versions` of `weight_bytes` and `replay_bytes`. More trained
+    tasks that wait for a checkpoint are not counted: lack of room orders an early checkpoint. `max_prompt_tokens` is
+    the longest prompt of the training set.
     """
     tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
-    return tasks + replay_bytes(topology, max_prompt_tokens) + WEIGHT_VERSIONS * weight_bytes
+    return tasks + replay_bytes(topology, max_prompt_tokens) + weight_versions(topology) * weight_bytes
 
 
 def limit_bytes(topology: Topology) -> int:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from shared.topology import algorithm_checks, split_checks
-from shared.topology.capacity import WEIGHT_VERSIONS, held_tasks, limit_bytes, weight_bytes, worst_case_bytes
+from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
+from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
@@ -32,7 +32,8 @@ def check(topology: Topology) -> Found:
     yield from _services(topology)
     yield from split_checks.check(topology)
     yield from _placement(topology)
-    yield from _engine(topology)
+    yield from colocate_checks.check(topology)
+    yield from engine_checks.check(topology)
     yield from _transport(topology)
     yield from _deterministic(topology)
     yield from _memory(topology)
@@ -195,28 +196,6 @@ def _placement(topology: Topology) -> Found:
         if needed > host.gpus:
             message = f"{host.gpus} GPUs, but the services on host {name} use {needed}; move one or colocate"
             yield ("placement", "hosts", name, "gpus"), message
-    for index, name in enumerate(shared_names):
-        if name not in ("policy-trainer", "reference", "rollout"):
-            message = f"{name!r} is no service with GPUs, use policy-trainer, reference or rollout"
-            yield ("placement", "colocate", index), message
-
-
-def _engine(topology: Topology) -> Found:
-    rollout = topology.services.rollout
-    if rollout.engine_args and rollout.engine == "transformers":
-        names = ", ".join(rollout.engine_args)
-        yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
-    if rollout.parallel.tp > 1 and rollout.engine != "vllm":
-        message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
-        yield ("services", "rollout", "parallel", "tp"), message
-    if rollout.in_flight != "wait" and rollout.engine == "openai":
-        message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
-        yield ("services", "rollout", "in_flight"), message
-    if rollout.in_flight == "recompute" and rollout.engine == "transformers":
-        yield ("services", "rollout", "in_flight"), "recompute is the vllm engine's, transformers knows keep; use keep"
-    if rollout.in_flight != "wait" and topology.workflow is not None:
-        message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
-        yield ("services", "rollout", "in_flight"), message
 
 
 def _transport(topology: Topology) -> Found:
@@ -230,6 +209,8 @@ def _transport(topology: Topology) -> Found:
             if getattr(transport, name) != type(transport).model_fields[name].default:
                 yield ("transport", name), "without transport.listen nobody listens on tcp, leave it out"
         return
+    if transport.listen == "0.0.0.0":  # noqa: S104  # refused, not bound
+        yield ("transport", "listen"), "0.0.0.0: other hosts are told this address, give the one that they reach"
     taken: dict[int, str] = {}
     for name in ports:
         port = getattr(transport, name)
@@ -247,6 +228,18 @@ def _deterministic(topology: Topology) -> Found:
     if topology.services.rollout.in_flight != "wait":
         message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
         yield ("services", "rollout", "in_flight"), message
+    trainer = topology.services.policy_trainer
+    if trainer.backend != "torch":
+        message = f"{trainer.backend} is not proved to give the same bits again, run.deterministic needs torch"
+        yield ("services", "policy-trainer", "backend"), message
+    for key, service in (
+        ("policy-trainer", trainer),
+        ("reference", topology.services.reference),
+        ("rollout", topology.services.rollout),
+    ):
+        if service is not None and service.gpus:
+            message = f"{service.gpus}: a GPU is not proved to give the same bits again, run.deterministic needs 0"
+            yield ("services", key, "gpus"), message
     if topology.workflow is not None:
         yield ("workflow",), "calls of a workflow come as they come, run.deterministic needs it left out"
     if topology.consume != "order":
@@ -272,7 +265,7 @@ def _memory(topology: Topology) -> Found:
     if limit < each:
         message = (
             f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks at a time of "
-            f"{topology.algorithm.group_size} samples and {WEIGHT_VERSIONS} weight versions of "
+            f"{topology.algorithm.group_size} samples and {weight_versions(topology)} weight versions of "
             f"{format_size(weights)}; set at least {each} ({format_size(each)}) or lower staleness, "
             "tasks_per_step, group_size or max_new_tokens"
         )

@@ -16,7 +16,7 @@ from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.plan import ServiceSpec
-from shared.topology.services import GC, Checkpoint, Lease, Placement, Services, Transport
+from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of a metric's name.
@@ -159,6 +159,11 @@ class Topology(Section):
     def needs_proximal(self) -> bool:
         """Whether a step begins with the trainer's own forward pass (`loss.anchor: proximal`)."""
         return self.algorithm.loss.anchor == "proximal"
+
+    @property
+    def colocated_services(self) -> frozenset[str]:
+        """The services whose processes take turns on the same devices (`placement.colocate`)."""
+        return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
 
     def store_hosts(self) -> list[str | None]:
         """One host for each batch-store; None is the machine the run was started on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +12,10 @@ from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Str
 
 ServiceName = Literal["policy-trainer", "reference", "rollout", "batch-store", "monitor", "scheduler"]
 Backend = Literal["torch", "megatron"]
+DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
+    {"policy-trainer": "policy-trainer-worker", "reference": "reference", "rollout": "rollout"}
+)
+"""What can be colocated, and the service whose processes then hold the devices."""
 
 
 class Parallel(Section):
@@ -151,7 +157,9 @@ class Host(Section):
 class Placement(Section):
     engine: Literal["local", "ray"] = Field(default="local", description="who starts the processes")
     hosts: dict[str, Host] = Field(default_factory=dict, description="hosts by name; left out: this machine")
-    colocate: Strings = Field(default=(), description="services that share the GPUs of a host")
+    colocate: Strings = Field(
+        default=(), description="services that take turns on the same GPUs (without any: host memory)"
+    )
 
 
 class Transport(Section):

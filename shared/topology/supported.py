@@ -52,11 +52,9 @@ UNSUPPORTED = (
     Unsupported("services.reference.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
-    Unsupported("services.rollout.engine", _any_of("openai"), "engine {value}", "transformers or vllm"),
     Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
     Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
     Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
-    Unsupported("placement.colocate", _more_items_than(0), "colocation", "no colocate"),
 )
 
 

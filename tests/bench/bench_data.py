@@ -1,8 +1,14 @@
 """The data plane against the machine's own limits and its peers, all in one run; absolute figures mean little alone.
 
-`python -m tests.bench.bench_data [--scale N] [--rounds N] [--no-peers] [--no-scheduler]`. Real store process, real
+`python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--no-peers] [--no-scheduler]`. Real store process, real
 client, RPC included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302 MB); ragged: 8192 tasks x 6 keys of 0.5 to
-4k tokens, put as lease blocks of 64 tasks. `--scale` multiplies the number of tasks.
+4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the number of tasks (16: 4.8 GB, of which three
+copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at size 1.
+
+What is timed: `put`, from the call to the last receipt; `get + read`, same host: the fetch, and the sum of each array,
+on both sides; `TCP get`: until every array is there and checked, not read again, against plain `recv` of as many bytes
+from one connection into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk
+would leave the cost of memory out). The sender of that yardstick sends one hot block over and over.
 """
 
 from __future__ import annotations
@@ -35,26 +41,28 @@ from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProces
 
 BLOCK_TASKS = 64
 CHUNK = 1 << 20
+RING_BYTES = 512 << 20
+PEERS_S = 300
 PEERS = REPOSITORY / ".venv-data" / "bin" / "python"
 Work = tuple[list[TaskShards], list[str]]
 
 
-def regular(scale: int) -> Work:
-    chance = np.random.default_rng(0)
+def regular(size: int) -> Work:
     keys = [f"key_{index}" for index in range(9)]
-    rows = chance.standard_normal((1024 * scale, len(keys), 8192), dtype=np.float32)
-    return [TaskShards(f"train/0/{i}", 1, dict(zip(keys, row, strict=True))) for i, row in enumerate(rows)], keys
+    rows = np.random.default_rng(0).standard_normal((1024, len(keys), 8192), dtype=np.float32)
+    shards = [dict(zip(keys, row, strict=True)) for row in rows]
+    return [TaskShards(f"train/0/{i}", 1, shards[i % len(shards)]) for i in range(len(shards) * size)], keys
 
 
-def ragged(scale: int) -> Work:
+def ragged(size: int) -> Work:
     """The shape of RL data: int32, float32 and uint8 by token."""
-    lengths = np.random.default_rng(1).integers(500, 4000, 8192 * scale)
+    lengths = np.random.default_rng(1).integers(500, 4000, 8192)
     dtypes = (np.int32, np.float32, np.uint8)
     keys = [f"key_{index}" for index in range(6)]
-    return [
-        TaskShards(f"train/1/{i}", 1, {key: np.full(int(n), i % 200, dtypes[j % 3]) for j, key in enumerate(keys)})
-        for i, n in enumerate(lengths)
-    ], keys
+    shards = [
+        {key: np.full(int(n), i % 200, dtypes[j % 3]) for j, key in enumerate(keys)} for i, n in enumerate(lengths)
+    ]
+    return [TaskShards(f"train/1/{i}", 1, shards[i % len(shards)]) for i in range(len(shards) * size)], keys
 
 
 def nbytes_of(tasks: list[TaskShards]) -> int:
@@ -152,10 +160,14 @@ while True:
 """
 
 
-def raw_tcp(port: int, nbytes: int) -> float:
-    buffer = bytearray(CHUNK)
+def raw_tcp(port: int, ring: memoryview) -> float:
+    """Seconds to receive all that the sender sends, one place of `ring` after the other."""
     with socket.create_connection(("127.0.0.1", port)) as line:
-        return seconds(lambda: sum(iter(lambda: line.recv_into(buffer), 0)))
+        began = time.perf_counter()
+        at = 0
+        while got := line.recv_into(ring[at : at + CHUNK]):
+            at = (at + got) % len(ring)
+        return time.perf_counter() - began
 
 
 async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, float]]:
@@ -176,6 +188,7 @@ async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, 
     try:
         async with peer_of(runs["clear"]) as clear, peer_of(runs["sealed"]) as sealed:
             port = int((sender.stdout or sys.stdin).readline())
+            ring = memoryview(np.ones(min(nbytes, RING_BYTES), np.uint8)).cast("B")
             clients = {}
             for mode, peer in (("clear", clear), ("sealed", sealed)):
                 for first in range(0, len(tasks), BLOCK_TASKS):
@@ -188,7 +201,7 @@ async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, 
                     cache_bytes=0,
                 )
             for _ in range(rounds):
-                row = {"raw": await asyncio.to_thread(raw_tcp, port, nbytes)}
+                row = {"raw": await asyncio.to_thread(raw_tcp, port, ring)}
                 for mode, client in clients.items():
                     began = time.perf_counter()
                     await client.fetch(meta_of(tasks, keys), keys, deadline_s=120)
@@ -237,12 +250,17 @@ async def round_trips(peer: Peer, folder: Path, count: int = 2000) -> dict[str, 
     return {"bare": statistics.median(bare), "ours": statistics.median(ours)}
 
 
-def peers(scale: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What the peers need for the regular work, from their own environment."""
+def peers(rounds: int) -> dict[str, list[dict[str, float]]]:
+    """What the peers need for the regular work, from their own environment; those that come to an end in time."""
     script = REPOSITORY / "tests" / "bench" / "peers" / "data_peers.py"
-    command = [str(PEERS), str(script), "--tasks", str(1024 * scale), "--rounds", str(rounds)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=1200)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    command = [str(PEERS), str(script), "--tasks", "1024", "--rounds", str(rounds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            out, _ = process.communicate(timeout=PEERS_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out, _ = process.communicate()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return {line["system"]: line["rounds"] for line in lines}
 
 
@@ -250,97 +268,98 @@ def median(rows: list[dict[str, float]], ratio: Callable[[dict[str, float]], flo
     return statistics.median(ratio(row) for row in rows)
 
 
-async def measure(options: argparse.Namespace, table: Table) -> None:
-    def add(what: str, value: str, ratio: float | None, floor: str) -> None:
-        table.add_row(what, value, "" if ratio is None else f"{ratio:.2f}", floor)
+Rows = list[dict[str, float]]
 
+
+class Report:
+    """The table: one line a figure and size."""
+
+    def __init__(self) -> None:
+        load = os.getloadavg()[0]
+        self.table = Table(title=f"data plane, {os.cpu_count()} cores, load {load:.1f} before")
+        for column in ("size", "what", "GB/s (of the limit)", "seconds", "ratio", "floor"):
+            self.table.add_column(column, justify="left" if column == "what" else "right")
+
+    def add(self, size: str, what: str, figure: str, seconds_: float | None, ratio: float, floor: str) -> None:
+        self.table.add_row(size, what, figure, "" if seconds_ is None else f"{seconds_:.3f}", f"{ratio:.2f}", floor)
+
+    def against(self, size: int, what: str, nbytes: int, rows: Rows, names: tuple[str, str], floor: str) -> None:
+        """Seconds of (ours, limit) in `rows`: median speed of both, median ratio."""
+        mine, limit = names
+        took = median(rows, lambda row: row[mine])
+        speeds = [nbytes / median(rows, lambda row, name=name: row[name]) / 1e9 for name in names]
+        ratio = median(rows, lambda row: row[limit] / row[mine])
+        self.add(f"{size}x", what, f"{speeds[0]:.2f} of {speeds[1]:.2f}", took, ratio, floor)
+
+
+async def measure_size(size: int, rounds: int, report: Report) -> Rows:
+    """Every figure of ours at one size; returns the rounds of the regular work on one host."""
+    mine: Rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        works = {"regular": regular(options.scale), "ragged": ragged(options.scale)}
-        largest = max(nbytes_of(tasks) for tasks, _ in works.values())
-        run = make_run(folder, memory=3 * largest)
-        store = StoreProcess(run)
-        store.start()
-        ours: dict[str, list[dict[str, float]]] = {}
-        try:
-            async with peer_of(run) as peer:
-                trips = await round_trips(peer, folder)
-                for work, floor in (("regular", "0.7"), ("ragged", "0.5")):
-                    nbytes = nbytes_of(works[work][0])
-                    rows = ours[work] = await same_host(peer, works[work], run.shm, options.rounds)
-                    warm = rows[1:] or rows
-                    speed = {key: nbytes / median(warm, lambda row, key=key: row[key]) / 1e9 for key in rows[0]}
-                    put, get = f"{speed['put']:.2f} of {speed['limit_put']:.2f}", f"{speed['get']:.2f}"
-                    add(
-                        f"put, {work}: GB/s of tmpfs write",
-                        put,
-                        median(warm, lambda r: r["limit_put"] / r["put"]),
-                        floor,
-                    )
-                    get = f"{get} of {speed['limit_get']:.2f}"
-                    add(
-                        f"get + read, {work}: GB/s of mmap",
-                        get,
-                        median(warm, lambda r: r["limit_get"] / r["get"]),
-                        "0.7",
-                    )
-        finally:
-            store.process.terminate()
-            store.process.communicate(timeout=20)
-            run.remove_volatile()
-        add(
-            "round trip, us (bare DEALER/ROUTER)",
-            f"{trips['ours'] * 1e6:.0f} ({trips['bare'] * 1e6:.0f})",
-            trips["ours"] / trips["bare"],
-            "<= 2",
-        )
-        for work in ("regular", "ragged"):
-            rows = (await across_hosts(Path(tempfile.mkdtemp(dir=folder)), works[work], options.rounds + 1))[1:]
-            nbytes = nbytes_of(works[work][0])
-            speed = {key: nbytes / median(rows, lambda row, key=key: row[key]) / 1e9 for key in rows[0]}
-            value = f"{speed['clear']:.2f} of {speed['raw']:.2f}"
-            add(f"TCP get in clear, {work}: GB/s of raw", value, median(rows, lambda r: r["raw"] / r["clear"]), "0.7")
-            value = f"{speed['sealed']:.2f}"
-            add(f"TCP get encrypted, {work}: GB/s", value, median(rows, lambda r: r["clear"] / r["sealed"]), "0.5")
-    if options.peers and PEERS.exists():
-        mine, nbytes = ours["regular"], nbytes_of(works["regular"][0])
-        both = median(mine[1:] or mine, lambda row: row["put"] + row["get"])
-        for system, rows in peers(options.scale, options.rounds).items():
+        for label, make, floor in (("regular", regular, "0.7"), ("ragged", ragged, "0.5")):
+            work = make(size)
+            nbytes = nbytes_of(work[0])
+            (folder / label).mkdir()
+            run = make_run(folder / label, memory=3 * nbytes)
+            store = StoreProcess(run)
+            store.start()
+            try:
+                async with peer_of(run) as peer:
+                    if size == 1 and label == "regular":
+                        trips = await round_trips(peer, folder)
+                        value = f"{trips['ours'] * 1e6:.0f} us of {trips['bare'] * 1e6:.0f}"
+                        ratio = trips["ours"] / trips["bare"]
+                        report.add("", "round trip (bare DEALER/ROUTER)", value, None, ratio, "<= 2")
+                    rows = await same_host(peer, work, run.shm, rounds)
+            finally:
+                store.process.terminate()
+                store.process.communicate(timeout=20)
+                run.remove_volatile()
+            mine = mine or rows
             warm = rows[1:] or rows
-            value = f"{nbytes / median(warm, lambda r: r['put_s'] + r['get_read_s']) / 1e9:.2f}"
-            floor = "4" if "Transfer" in system else ""
-            add(
-                f"put + get + read, {system}: GB/s, ours x",
-                value,
-                median(warm, lambda r: r["put_s"] + r["get_read_s"]) / both,
-                floor,
-            )
-            first = rows[0]["put_s"] / mine[0]["put"]
-            add(
-                f"first put, {system}: GB/s, ours x",
-                f"{nbytes / rows[0]['put_s'] / 1e9:.2f}",
-                first,
-                "" if floor else "2",
-            )
+            report.against(size, f"put, {label}: tmpfs write", nbytes, warm, ("put", "limit_put"), floor)
+            report.against(size, f"get + read, {label}: mmap read", nbytes, warm, ("get", "limit_get"), "0.7")
+            (folder / f"{label}-tcp").mkdir()
+            rows = (await across_hosts(folder / f"{label}-tcp", work, rounds + 1))[1:]
+            report.against(size, f"TCP get in clear, {label}: raw TCP", nbytes, rows, ("clear", "raw"), floor)
+            report.against(size, f"TCP get encrypted, {label}: clear", nbytes, rows, ("sealed", "clear"), "0.5")
+    return mine
+
+
+def measure_peers(mine: Rows, rounds: int, report: Report) -> None:
+    nbytes = nbytes_of(regular(1)[0])
+    both = median(mine[1:] or mine, lambda row: row["put"] + row["get"])
+    for system, rows in peers(rounds).items():
+        took = median(rows[1:] or rows, lambda row: row["put_s"] + row["get_read_s"])
+        floor = "4" if "Transfer" in system else ""
+        report.add("1x", f"put + get + read, {system}: ours x", f"{nbytes / took / 1e9:.2f}", took, took / both, floor)
+        first = rows[0]["put_s"]
+        ratio = first / mine[0]["put"]
+        report.add(
+            "1x", f"first put, {system}: ours x", f"{nbytes / first / 1e9:.2f}", first, ratio, "" if floor else "2"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the data plane against limits and peers")
-    parser.add_argument("--scale", type=int, default=1, help="times the number of tasks")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--rounds", type=int, default=4, help="at size 1; larger ones have fewer, two at least")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--scheduler", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    table = Table(title=f"data plane, {options.scale}x, {os.cpu_count()} cores, load {load:.1f} before")
-    for column in ("what", "figure", "ratio", "floor"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    asyncio.run(measure(options, table))
-    Console(width=120).print(table)
+    report = Report()
+    first: Rows = []
+    for size in options.sizes:
+        rows = asyncio.run(measure_size(size, max(2, options.rounds // size), report))
+        first = rows if size == 1 else first
+    if options.peers and PEERS.exists() and first:
+        measure_peers(first, options.rounds, report)
+    Console(width=120).print(report.table)
     if options.peers and not PEERS.exists():
         print("peers left out: run `make peers-data` first")
     if options.scheduler:
-        print(scheduler_load.table([scheduler_load.in_own_process("socket", 1_000_000 * options.scale)]))
+        print(scheduler_load.table([scheduler_load.in_own_process("socket", 1_000_000)]))
 
 
 if __name__ == "__main__":

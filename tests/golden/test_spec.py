@@ -8,9 +8,11 @@ from proto import blockfile, dtypes, envelope, inline, tensors
 from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
+from services.scheduler.state import RECONCILE_S
 from shared.rpc import client, offenders, replies, transport
 from shared.security import curve
 from shared.security.roles import LEAST_ROLE, Role
+from shared.stages import train_graph
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 
 
@@ -99,6 +101,14 @@ def test_roles_and_their_messages_are_the_codes() -> None:
         f"with {offenders.STRIKES} messages that could not be read or that its role may not send, within "
         f"{offenders.WINDOW_S:g} s, is in quarantine for\n{offenders.QUARANTINE_S:g} s"
     ) in section(7)
+
+
+def test_stages_and_their_keys_are_the_codes() -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
+    listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
+    graph = train_graph(with_reference=True)
+    assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
+    assert f"every {RECONCILE_S:g} s" in section(8)
 
 
 def test_block_file_numbers_are_the_codes() -> None:

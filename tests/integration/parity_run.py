@@ -29,7 +29,7 @@ SMALL = (
 """Four blocks a step, two updates of it, all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/")
 """Of what a row tells, these are of the time and of the machine; everything else is of the training."""
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 
 
 def start(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:

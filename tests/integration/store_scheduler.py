@@ -106,10 +106,11 @@ class Process:
 
     run: RunDir
     module: str
+    arguments: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", self.module, "--run", str(self.run.path)]
+        command = [sys.executable, "-m", self.module, "--run", str(self.run.path), *self.arguments]
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
@@ -314,10 +315,13 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench_of(run: RunDir) -> AsyncIterator[Bench]:
-    """Both processes, ready."""
+async def bench_of(
+    run: RunDir, *, store: tuple[str, ...] = (), scheduler: tuple[str, ...] = ()
+) -> AsyncIterator[Bench]:
+    """Both processes, ready; `store`, `scheduler`: more words of their command lines."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    bench = Bench(run, Process(run, "services.batch_store"), Process(run, "services.scheduler"), context)
+    processes = Process(run, "services.batch_store", store), Process(run, "services.scheduler", scheduler)
+    bench = Bench(run, *processes, context)
     bench.scheduler.start()
     bench.store.start()
     try:

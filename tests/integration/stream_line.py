@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import zmq
-
+from proto import bulk
 from shared.dataplane.client import DataClient
 from shared.dataplane.reach import Reach
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
@@ -116,40 +114,65 @@ class TcpLine:
 
 
 Message = list[bytes]
+"""Head and payload; joined as they are, also when they do not belong together."""
 
 
 class Meddler:
-    """A man in the middle who speaks ZeroMQ: `meddle` turns each message from the store into those that go on."""
+    """A man in the middle who speaks the bulk protocol: `meddle` makes of each message from the store those that go on.
+
+    One thread a direction and connection. What breaks the framing makes the reader hang up and connect again.
+    """
 
     def __init__(self, target: str, meddle: Callable[[Message], list[Message]]) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
-        port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._back.connect(target)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = target
         self._meddle = meddle
-        self._peer = b""
-        self._stop = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._lines: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for each in (self._front, self._back, self._stop):
-            poller.register(each, zmq.POLLIN)
+    def _accept(self) -> None:
+        host, _, port = self._target.removeprefix("tcp://").rpartition(":")
         while True:
-            ready = dict(poller.poll())
-            if self._stop in ready:
-                break
-            if self._front in ready:
-                self._peer, *message = self._front.recv_multipart()
-                self._back.send_multipart(message)
-            if self._back in ready:
-                for message in self._meddle(self._back.recv_multipart()):
-                    self._front.send_multipart([self._peer, *message])
-        self._context.destroy(linger=0)
+            try:
+                front, _ = self._listener.accept()
+            except OSError:
+                return
+            back = socket.create_connection((host, int(port)))
+            self._lines += [front, back]
+            for work in (self._up, self._down):
+                thread = threading.Thread(target=self._until_broken, args=(work, front, back))
+                self._threads.append(thread)
+                thread.start()
+
+    def _until_broken(
+        self, work: Callable[[socket.socket, socket.socket], None], front: socket.socket, back: socket.socket
+    ) -> None:
+        with contextlib.suppress(OSError):
+            work(front, back)
+        for line in (front, back):
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def _up(self, front: socket.socket, back: socket.socket) -> None:
+        while data := front.recv(1 << 16):
+            back.sendall(data)
+
+    def _down(self, front: socket.socket, back: socket.socket) -> None:
+        with back.makefile("rb") as source:
+            while head := source.read(bulk.HEAD_BYTES):
+                payload = source.read(bulk.unpack_head(head).nbytes)
+                for message in self._meddle([head, payload]):
+                    front.sendall(b"".join(message))
 
     def close(self) -> None:
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        os.close(self._stop)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for line in self._lines:
+            line.close()

@@ -1,4 +1,4 @@
-"""Weights that arrive while an engine samples (`services.rollout.in_flight: keep`), in a whole run."""
+"""Weights that arrive while an engine samples (`services.rollout.in_flight`), in a whole run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ LONG = [
     f"staleness={STALENESS}",
     "sampling.max_new_tokens=900",
     "sampling.temperature=20.0",
-    "services.rollout.in_flight=keep",
 ]
+TRANSFORMERS = ["services.rollout.in_flight=keep"]
+# vLLM takes no higher temperature.
+VLLM = ["services.rollout.engine=vllm", "services.rollout.in_flight=recompute", "sampling.temperature=2.0"]
 
 
 @pytest.mark.timeout(600)
-def test_sequences_go_on_under_newer_weights_and_no_token_is_too_old(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [TRANSFORMERS, pytest.param(VLLM, marks=pytest.mark.long)], ids=["keep", "vllm"])
+def test_sequences_go_on_under_newer_weights_and_no_token_is_too_old(tmp_path: Path, engine: list[str]) -> None:
     model = save_llama(tmp_path / "llama", context_tokens=1024)
-    with cluster(QUICKSTART, tmp_path, *LONG, f"policy.model={model}", limit_s=580) as run:
+    with cluster(QUICKSTART, tmp_path, *LONG, *engine, f"policy.model={model}", limit_s=580) as run:
         versions = TokenVersions(run)
         versions.read_to_the_end(STEPS)
         steps, rows = versions.by_step(), run.rows()

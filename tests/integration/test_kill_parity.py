@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import parity_run as parity
+from tests.integration.whole_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,3 +60,56 @@ def test_launcher_killed_and_run_resumed_changes_no_bit(undisturbed: Path, tmp_p
     with parity.resume(tmp_path) as run:
         assert run.end() == 0, run.output()
     assert parity.differences(undisturbed, run.path) == []
+
+
+# ------------------------------------------------------------------------------------------------ what takes longer
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "override", ["staleness=0", "services.policy-trainer.workers=2"], ids=["staleness 0", "two workers"]
+)
+def test_kills_change_no_bit_of_other_runs_either(tmp_path: Path, override: str) -> None:
+    paths = []
+    for name in ("undisturbed", "killed"):
+        with parity.start(tmp_path / name, override) as run:
+            if name == "killed":
+                for step, service in ((2, "rollout"), (4, "policy-trainer-worker"), (7, "policy-trainer")):
+                    run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
+                    parity.kill(run, service)
+            assert run.end() == 0, run.output()
+        paths.append(run.path)
+    assert parity.differences(*paths) == []
+
+
+SERVICES = ("rollout", "reference", "batch-store", "scheduler", "policy-trainer", "policy-trainer-worker", "monitor")
+QUICKSTART = ("run.deterministic=true", "run.steps=30", "checkpoint.every=7", "services.rollout.block_tasks=32")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_random_kills_of_the_quickstart_change_no_bit(tmp_path: Path) -> None:
+    """PARITY_SEED=<the number it prints> repeats the kills of a failed run."""
+    seed = int(os.environ.get("PARITY_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"PARITY_SEED={seed}")
+    chance = random.Random(seed)
+    with parity.start(tmp_path / "undisturbed", small=QUICKSTART) as undisturbed:
+        assert undisturbed.end() == 0, undisturbed.output()
+    steps = sorted(chance.sample(range(29), 12))
+    resumed_at = chance.choice(steps)
+    with parity.start(tmp_path / "killed", small=QUICKSTART) as run:
+        hurt(run, chance, [step for step in steps if step <= resumed_at])
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+    with parity.resume(tmp_path / "killed", small=QUICKSTART) as run:
+        hurt(run, chance, [step for step in steps if step > resumed_at])
+        assert run.end() == 0, run.output()
+    assert parity.differences(undisturbed.path, run.path) == []
+
+
+def hurt(run: Cluster, chance: random.Random, steps: list[int]) -> None:
+    for step in steps:
+        run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
+        for service in chance.sample(SERVICES, chance.choice([1, 1, 1, 2])):
+            print(f"step {step}: {service}, process {parity.kill(run, service)}")

@@ -439,8 +439,8 @@ class Mischief:
             return []
         if self.seen == 8:
             return [message, self.held]
-        if self.seen == 9:  # cut off, and with a frame too many
-            return [[head, payload[:-1]], [head, payload, b""], [head], [b"x" * 40, payload]]
+        if self.seen == 9:  # cut off and so out of step, also with all that follows on this connection
+            return [[head, payload[:-1]], [head, payload]]
         return [message]
 
 
@@ -456,7 +456,7 @@ def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetche
         data = remote(peer)
         assert_same(await fetch(data, tasks), tasks)
         assert mischief.seen > 12
-        assert data.streams.counts.refused >= 7
+        assert data.streams.counts.refused >= 6
         data.close()
 
     store.advertised = meddler.endpoint

@@ -93,11 +93,11 @@ class Scenario:
         self._model = model
         self._case = case
         self._prompts = [Prompt(f"train/0/{i}", ids) for i, ids in enumerate(case["prompts"])]
-        self._engine = self._made()
+        self._engine = self._made({})
         self._answer: dict[str, Any] = {}
         self._base: dict[str, Array] = {}
 
-    def _made(self, **engine_args: Any) -> VllmEngine:
+    def _made(self, engine_args: dict[str, Any]) -> VllmEngine:
         return VllmEngine(
             model=self._model,
             dtype="float32",
@@ -110,7 +110,7 @@ class Scenario:
     async def run(self) -> dict[str, Any]:
         answer = self._answer
         answer["refused"] = {
-            name: await failure(self._made(**arguments).start())
+            name: await failure(self._made(arguments).start())
             for name, arguments in self._case["refused_arguments"].items()
         }
         started = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,9 +33,20 @@ def tasks() -> list[dict[str, Array]]:
     return made
 
 
+def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Scorer:
+    return Scorer(
+        model=MODEL,
+        dtype="float32",
+        threads=1,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        scratch=folder / "reference-0.bin",
+    )
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_reference_values_are_those_of_each_sequence_alone(temperature: float) -> None:
-    scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=temperature, max_tokens=4096)
+def test_reference_values_are_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, 4096, temperature)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     shards = tasks()
 
@@ -60,11 +72,11 @@ def test_reference_values_are_those_of_each_sequence_alone(temperature: float) -
         assert np.abs(values - wanted).max() < 1e-4
 
 
-def test_small_micro_batches_give_the_same_values_and_more_progress() -> None:
+def test_small_micro_batches_give_the_same_values_and_more_progress(tmp_path: Path) -> None:
     shards = tasks()
 
     async def run(max_tokens: int) -> tuple[list[Array], int]:
-        scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=1.0, max_tokens=max_tokens)
+        scorer = scorer_of(tmp_path, max_tokens)
         await scorer.start()
         scored = await scorer.score(shards, threading.Event())
         scorer.stop()
@@ -76,14 +88,34 @@ def test_small_micro_batches_give_the_same_values_and_more_progress() -> None:
     assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(whole, parts, strict=True))
 
 
-def test_a_block_whose_lease_ended_is_given_up() -> None:
+def test_a_block_whose_lease_ended_is_given_up(tmp_path: Path) -> None:
     async def run() -> None:
-        scorer = Scorer(model=MODEL, dtype="float32", threads=1, temperature=1.0, max_tokens=16)
+        scorer = scorer_of(tmp_path, 16)
         await scorer.start()
         cancel = threading.Event()
         cancel.set()
         with pytest.raises(LeaseLost):
             await scorer.score(tasks(), cancel)
         scorer.stop()
+
+    asyncio.run(run())
+
+
+def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) -> None:
+    shards = tasks()
+
+    async def run() -> None:
+        scorer = scorer_of(tmp_path, 4096)
+        await scorer.start()
+        before = await scorer.score(shards, threading.Event())
+        for _ in range(2):
+            await scorer.leave()
+            await scorer.come_back()
+            after = await scorer.score(shards, threading.Event())
+            assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        await scorer.leave()
+        assert (tmp_path / "reference-0.bin").stat().st_size > 3_000_000
+        scorer.stop()
+        assert not (tmp_path / "reference-0.bin").exists()
 
     asyncio.run(run())

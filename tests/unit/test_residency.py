@@ -25,7 +25,7 @@ def test_moves_keep_the_model_of_one_memory_each(events: list[object]) -> None:
             assert moving == (parts & device if name == "offload" else parts - device)
             device = device - moving if name == "offload" else device | moving
         else:
-            moving = residency.before(event)  # type: ignore[arg-type]
+            moving = residency.backload(NEEDS[event])  # type: ignore[index]
             assert not moving & device
             device |= moving
             assert NEEDS[event] <= device  # type: ignore[index]

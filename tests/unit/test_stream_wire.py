@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -113,16 +114,32 @@ def test_shards_that_are_not_there_make_no_excerpt_and_are_named() -> None:
 
 
 def test_bulk_heads_survive_the_wire_and_anything_else_is_refused() -> None:
-    head = bulk.Head(bulk.CREDIT, bulk.FLAG_RESET, 7, 0, 1 << 60, STREAM)
+    head = bulk.Head(bulk.CREDIT, bulk.FLAG_RESET, 7, 0, 1 << 60, STREAM, bulk.MAX_CREDIT_BYTES)
     packed = bulk.pack_head(head)
     assert bulk.unpack_head(packed) == head
-    assert len(packed) == bulk.HEAD_BYTES == 40
-    for bad in (b"", packed[:-1], packed + b"x", b"RLBS" + packed[4:], packed[:4] + b"\2" + packed[5:]):
+    assert len(packed) == bulk.HEAD_BYTES == 48
+    for bad in (
+        b"",
+        packed[:-1],
+        packed + b"x",
+        b"RLBS" + packed[4:],
+        packed[:4] + b"\1" + packed[5:],
+        packed[:-1] + b"\1",
+    ):
         with pytest.raises(WireError):
             bulk.unpack_head(bad)
     for kind, flags in ((0, 0), (4, 0), (bulk.CHUNK, bulk.FLAG_CLOSE), (bulk.CREDIT, 8)):
         with pytest.raises(WireError):
-            bulk.unpack_head(bulk.pack_head(head._replace(kind=kind, flags=flags)))
+            bulk.unpack_head(bulk.pack_head(head._replace(kind=kind, flags=flags, nbytes=0)))
+    for kind, limit in (
+        (bulk.CREDIT, bulk.MAX_CREDIT_BYTES),
+        (bulk.CHUNK, bulk.MAX_CHUNK_BYTES + bulk.TAG_BYTES),
+        (bulk.GONE, 0),
+    ):
+        longest = head._replace(kind=kind, flags=0, nbytes=limit)
+        assert bulk.unpack_head(bulk.pack_head(longest)) == longest
+        with pytest.raises(WireError, match="limit"):
+            bulk.unpack_head(bulk.pack_head(longest._replace(nbytes=limit + 1)))
 
 
 def test_credit_outside_the_stream_is_refused() -> None:
@@ -173,6 +190,7 @@ def test_forged_replayed_reordered_and_misdirected_frames_do_not_open() -> None:
         (bulk.pack_head(parsed._replace(counter=9)), payload),
         (bulk.pack_head(parsed._replace(epoch=1)), payload),
         (bulk.pack_head(parsed._replace(kind=bulk.CREDIT)), payload),
+        (bulk.pack_head(parsed._replace(nbytes=parsed.nbytes - 1)), payload),
         (head, payload[:10]),
     ]
     for bad in forged:
@@ -232,7 +250,7 @@ def test_chunks_may_arrive_in_any_order_and_nothing_is_given_out_before_the_last
         room = arrival.room(index)
         room[:] = data[index * (1 << 16) : index * (1 << 16) + len(room)]
         arrival.arrived(index)
-    got = arrival.take().copy().arrays("train/0/0", 1, None)
+    [got] = arrival.take().copy().arrays([0], None)
     assert all(np.array_equal(got[key], arrays[key]) for key in arrays)
 
 
@@ -309,6 +327,22 @@ def test_idle_memory_is_bounded_and_can_be_given_back() -> None:
     gc.collect()
     assert 0 < regions.idle_bytes <= 8 * MIB
     regions.clear()
+    assert regions.idle_bytes == 0
+
+
+def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
+    regions = Regions(64 * MIB)
+    lease, used = Lease(regions, 3 * MIB), Lease(regions, 5 * MIB)
+    del lease
+    gc.collect()
+    assert regions.trim(time.monotonic() - 60)
+    assert regions.idle_bytes == 3 * MIB
+    assert regions.trim(time.monotonic())  # the other one is in use
+    assert regions.idle_bytes == 0
+    del used
+    gc.collect()
+    assert regions.idle_bytes == 5 * MIB
+    assert not regions.trim(time.monotonic())
     assert regions.idle_bytes == 0
 
 

@@ -220,8 +220,8 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         ),
         (
             "services.rollout={engine: openai}",
-            "--set services.rollout={engine: openai}: services.rollout.engine: not available in this "
-            "version: engine openai, use transformers or vllm",
+            "--set services.rollout={engine: openai}: services.rollout.engine_args: engine openai needs to know its "
+            "server, set base_url, as http://127.0.0.1:8000",
         ),
     ],
 )
@@ -245,7 +245,6 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "path", "use"),
     [
-        ("services.rollout.engine=openai", "services.rollout.engine", "transformers or vllm"),
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
         ("services.reference.backend=megatron", "services.reference.backend", "torch"),
         ("services.policy-trainer.gpus=2", "services.policy-trainer.gpus", "0 or 1"),

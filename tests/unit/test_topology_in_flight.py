@@ -28,6 +28,13 @@ def test_vllm_knows_both_ways(folder: Path) -> None:
         assert load(write(folder), overrides).services.rollout.in_flight == mode
 
 
+def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -> None:
+    overrides = ["services.rollout.engine=vllm", "sampling.temperature=2.5"]
+    (line,) = [each for each in problems(write(folder), *overrides) if "sampling.temperature: " in each]
+    assert "2.5 is more than vllm samples at, use at most 2.0" in line
+    assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
+
+
 def test_tensor_parallelism_is_vllms(folder: Path) -> None:
     two = "services.rollout.parallel.tp=2"
     assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2
@@ -56,3 +63,23 @@ def test_an_update_is_refused_where_it_would_do_nothing(folder: Path, override: 
 def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
     lines = problems(write(folder), "run.deterministic=true", KEEP, check_supported=False)
     assert [line for line in lines if "services.rollout.in_flight: keep depends on timing" in line]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument, use base_url"),
+        ("services.rollout.engine_args.base_url=host:1", "'host:1' is no http address"),
+        ("services.rollout.instances=2", "services.rollout.instances: 2 would load their weights over one another's"),
+        ("services.rollout.parallel.tp=2", "openai knows no tensor parallelism; use 1"),
+        ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(folder: Path, override: str, why: str) -> None:
+    server = [
+        "services.rollout.engine=openai",
+        "services.rollout.engine_args.base_url=http://127.0.0.1:1",
+        "services.rollout.instances=1",
+    ]
+    assert load(write(folder), server).services.rollout.engine == "openai"
+    assert [line for line in problems(write(folder), *server, override) if why in line]

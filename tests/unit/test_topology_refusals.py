@@ -294,12 +294,68 @@ def test_spill_needs_a_limit(folder: Path) -> None:
 
 
 def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
-    placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [rollout, monitor]}\n"
+    placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [reference, monitor]}\n"
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
     assert problems(path, check_supported=False) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts, use 'betta'",
-        "t.yaml:28: placement.colocate.1: 'monitor' is no service with GPUs, use policy-trainer, reference or rollout",
+        "t.yaml:28: placement.colocate.1: 'monitor' is no service with devices, use policy-trainer, reference or "
+        "rollout",
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "override", "line"),
+    [
+        (
+            "[policy-trainer, rollout]",
+            "staleness=1",
+            "--set staleness=1: staleness: 1: a colocated rollout cannot run ahead of the trainer, set 0",
+        ),
+        (
+            "[reference, rollout]",
+            "services.rollout.in_flight=keep",
+            "--set services.rollout.in_flight=keep: services.rollout.in_flight: keep: a colocated engine sleeps while "
+            "weights are made, use wait",
+        ),
+        (
+            "[policy-trainer, rollout]",
+            "services.rollout.engine=vllm",
+            "--set services.rollout.engine=vllm: services.rollout.engine: vllm cannot give its memory back on a CPU, "
+            "colocate it on GPUs or use transformers",
+        ),
+        (
+            "[policy-trainer, rollout]",
+            "services.policy-trainer.gpus=1",
+            "t.yaml:24: services.rollout.gpus: rollout takes 0 GPUs and policy-trainer, which is colocated, 1; use the "
+            "same number",
+        ),
+        ("[rollout]", "run.seed=1", "t.yaml:28: placement.colocate: rollout alone shares nothing, name two services"),
+        (
+            "[rollout, policy-trainer, rollout]",
+            "run.seed=1",
+            "t.yaml:28: placement.colocate.2: rollout is named twice, remove one",
+        ),
+        (
+            "[policy-trainer, reference]",
+            "algorithm.kl.coef=0",
+            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0, leave it out",
+        ),
+    ],
+)
+def test_colocation_that_cannot_be_is_one_line_with_its_place(
+    folder: Path, names: str, override: str, line: str
+) -> None:
+    path = write(folder, f"{BASE}placement: {{colocate: {names}}}\n")
+    overrides = [override] if override.startswith("staleness") else [override, "staleness=0"]
+    found = problems(path, *overrides)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_all_three_services_may_take_turns(folder: Path) -> None:
+    path = write(folder, f"{BASE}placement: {{colocate: [policy-trainer, reference, rollout]}}\n")
+    loaded = load(path, ["staleness=0"])
+    assert loaded.colocated_services == {"policy-trainer-worker", "reference", "rollout"}
 
 
 def test_more_gpus_than_a_host_has_are_named_unless_colocated(folder: Path) -> None:
@@ -319,6 +375,8 @@ def test_more_gpus_than_a_host_has_are_named_unless_colocated(folder: Path) -> N
         ("algorithm.filter_zero_variance.max_refill=1", "algorithm.filter_zero_variance"),
         ("consume=completion", "consume"),
         ("services.rollout.engine=vllm", "services.rollout.engine"),
+        ("services.policy-trainer.backend=megatron", "services.policy-trainer.backend"),
+        ("services.policy-trainer.gpus=1", "services.policy-trainer.gpus"),
     ],
 )
 def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, override: str, place: str) -> None:

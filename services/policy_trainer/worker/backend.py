@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from proto.tensors import Array
 from services.policy_trainer.layout import Place
@@ -84,6 +84,11 @@ class Backend(Protocol):
     """A model in training. Constructors take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
 
     place: Place
+
+    @property
+    def model(self) -> nn.Module:
+        """What is called once a micro-batch."""
+        ...
 
     @property
     def parameters(self) -> int:

@@ -32,9 +32,9 @@ from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.residency import Part
 from services.policy_trainer.worker.shards import Shards
-from services.policy_trainer.worker.shelf import Shelf, own_storages
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
+from shared.model.shelf import Shelf, own_storages
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer

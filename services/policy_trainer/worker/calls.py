@@ -6,6 +6,7 @@ A call can fail alone only before the ranks have met; from there on all of them 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,10 @@ from proto.tensors import Array
 from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
 from services.policy_trainer.layout import Place
 from services.policy_trainer.worker import samples
+from services.policy_trainer.worker.devices import Devices
 from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
-from services.policy_trainer.worker.residency import Part, Residency, parts_named
+from services.policy_trainer.worker.residency import NEEDS, Part, parts_named
+from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
@@ -58,8 +61,9 @@ class Calls:
         group: Group,
         data: DataClient,
         compute: ThreadPoolExecutor,
+        service: Service,
     ) -> None:
-        """`compute`: the one thread that owns model, device and collectives."""
+        """`compute`: the one thread that owns model, device and collectives; `service`: who takes turns on devices."""
         self.step = -1
         self.dirty = False
         self._run = run
@@ -73,10 +77,12 @@ class Calls:
         self._canaries: Canaries
         self._earlier: EarlierVersions
         self._own_loss: PolicyLoss | None = None
-        self._loaded = False
         self._pristine = True
         """The weights are those of the model directory, with fresh optimizer state."""
-        self._residency = Residency()
+        self._service = service
+        self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
+        self.progress = 0
+        """Micro-batches and calls done; the compute thread counts."""
         self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
         self._putting: asyncio.Future[Any] | None = None
         """Weights on their way into a store: no optimizer step before they are there."""
@@ -87,8 +93,11 @@ class Calls:
 
     async def load(self) -> None:
         """Open the process group and load the model, on the compute thread. Raises RpcError, GroupEnded."""
+        if self._service.NAME in self._topology.colocated_services:
+            self.devices.share(self._service)
+        await self.devices.room()
         await self._together("load", self._load)
-        self._loaded = True
+        self.devices.loaded(self._backend)
 
     def _load(self) -> None:
         # imported on the compute thread, so that the mailbox answers during the seconds it takes
@@ -103,6 +112,7 @@ class Calls:
             require_deterministic_algorithms()
         self._earlier = EarlierVersions(self._topology.staleness if deterministic else 0)
         self._backend = make_backend(self._run, self._topology, self._place, self._group.generation)
+        self._backend.model.register_forward_hook(lambda *_: self._advance())
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
         self._canaries = Canaries(self._backend, Path(policy.model), policy.dtype, self._topology.run.seed)
@@ -112,14 +122,12 @@ class Calls:
         if self._saving:
             await asyncio.wait(self._saving)
         self.forget_prefetched()
+        shutil.rmtree(self._run.path / "offloaded" / f"rank-{self._place.rank}", ignore_errors=True)
         self._data.close()
         self._writer.shutdown(wait=False)
 
-    async def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
-        if self._loaded:
-            await self._on_compute_thread(self._backend.drop_gradients)
-            self._residency.backload(frozenset({"gradients"}))
+    def _advance(self) -> None:
+        self.progress += 1
 
     async def run(self, request: WorkerRequest, call: Call) -> Message | Deferred:
         """Do `request`: its answer, or DEFERRED when it is answered later. Raises RpcError, GroupEnded."""
@@ -137,7 +145,12 @@ class Calls:
     # ---- threads and ranks
 
     async def _on_compute_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        def counted() -> T:
+            result = work()
+            self._advance()
+            return result
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, counted)
 
     async def _ready(self, request: WorkerRequest, preparation: Awaitable[T]) -> T:
         """The result of `preparation` once every rank has its own, and what the call needs is on the device.
@@ -151,10 +164,13 @@ class Calls:
             await self._group.meet(name, str(error))
             raise
         await self._group.meet(name)
-        missing = self._residency.before(type(request))
-        if missing:
-            await self._on_compute_thread(lambda: self._backend.backload(missing))
+        await self.devices.bring(self._needs(request))
         return prepared
+
+    def _needs(self, request: WorkerRequest) -> frozenset[Part]:
+        if isinstance(request, messages.InitModel) and self._pristine:  # only deterministic mode reads the weights
+            return NEEDS[messages.Forward] if self._topology.run.deterministic else frozenset()
+        return NEEDS[type(request)]
 
     async def _together(self, name: str, work: Callable[[], T]) -> T:
         """Run collective `work`, which every rank has begun. An RpcError is raised on all ranks alike (`Backend`)."""
@@ -211,6 +227,7 @@ class Calls:
             self.dirty = True
             await self._together("InitModel", self._backend.restart)
             self._pristine = True
+            self.devices.renewed()
         await self._together("InitModel", lambda: self._record(0))
         return self._standing_at(0)
 
@@ -231,6 +248,7 @@ class Calls:
             self._record(request.step)
 
         await self._together("LoadCheckpoint", work)
+        self.devices.renewed()
         return self._standing_at(request.step)
 
     def _record(self, step: int) -> None:
@@ -240,7 +258,6 @@ class Calls:
 
     def _standing_at(self, step: int) -> messages.WorkerReady:
         self.step, self.dirty = step, False
-        self._residency.forget()
         return messages.WorkerReady(step=step, parameters=self._backend.parameters)
 
     async def _forward(self, request: messages.Forward, _: Call) -> Message:
@@ -423,9 +440,7 @@ class Calls:
 
         parts = await self._ready(request, named())
         away = request.to == "host"
-        moving = self._residency.offload(parts) if away else self._residency.backload(parts)
-        work = self._backend.offload if away else self._backend.backload
-        nbytes = await self._together("Move", lambda: work(moving))
+        nbytes = await (self.devices.send_away(parts) if away else self.devices.bring(parts))
         return messages.Moved(nbytes=nbytes, seconds=time.perf_counter() - began)
 
     def _must_stand_at(self, step: int, what: str) -> None:

@@ -69,6 +69,11 @@ class Lane:
         self.done += 1
         return self._waiting.pop(self.done)
 
+    @property
+    def followed(self) -> bool:
+        """Whether the next call in order is here already."""
+        return self.done + 1 in self._waiting
+
     def fail(self, cause: str, *, epoch: int) -> None:
         """A call begun in `epoch` failed: refuse what was sent after it, until the driver takes over again."""
         if epoch != self.epoch:

@@ -41,10 +41,6 @@ class Residency:
     def __init__(self) -> None:
         self.on_host: frozenset[Part] = frozenset()
 
-    def before(self, call: type[WorkerRequest]) -> frozenset[Part]:
-        """Parts to bring back before `call`; they count as being on the device from here on."""
-        return self.backload(NEEDS[call])
-
     def offload(self, parts: frozenset[Part]) -> frozenset[Part]:
         """Those of `parts` that are still on the device, to be taken off; they count as being on the host."""
         moving = parts - self.on_host

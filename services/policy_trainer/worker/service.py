@@ -47,7 +47,8 @@ class PolicyTrainerWorker(Service):
         self._lane = Lane()
         self._compute = ThreadPoolExecutor(1, "compute")
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
-        self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute)
+        self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
+        self.progress = lambda: self._calls.progress
         self._running = asyncio.Lock()
         for kind in RUNNERS:
             self.mailbox.handle(kind, self._queue)
@@ -107,6 +108,7 @@ class PolicyTrainerWorker(Service):
                 else:
                     if isinstance(answer, Message):
                         call.reply(answer)
+                self._calls.devices.after(request, followed=self._lane.followed)
 
     async def drain(self) -> None:
         """A checkpoint being written is finished; a computation is not waited for."""
@@ -127,7 +129,7 @@ class PolicyTrainerWorker(Service):
         with suppress(RpcError):  # an ended group shows in what is answered below, or ends this process
             await self._group.withdraw("a driver takes over")
         async with self._running:
-            await self._calls.drop_gradients()
+            await self._calls.devices.drop_gradients()
             if self._lane.driver != request.driver:
                 raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced meanwhile; it must end")
             return messages.WorkerState(

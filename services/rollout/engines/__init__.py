@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from shared.topology.services import Rollout
 
 
-def make_engine(settings: Rollout, *, model: Path, dtype: str, deterministic: bool) -> Engine:
-    """The engine of `services.rollout`, not yet started.
+def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: float, deterministic: bool) -> Engine:
+    """The engine of `services.rollout`, not yet started. `temperature`: of training.
 
-    Raises RpcError(bad_request) for an unknown name, and for arguments that the engine does not take.
+    Raises RpcError(bad_request) for arguments that the engine does not take.
     """
-    name, threads, engine_args = settings.engine, settings.threads or 1, settings.engine_args
-    if name == "vllm":
+    threads = settings.threads or 1
+    if settings.engine == "vllm":
         from services.rollout.engines.vllm_engine import VllmEngine
 
         return VllmEngine(
@@ -27,20 +27,26 @@ def make_engine(settings: Rollout, *, model: Path, dtype: str, deterministic: bo
             dtype=dtype,
             threads=threads,
             deterministic=deterministic,
-            engine_args=engine_args,
+            engine_args=settings.engine_args,
             tensor_parallel=settings.parallel.tp,
             in_flight=settings.in_flight,
         )
-    if engine_args:
+    if settings.engine == "openai":
+        from services.rollout.engines.openai_engine import OpenAIEngine, api_key
+
+        return OpenAIEngine(
+            model=model,
+            dtype=dtype,
+            temperature=temperature,
+            engine_args=settings.engine_args,
+            api_key=api_key(str(settings.engine_args.get("api_key_env", ""))),
+        )
+    if settings.engine_args:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"services.rollout.engine_args: {', '.join(engine_args)}: the {name} engine takes none; remove them",
+            f"services.rollout.engine_args: {', '.join(settings.engine_args)}: the transformers engine takes none; "
+            "remove them",
         )
-    if name == "transformers":
-        from services.rollout.engines.transformers_engine import TransformersEngine
+    from services.rollout.engines.transformers_engine import TransformersEngine
 
-        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
-    raise RpcError(
-        ErrorCode.BAD_REQUEST,
-        f"rollout engine {name!r}: this build has transformers and vllm (services.rollout.engine)",
-    )
+    return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)

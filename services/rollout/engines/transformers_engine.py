@@ -10,20 +10,25 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.decode import Block, Ending
 from services.rollout.engines.weights import fitting
+from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.model.shelf import Released, give_back, own_storages, release, restore
+from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
 MAX_ROWS = 1024
@@ -42,6 +47,9 @@ class TransformersEngine:
         self._deterministic = deterministic
         self._compute = ComputeThread()
         self._model: Any = None
+        self._asleep: list[Released] = []
+        self._lost = False
+        """The weights' memory was given back, and nothing was set since."""
         self._swaps = 0
         self._progress = 0
         self._tokens = 0
@@ -69,15 +77,20 @@ class TransformersEngine:
         return await self._compute.run(lambda: self._generate(prompts, sampling, cancel))
 
     async def base_weights(self) -> dict[str, Array]:
-        return await self._compute.run(
-            lambda: {name: to_numpy(value.detach()) for name, value in named_weights(self._model).items()}
-        )
+        return await self._compute.run(self._base_weights)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
+
+    async def sleep(self) -> None:
+        await self._compute.run(self._sleep)
+
+    async def wake(self, parts: Parts) -> None:
+        if WEIGHTS in parts and self._asleep:  # a block makes its own room for keys and values, and gives it back
+            await self._compute.run(self._wake)
 
     async def pause(self) -> None:
         self._compute.pause()
@@ -97,19 +110,46 @@ class TransformersEngine:
 
     # ---- on the compute thread
 
+    def _base_weights(self) -> dict[str, Array]:
+        model = load_model(str(self._path), self._dtype) if self._lost else self._model
+        return {name: to_numpy(value.detach()) for name, value in named_weights(model).items()}
+
+    def _sleep(self) -> None:
+        """Parameters keep their identity and lose their memory; what is tied stays tied."""
+        if not self._asleep:
+            self._asleep = release(self._model.parameters())
+            self._lost = True
+        give_back()
+        self._progress += 1
+
+    def _wake(self) -> None:
+        restore(self._asleep)
+        self._asleep = []
+        self._progress += 1
+
+    def _must_have_weights(self) -> None:
+        if self._lost:
+            raise RpcError(
+                ErrorCode.INTERNAL, "engine transformers: asked to compute after a sleep, before its weights were set"
+            )
+
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
+        # As after a sleep: memory mapped from a file is aligned otherwise, which changes the last bits.
+        own_storages(self._model.parameters())
         self._progress += 1
 
     @torch.inference_mode()
     def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
     ) -> list[list[Generation]]:
+        self._must_have_weights()
         ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
         size = max(MAX_ROWS // sampling.samples, 1)
+        sampling = replace(sampling, block_rows=min(sampling.block_rows, size * sampling.samples))
         results: list[list[Generation]] = []
         started, swaps = time.perf_counter(), self._swaps
         for first in range(0, len(prompts), size):
@@ -140,9 +180,11 @@ class TransformersEngine:
             parameter.copy_(sources[name])
             self._progress += 1
         self._swaps += 1
+        self._lost = False
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
+        self._must_have_weights()
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)

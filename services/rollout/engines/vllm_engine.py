@@ -33,6 +33,7 @@ from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
+from shared.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -87,6 +88,7 @@ class VllmEngine:
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
+        self._awake = ENGINE
         self._requests = 0
         self._progress = 0
         self._tokens = 0
@@ -122,6 +124,19 @@ class VllmEngine:
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
+
+    async def sleep(self) -> None:
+        """Level 2: weights are dropped, not copied to the host; the next version comes from the trainer anyway."""
+        if self._awake:
+            self._awake = NOTHING
+            await self._compute.run(lambda: self._llm.sleep(level=2))
+
+    async def wake(self, parts: Parts) -> None:
+        """By vLLM's tags; what is awake must not be woken again."""
+        tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
+        if tags:
+            self._awake |= parts
+            await self._compute.run(lambda: self._llm.wake_up(tags=tags))
 
     async def pause(self) -> None:
         self._compute.pause()
@@ -171,6 +186,8 @@ class VllmEngine:
                 ErrorCode.BAD_REQUEST,
                 f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
             ) from error
+        if self._tensor_parallel > 1:
+            self._llm.collective_rpc("unname_shared_memory")
         self._llm.set_weight_version(str(self._swaps))
         self._progress += 1
 
@@ -224,7 +241,7 @@ class VllmEngine:
             while not all(name in self._finished for name in names):
                 before_step()
                 # Also those of a paused block in whose midst this runs.
-                self._finished |= {output.request_id: output for output in self._llm.step() if output.finished}
+                self._finished |= {output.request_id: output for output in self._step() if output.finished}
                 self._progress += 1
             return [self._finished[name] for name in names]
         except BaseException:
@@ -233,6 +250,20 @@ class VllmEngine:
         finally:
             for name in names:
                 self._finished.pop(name, None)
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._llm.step()
+        except (RuntimeError, TimeoutError) as error:
+            if self._tensor_parallel == 1:
+                raise
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); a rank that "
+                "was lost or ran out of memory ends the engine, it is started again",
+            ) from error
+        return outputs
 
     def _before_step(self, cancel: threading.Event) -> None:
         self._compute.before_step(cancel)

@@ -1,4 +1,5 @@
-"""What runs inside a vLLM worker: it replaces the model's weights. Must never import vLLM itself, nor trust a reload.
+"""What rlbus runs inside a vLLM worker: it replaces the model's weights, and tidies up. Must never import vLLM itself,
+nor trust a reload.
 
 vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
 """
@@ -6,10 +7,13 @@ vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it int
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
+
+_SHARED_MEMORY = "/dev/shm/vllm_dist_"
 
 
 class PolicyWeights:
@@ -17,6 +21,7 @@ class PolicyWeights:
 
     model_runner: Any
     reload_weights: Any
+    _policy_mark = ""
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
         """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
@@ -26,11 +31,29 @@ class PolicyWeights:
         self.reload_weights(weights_iterator=iter(weights.items()))
         return rebuild_tied_heads(self.model_runner.get_model())
 
-    def read_policy_weights(self, path: str) -> int:
+    def read_policy_weights(self, path: str, mark: str = "") -> int:
         """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
+        self._policy_mark = ""
         with safe_open(path, framework="pt") as file:
             self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
-        return rebuild_tied_heads(self.model_runner.get_model())
+        rebuilt = rebuild_tied_heads(self.model_runner.get_model())
+        self._policy_mark = mark
+        return rebuilt
+
+    def policy_mark(self) -> str:
+        """What the weights that are loaded were marked with; empty once this process is another."""
+        return self._policy_mark
+
+    def unname_shared_memory(self) -> list[str]:
+        """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it; returns them.
+
+        vLLM 0.32 removes them when a rank ends by itself: one that is killed leaves 8 MiB behind for good.
+        """
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        names = sorted({line.partition(_SHARED_MEMORY)[2] for line in lines if _SHARED_MEMORY in line})
+        for name in names:
+            Path(_SHARED_MEMORY + name).unlink(missing_ok=True)
+        return names
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:

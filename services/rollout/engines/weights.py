@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -74,19 +75,32 @@ def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     It has no name in any folder: it is gone with this process, however that ends, and with the last mapping of it.
     """
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
-        header: dict[str, dict[str, object]] = {}
-        end = 0
-        for name, tensor in tensors.items():
-            begin, end = end, end + tensor.nbytes
-            dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
+        _write_safetensors(file, tensors)
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+@contextmanager
+def folder_file(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[str]:
+    """As `memory_file`, in a folder that another machine or user sees too; removed in the end, but not by a kill."""
+    with tempfile.NamedTemporaryFile(prefix="policy-", suffix=".safetensors", dir=folder) as file:
+        os.fchmod(file.fileno(), 0o644)
+        _write_safetensors(file, tensors)
+        yield file.name
+
+
+def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    file.flush()
 
 
 def _shown(names: list[str]) -> str:

@@ -4,6 +4,8 @@ to the service's loop; must never run a user's code.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -44,6 +46,7 @@ class SampleCalls:
         self._version = version
         self._on_text = on_text
         self._calls = 0
+        self._giving_up: set[asyncio.Task[None]] = set()
         self.closed = ""
         """Why no more calls are taken; empty while they are."""
 
@@ -60,14 +63,38 @@ class SampleCalls:
         Raises ContextFull and WorkflowError.
         """
         self._check_open()
-        call: Call = await self._on_text(lambda: self.conversation.begin(messages, tools or None))
+        call = await self._begun(lambda: self.conversation.begin(messages, tools or None))
         return await self._sampled(call, max_new_tokens, stop)
 
     async def complete(self, prompt: str) -> Turn:
         """The policy's continuation of raw text. Raises like `chat`."""
         self._check_open()
-        call: Call = await self._on_text(lambda: self.conversation.begin_text(prompt))
+        call = await self._begun(lambda: self.conversation.begin_text(prompt))
         return await self._sampled(call, None, ())
+
+    async def _begun(self, begin: Callable[[], Call]) -> Call:
+        """What `begin` returns. A caller that goes away while the text thread is at it leaves no call behind."""
+        beginning: asyncio.Future[Call] = asyncio.ensure_future(self._on_text(begin))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(self._never_sampled)
+            raise
+
+    def _never_sampled(self, beginning: asyncio.Future[Call]) -> None:
+        if not beginning.cancelled() and beginning.exception() is None:
+            self._give_up(beginning.result())
+
+    def _give_up(self, call: Call) -> asyncio.Task[None]:
+        """Return the call's room, whoever is cancelled meanwhile."""
+
+        async def give_up() -> None:
+            await self._on_text(lambda: self.conversation.give_up(call))
+
+        task = asyncio.create_task(give_up())
+        self._giving_up.add(task)
+        task.add_done_callback(self._giving_up.discard)
+        return task
 
     async def _sampled(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         conversation = self.conversation
@@ -85,15 +112,23 @@ class SampleCalls:
             self._check_open()
             token_ids = generation.token_ids.tolist()
         except BaseException:
-            await self._on_text(lambda: conversation.give_up(call))
+            await asyncio.shield(self._give_up(call))
             raise
+        left = threading.Event()
 
         def end() -> str:
+            if left.is_set():
+                conversation.give_up(call)
+                return ""
             answer = self._prompts.completion(token_ids, sampling.stop)
             conversation.end(call, generation, self._version, answer)
             return answer
 
-        text: str = await self._on_text(end)
+        try:
+            text: str = await asyncio.shield(asyncio.ensure_future(self._on_text(end)))
+        except asyncio.CancelledError:
+            left.set()
+            raise
         return Turn(
             text=text,
             token_ids=token_ids,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
@@ -38,9 +38,9 @@ from services.policy_trainer.worker.megatron.groups import Groups
 from services.policy_trainer.worker.megatron.model import Packed, PackedGPT, transformer_config
 from services.policy_trainer.worker.megatron.trained import Trained
 from services.policy_trainer.worker.residency import Part
-from services.policy_trainer.worker.shelf import Shelf
 from shared.model import attention, context, tree
 from shared.model.logprobs import Entropy, Scores
+from shared.model.shelf import Shelf
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
@@ -101,6 +101,12 @@ class MegatronBackend:
     @property
     def parameters(self) -> int:
         return self._converter.elements
+
+    @property
+    def model(self) -> nn.Module:
+        """Megatron's wrapper around this rank's pieces."""
+        wrapped: nn.Module = self._trained.model
+        return wrapped
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Keeps tensors off the device, bit for bit, and gives their memory back while they are there.
+"""Keeps tensors off the device, bit for bit, and gives their memory back while they are there; or gives it back alone.
 
 On CUDA the shelf is host memory; on a CPU-only machine, where device and host are the same memory, it is a file, so
 that memory really falls. Must never change which tensor objects a model or optimizer holds: their storage is emptied
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ from torch.distributed.tensor import DTensor
 class Shelf:
     """One set of tensors that is either on the device or on the shelf. Compute thread only."""
 
-    def __init__(self, file: Path) -> None:
-        """`file`: where the bytes of CPU tensors go; its folder is made when needed."""
+    def __init__(self, file: Path, content: Literal["changes", "frozen"] = "changes") -> None:
+        """`file`: where the bytes of CPU tensors go; its folder is made when needed. Frozen ones are written once."""
         self._file = file
+        self._content = content
+        self._written = False
         self._stored: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     @property
@@ -39,11 +43,12 @@ class Shelf:
             if storage.nbytes() and storage.data_ptr() not in storages:
                 storages[storage.data_ptr()] = storage
         on_cpu = [each for each in storages.values() if each.device.type == "cpu"]
-        if on_cpu:
+        if on_cpu and not self._written:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("wb") as file:
                 for storage in on_cpu:
                     file.write(_bytes(storage))
+            self._written = self._content == "frozen"
         for storage in storages.values():
             size = storage.nbytes()
             copy = None
@@ -54,7 +59,7 @@ class Shelf:
         for storage, _, _ in self._stored:
             storage.resize_(0)
         if on_cpu:
-            _give_back()
+            give_back()
         return sum(size for _, size, _ in self._stored)
 
     def take(self) -> int:
@@ -67,7 +72,8 @@ class Shelf:
                     storage.resize_(size)
                     if file.readinto(_bytes(storage)) != size:
                         raise OSError(f"{self._file}: shorter than what was put there")
-            self._file.unlink()
+            if not self._written:
+                self._file.unlink()
         for storage, size, copy in self._stored:
             if copy is not None:
                 storage.resize_(size)
@@ -76,8 +82,42 @@ class Shelf:
         self._stored = []
         return moved
 
+    def remove(self) -> None:
+        """The end: nobody takes what is here any more."""
+        self._file.unlink(missing_ok=True)
 
-def _give_back() -> None:
+
+@dataclass(frozen=True)
+class Released:
+    """Tensors that shared one memory, and what it was."""
+
+    tensors: list[Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def release(tensors: Iterable[Tensor]) -> list[Released]:
+    """Let go of the memory of `tensors`, values and all; those that share one (tied weights) share one again later."""
+    found: dict[tuple[int, torch.Size], Released] = {}
+    for tensor in tensors:
+        key = (tensor.data_ptr(), tensor.shape)
+        found.setdefault(key, Released([], tensor.shape, tensor.dtype, tensor.device)).tensors.append(tensor)
+    for each in found.values():
+        for tensor in each.tensors:
+            tensor.data = torch.empty(0, dtype=each.dtype, device=each.device)
+    return list(found.values())
+
+
+def restore(released: Iterable[Released]) -> None:
+    """Memory again for what `release` returned, with anything in it."""
+    for each in released:
+        data = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        for tensor in each.tensors:
+            tensor.data = data
+
+
+def give_back() -> None:
     """Have the allocator return what is free to the system; glibc keeps pieces below 32 MiB otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none, and need none
     if trim is not None:

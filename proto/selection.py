@@ -1,0 +1,68 @@
+"""Where the shards of many tasks lie in one block file, found for all of them at once. It never touches data.
+
+Uses the insides of `proto.blockfile`, as `proto.excerpt` does: a call per shard costs more than reading most shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from proto.blockfile import _ITEMSIZES, Table
+from proto.tensors import Array
+
+
+class Selection(NamedTuple):
+    """Some rows of a table, those of one task together; entry i of each list is row i."""
+
+    counts: list[int]
+    """Rows of each task asked for, in that order."""
+    names: list[str]
+    codes: list[int]
+    first: list[int]
+    """Begin of the data in elements of its own type: offsets are multiples of 64, item sizes divide that."""
+    end: list[int]
+    shapes: dict[int, tuple[int, ...]]
+    """Row -> shape, where that is not (end - first,)."""
+
+
+def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
+    """The shards `keys` (None: all) that these tasks (by index) have; in the order of `keys`, or of the file."""
+    where = np.asarray(tasks, np.int64)
+    begins = table._starts[where]
+    counts = table._starts[where + 1] - begins
+    owner = np.repeat(np.arange(len(where)), counts)
+    picked = np.arange(len(owner)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+    if keys is not None:
+        place = {key: at for at, key in reversed(list(enumerate(keys)))}
+        rank = np.array([place.get(key, -1) for key in table.keys], np.int64)[table._rows["key"][picked]]
+        wanted = np.flatnonzero(rank >= 0)
+        wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
+        picked, owner = picked[wanted], owner[wanted]
+        counts = np.bincount(owner, minlength=len(where))
+    rows = table._rows[picked]
+    sizes = _ITEMSIZES[rows["dtype"]]
+    first = rows["offset"].astype(np.int64) // sizes
+    names = table.keys
+    return Selection(
+        counts.tolist(),
+        [names[number] for number in rows["key"].tolist()],
+        rows["dtype"].tolist(),
+        first.tolist(),
+        (first + rows["nbytes"].astype(np.int64) // sizes).tolist(),
+        _shapes(table, picked, rows["ndim"]),
+    )
+
+
+def _shapes(table: Table, picked: Array, ndim: Array) -> dict[int, tuple[int, ...]]:
+    odd = np.flatnonzero(ndim != 1)
+    if not len(odd):
+        return {}
+    starts = table._dims_starts[picked[odd]].tolist()
+    dims = table._dims
+    return {
+        row: tuple(dims[start : start + n].tolist())
+        for row, start, n in zip(odd.tolist(), starts, ndim[odd].tolist(), strict=True)
+    }

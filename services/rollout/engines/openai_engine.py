@@ -1,0 +1,305 @@
+"""An inference server of OpenAI's completions interface as the rollout's engine. Must never sample from a server whose
+log-probs or weights were not proved, nor from one that somebody else has given other weights since.
+
+What the server must offer, beyond the interface itself; `start` and the drill name what is missing:
+  prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
+  log-probs of the distribution that was sampled from, and a way to take weights: vLLM's `/collective_rpc`, with rlbus's
+  worker extension. A vLLM 0.32 server with all of it:
+
+  VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
+      --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
+
+`/collective_rpc` lets whoever reaches the port call any method: it belongs on a loopback or private address.
+The weights go over as a safetensors file: in memory for a server of the same user on this machine, else in a folder
+that both see (`weights_directory`). One server serves one instance of one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from proto.messages import ErrorCode
+from proto.tensors import Array
+from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.http_client import HttpClient, Refused
+from services.rollout.engines.transformers_engine import eos_ids
+from services.rollout.engines.weights import Expected, expected_weights, fitting, folder_file, memory_file
+from shared.devices import Parts
+from shared.model.load import load_model, named_weights
+from shared.rpc.errors import RpcError
+from shared.tensors_torch import to_numpy
+
+STOP_S = 10.0
+SILENCE_S = 120.0
+"""The longest wait for a server's next bytes: loading weights, or a token of a busy server."""
+_CONNECTIONS = 64  # prompts that are sampled at the same time
+_POLL_S = 0.05
+_SEED_MASK = (1 << 62) - 1
+_LIKELIEST = 5
+_EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
+
+
+class OpenAIEngine:
+    """See `services.rollout.engine.Engine`. `progress` counts the events that the server sends."""
+
+    def __init__(
+        self, *, model: Path, dtype: str, temperature: float, engine_args: Mapping[str, Any], api_key: str = ""
+    ) -> None:
+        """`temperature`: of training, at which the server's log-probs are checked; `engine_args`: `base_url`, `model`
+        (the name it is served by; left out: the only one), `weights_directory`."""
+        self._path = model
+        self._dtype = dtype
+        self._temperature = temperature
+        self._served = str(engine_args.get("model", ""))
+        folder = engine_args.get("weights_directory")
+        self._folder = Path(folder) if folder else None
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._who = "engine openai"
+        self._http = HttpClient(str(engine_args["base_url"]), headers, self._who, SILENCE_S)
+        self._compute = ComputeThread()
+        self._expected: Expected = {}
+        self._eos_ids: list[int] = []
+        self._sizes = (0, 0)
+        self._mark = ""
+        self._progress = 0
+        self._tokens = 0
+        self._generate_s = 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @property
+    def vocab_size(self) -> int:
+        return self._sizes[0]
+
+    @property
+    def context_tokens(self) -> int:
+        return self._sizes[1]
+
+    async def start(self) -> None:
+        """Ask the server who it is, and for a token in two ways. Raises RpcError(bad_request) naming what it lacks."""
+        await self._compute.run(lambda: asyncio.run(self._start()))
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+    ) -> list[list[Generation]]:
+        return await self._compute.run(lambda: asyncio.run(self._generate(prompts, sampling, cancel)))
+
+    async def base_weights(self) -> dict[str, Array]:
+        """Of the model directory: the server's own cannot be read."""
+        return await self._compute.run(
+            lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
+        )
+
+    async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))
+
+    async def score(self, token_ids: Array) -> Array:
+        return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
+
+    async def sleep(self) -> None:
+        raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, it cannot be colocated")
+
+    async def wake(self, parts: Parts) -> None:
+        """The server's memory is its own and always there."""
+
+    async def pause(self) -> None:
+        self._compute.pause()
+
+    async def resume(self) -> None:
+        self._compute.resume()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "generated_tokens": float(self._tokens),
+            "decode_steps": float(self._progress),
+            "generate_s": self._generate_s,
+        }
+
+    async def stop(self) -> None:
+        await self._compute.stop(lambda: None, STOP_S)
+
+    # ---- on the compute thread, a loop for each piece of work
+
+    async def _start(self) -> None:
+        served = {each["id"]: each for each in (await self._http.get("/v1/models"))["data"]}
+        if not self._served and len(served) == 1:
+            self._served = next(iter(served))
+        if self._served not in served:
+            raise self._lacks(f"model {self._served or 'to choose'}", f"set model to one of {', '.join(served)}")
+        self._expected = expected_weights(self._path, self._dtype)
+        self._eos_ids = list(eos_ids(self._path))
+        config = json.loads((self._path / "config.json").read_text())
+        config = config.get("text_config", config)
+        positions = int(config["max_position_embeddings"])
+        self._sizes = int(config["vocab_size"]), int(served[self._served].get("max_model_len") or positions)
+        await self._check_logprobs()
+        await self._held_mark()
+
+    async def _check_logprobs(self) -> None:
+        """Between two tokens the log-probs differ by the difference of their logits over the temperature."""
+        gaps = []
+        for temperature in (1.0, self._temperature or 1.0):
+            body = self._body([1, 2, 3], temperature, 1) | {"logprobs": _LIKELIEST, "stream": False}
+            (choice,) = (await self._http.post("/v1/completions", body))["choices"]
+            if not choice.get("token_ids"):
+                raise self._lacks("return_token_ids", "use a server that returns token ids, as vLLM")
+            if not choice.get("logprobs") or not choice["logprobs"].get("top_logprobs"):
+                raise self._lacks("logprobs", "use a server that returns log-probs, as vLLM")
+            likeliest = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)
+            gaps.append(likeliest[0] - likeliest[_LIKELIEST - 1])
+        at_one, sampled = gaps
+        wanted = at_one / (self._temperature or 1.0)
+        if abs(sampled - wanted) > abs(sampled - at_one):
+            raise self._lacks(
+                f"log-probs at the sampling temperature {self._temperature:g} (it returns those at 1)",
+                "start it with --logprobs-mode processed_logprobs",
+            )
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+    ) -> list[list[Generation]]:
+        self._compute.before_step(cancel)
+        started = time.perf_counter()
+        room = asyncio.Semaphore(_CONNECTIONS)
+        tasks = [asyncio.create_task(self._group(prompt, sampling, room)) for prompt in prompts]
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                self._compute.before_step(cancel)
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()  # its connection closes, at which the server gives up the request
+            await asyncio.gather(*tasks, return_exceptions=True)
+        groups = [task.result() for task in tasks]
+        # Asked afterwards: whatever replaced the weights before or meanwhile took the mark away.
+        if await self._held_mark() != self._mark:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: the server no longer holds the weights it was given: it was started again, or another "
+                "run uses it; give every instance a server of its own",
+            )
+        self._generate_s += time.perf_counter() - started
+        self._tokens += sum(len(each.token_ids) for group in groups for each in group)
+        # Greedy samples of a group are equal, and are refused by vLLM.
+        return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
+
+    async def _group(self, prompt: Prompt, sampling: SamplingParams, room: asyncio.Semaphore) -> list[Generation]:
+        count = 1 if sampling.temperature == 0 else sampling.samples
+        body = self._body(prompt.token_ids, sampling.temperature, sampling.max_new_tokens) | {
+            "n": count,
+            "seed": xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
+            "stop_token_ids": self._eos_ids,
+            "stop": list(sampling.stop),
+            "logprobs": 0,  # of the sampled token
+            "stream": True,
+        }
+        token_ids: list[list[int]] = [[] for _ in range(count)]
+        logprobs: list[list[float]] = [[] for _ in range(count)]
+        reasons = [""] * count
+        async with room:
+            async for event in self._http.events("/v1/completions", body):
+                if "error" in event:
+                    raise RpcError(ErrorCode.INTERNAL, f"{self._who}: {str(event['error'])[:300]}")
+                self._progress += 1
+                for choice in event["choices"]:
+                    at = choice["index"]
+                    token_ids[at] += choice.get("token_ids") or []
+                    logprobs[at] += (choice.get("logprobs") or {}).get("token_logprobs") or []
+                    reasons[at] = choice.get("finish_reason") or reasons[at]
+        for at in range(count):
+            if reasons[at] not in ("stop", "length") or len(logprobs[at]) != len(token_ids[at]):
+                raise RpcError(
+                    ErrorCode.INTERNAL,
+                    f"{self._who}: sample {at} of {prompt.name} ended with {reasons[at] or 'no reason'}, "
+                    f"{len(token_ids[at])} tokens and {len(logprobs[at])} log-probs; see the server's log",
+                )
+        return [
+            Generation(np.array(ids, np.int32), np.array(values, np.float32), reason)
+            for ids, values, reason in zip(token_ids, logprobs, reasons, strict=True)
+        ]
+
+    async def _set_weights(self, weights: Mapping[str, Array]) -> None:
+        tensors = fitting(self._expected, weights)
+        self._mark = secrets.token_hex(8)
+        with self._handed_over(tensors) as path:
+            await self._rpc("read_policy_weights", path, self._mark)
+        self._progress += 1
+        answer = await self._http.post("/reset_prefix_cache", {})
+        if not answer["success"]:
+            raise RpcError(
+                ErrorCode.CONFLICT, f"{self._who}: its prefix cache cannot be emptied, others have requests running"
+            )
+
+    def _handed_over(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[str]:
+        return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)
+
+    async def _score(self, token_ids: Array) -> Array:
+        # One token is sampled because a server may insist on one; it is thrown away.
+        body = self._body(token_ids.tolist(), 1.0, 1) | {"echo": True, "logprobs": 0, "stream": False}
+        (choice,) = (await self._http.post("/v1/completions", body))["choices"]
+        self._progress += 1
+        said = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if len(said) < len(token_ids):
+            raise self._lacks("echo with the prompt's log-probs", "use a server that has it, as vLLM")
+        return np.array(said[1 : len(token_ids)], np.float32)
+
+    async def _held_mark(self) -> str:
+        """Of the server's weights; all ranks must agree."""
+        marks = set(await self._rpc("policy_mark"))
+        return str(marks.pop()) if len(marks) == 1 else ""
+
+    async def _rpc(self, method: str, *args: str) -> list[Any]:
+        remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {_EXTENSION}"
+        try:
+            answer = await self._http.post("/collective_rpc", {"method": method, "args": list(args)})
+        except Refused as refused:
+            if refused.status == 404:
+                raise self._lacks("/collective_rpc to take weights", remedy) from None
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{refused}; {remedy}, and see its log") from None
+        results: list[Any] = answer["results"]
+        return results
+
+    def _body(self, token_ids: Sequence[int], temperature: float, max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._served,
+            "prompt": list(token_ids),
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            # A server may have other defaults, of the model's generation config.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+    def _lacks(self, what: str, remedy: str) -> RpcError:
+        return RpcError(ErrorCode.BAD_REQUEST, f"{self._who}: the server lacks {what}; {remedy}")
+
+
+def api_key(variable: str) -> str:
+    """The key in an environment variable, which a topology names so that no file holds it."""
+    if variable and variable not in os.environ:
+        key = "services.rollout.engine_args.api_key_env"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: no variable {variable} is set, export it")
+    return os.environ.get(variable, "") if variable else ""

@@ -1,0 +1,72 @@
+"""Whether the services of `placement.colocate` can take turns on the same devices. Never looks at the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shared.topology.problem import Path
+from shared.topology.schema import Topology
+from shared.topology.services import DEVICE_SERVICE, Placed
+
+Found = Iterator[tuple[Path, str]]
+
+_COLOCATE = ("placement", "colocate")
+
+
+def check(topology: Topology) -> Found:
+    """Names that share nothing, places that differ, and what a rollout cannot do between turns."""
+    names = topology.placement.colocate
+    if not names:
+        return
+    for index, name in enumerate(names):
+        if name not in DEVICE_SERVICE:
+            message = f"{name!r} is no service with devices, use policy-trainer, reference or rollout"
+            yield (*_COLOCATE, index), message
+        elif name in names[:index]:
+            yield (*_COLOCATE, index), f"{name} is named twice, remove one"
+        elif name == "reference" and not topology.needs_reference:
+            yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0, leave it out"
+    if len(names) == 1:
+        yield _COLOCATE, f"{names[0]} alone shares nothing, name two services or leave it out"
+    yield from _places(topology)
+    if "rollout" in names:
+        yield from _rollout(topology)
+
+
+def _places(topology: Topology) -> Found:
+    services = topology.services
+    known: Mapping[str, Placed | None] = {
+        "policy-trainer": services.policy_trainer,
+        "reference": services.reference,
+        "rollout": services.rollout,
+    }
+    placed = [(name, service) for name in topology.placement.colocate if (service := known.get(name)) is not None]
+    for name, service in placed[1:]:
+        first, other = placed[0]
+        if service.host != other.host:
+            message = f"{service.host or 'this machine'}, but {first}, which is colocated, is on "
+            yield ("services", name, "host"), f"{message}{other.host or 'this machine'}; use one host"
+        mine, theirs = _devices(topology, name, service), _devices(topology, first, other)
+        if mine != theirs:
+            message = f"{name} takes {mine} GPUs and {first}, which is colocated, {theirs}; use the same number"
+            yield ("services", name, "gpus"), message
+
+
+def _devices(topology: Topology, name: str, service: Placed) -> int:
+    return service.gpus * (topology.services.rollout.instances if name == "rollout" else 1)
+
+
+def _rollout(topology: Topology) -> Found:
+    rollout = topology.services.rollout
+    if topology.staleness:
+        message = f"{topology.staleness}: a colocated rollout cannot run ahead of the trainer, set 0"
+        yield ("staleness",), message
+    if rollout.in_flight != "wait":
+        message = f"{rollout.in_flight}: a colocated engine sleeps while weights are made, use wait"
+        yield ("services", "rollout", "in_flight"), message
+    if rollout.engine == "openai":
+        message = "a server of its own keeps its memory, colocate vllm or transformers"
+        yield ("services", "rollout", "engine"), message
+    if rollout.engine == "vllm" and not rollout.gpus:
+        message = "vllm cannot give its memory back on a CPU, colocate it on GPUs or use transformers"
+        yield ("services", "rollout", "engine"), message

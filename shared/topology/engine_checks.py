@@ -1,0 +1,62 @@
+"""What the engine of a topology cannot do. Never asks an engine, never imports one.
+
+A check yields `(path, message)`, as in `checks`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from shared.topology.problem import Path
+from shared.topology.schema import Topology
+
+SERVED_TEMPERATURE = 2.0
+"""The highest that vLLM and servers of OpenAI's interface take."""
+_SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
+Found = Iterator[tuple[Path, str]]
+
+
+def check(topology: Topology) -> Found:
+    """What the chosen engine cannot do, or would ignore."""
+    rollout = topology.services.rollout
+    if rollout.engine_args and rollout.engine == "transformers":
+        names = ", ".join(rollout.engine_args)
+        yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
+    if rollout.parallel.tp > 1 and rollout.engine != "vllm":
+        message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
+        yield ("services", "rollout", "parallel", "tp"), message
+    hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
+        ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
+    }
+    for path, temperature in hottest.items():
+        if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:
+            yield path, f"{temperature} is more than {rollout.engine} samples at, use at most {SERVED_TEMPERATURE}"
+    if rollout.engine == "openai":
+        yield from _server(topology)
+    if rollout.in_flight != "wait" and rollout.engine == "openai":
+        message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
+        yield ("services", "rollout", "in_flight"), message
+    if rollout.in_flight == "recompute" and rollout.engine == "transformers":
+        yield ("services", "rollout", "in_flight"), "recompute is the vllm engine's, transformers knows keep; use keep"
+    if rollout.in_flight != "wait" and topology.workflow is not None:
+        message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
+        yield ("services", "rollout", "in_flight"), message
+
+
+def _server(topology: Topology) -> Found:
+    """What is said of a server that somebody else started."""
+    rollout, path = topology.services.rollout, ("services", "rollout", "engine_args")
+    if rollout.instances > 1:
+        message = f"{rollout.instances} would load their weights over one another's on one server, use 1"
+        yield ("services", "rollout", "instances"), message
+    if "base_url" not in rollout.engine_args:
+        yield path, "engine openai needs to know its server, set base_url, as http://127.0.0.1:8000"
+    for name, value in rollout.engine_args.items():
+        if name not in _SERVER_ARGUMENTS:
+            near = difflib.get_close_matches(name, _SERVER_ARGUMENTS, 1) or _SERVER_ARGUMENTS
+            yield (*path, name), f"engine openai takes no such argument, use {' or '.join(near)}"
+        elif not isinstance(value, str):
+            yield (*path, name), f"{value!r} is no text; engine openai's arguments are"
+        elif name == "base_url" and not value.startswith(("http://", "https://")):
+            yield (*path, name), f"{value!r} is no http address, use one as http://127.0.0.1:8000"

@@ -1,0 +1,201 @@
+"""What colocation saves and what it costs: peak memory of the node and seconds a step, beside separate placement.
+
+    python -m tests.bench.bench_colocate
+
+The same run twice, on a model of some 63 million parameters: placed apart (everybody keeps everything) and colocated
+(policy, reference and engine take turns). Memory is the sum over all processes of the run of their proportional set
+size (`/proc/<pid>/smaps_rollup`), which counts a shared page once, looked at some ten times a second; what lies in the
+run's shared memory and in nobody's map is not in it. On a CPU the devices' memory is the host's, so this is what stands
+for a GPU's memory. Libraries are most of a small process: the run of the quickstart's 0.8M model, apart, says how much,
+and the ratio above it is the one of the models' own memory.
+
+Both runs sample with the same versions and seeds: their losses are compared, and are to be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tests.integration.whole_cluster import Cluster, cluster
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
+TINY = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
+STEPS = 4
+SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+OVERRIDES = [
+    f"run.steps={STEPS}",
+    "staleness=0",
+    "data.eval={}",
+    "algorithm.tasks_per_step=8",
+    "algorithm.group_size=4",
+    "algorithm.num_iterations=2",
+    "services.policy-trainer.max_tokens_per_micro_batch=512",
+    "services.reference.max_tokens_per_micro_batch=512",
+    "services.batch-store.memory=2GiB",
+    "checkpoint.every=100",
+    "optimizer.lr=1e-5",
+]
+MODES = {"apart": [], "colocated": ["placement.colocate=[policy-trainer, reference, rollout]"]}
+LOOK_EVERY_S = 0.1
+LIMIT_S = 280.0
+MIB = 1 << 20
+
+
+@dataclass
+class Memory:
+    """Proportional set sizes of a run's processes, by service, at moments of the wall clock."""
+
+    looks: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+
+    def peak(self, until: float, since: float = 0.0) -> tuple[int, dict[str, int]]:
+        """Bytes of all processes at their highest, and of each then."""
+        within = [found for at, found in self.looks if since <= at <= until]
+        most = max(within, key=lambda found: sum(found.values()))
+        return sum(most.values()), most
+
+
+@dataclass
+class Result:
+    memory: Memory
+    rows: list[dict[str, float]]
+    phases: list[tuple[float, str]]
+    ready_at: float
+    last_step_at: float
+    """When the last step but one was committed: after it come the last checkpoint and the export."""
+
+
+def make_model(folder: Path) -> int:
+    """A Qwen3 of `SIZES` with the quickstart's tokenizer; returns its parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(TINY, folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention"] * SIZES["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps({**config, **SIZES}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    model.save_pretrained(folder)
+    return sum(each.numel() for each in model.parameters())
+
+
+@contextlib.contextmanager
+def watching(run: Cluster) -> Iterator[Memory]:
+    """Look at the run's processes until the end of the block, on a thread of its own."""
+    memory, over = Memory(), threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            found: dict[str, int] = defaultdict(int)
+            for process in psutil.Process(run.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error, OSError, StopIteration):
+                    command = process.cmdline()
+                    name = next((each for each in command if each.startswith("services.")), "other")
+                    found[name.removeprefix("services.")] += _pss_bytes(process.pid)
+            if found:
+                memory.looks.append((time.time(), dict(found)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield memory
+    finally:
+        over.set()
+        thread.join()
+
+
+def _pss_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def measure(model: Path, folder: Path, extra: list[str]) -> Result:
+    """One run from its start to its end."""
+    with (
+        cluster(QUICKSTART, folder, *OVERRIDES, f"policy.model={model}", *extra, limit_s=LIMIT_S) as run,
+        watching(run) as memory,
+    ):
+        run.wait_for("the first step", lambda: len(run.rows()) >= 1)
+        ready_at = time.time()
+        run.wait_for("the last step but one", lambda: len(run.rows()) >= STEPS - 1)
+        last_step_at = time.time()
+        status = run.end()
+        if status:
+            sys.exit(run.output())
+        phases = [(_seconds(line["timestamp"]), line["phase"]) for line in run.log("scheduler") if "phase" in line]
+        return Result(memory, run.rows(), phases, ready_at, last_step_at)
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def by_phase(result: Result) -> dict[str, int]:
+    """Peak bytes in each phase between the first step and the last but one; at the ends of a phase memory moves."""
+    peaks: dict[str, int] = {}
+    for at, found in result.memory.looks:
+        if result.ready_at <= at <= result.last_step_at:
+            phase = next((name for since, name in reversed(result.phases) if since <= at), "")
+            peaks[phase] = max(peaks.get(phase, 0), sum(found.values()))
+    return peaks
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        parameters = make_model(folder / "model")
+        print(f"model: {parameters / 1e6:.0f} M parameters, {parameters * 4 / MIB:.0f} MiB of float32")
+        print(f"load average before: {os.getloadavg()[0]:.1f}", flush=True)
+        results = {name: measure(folder / "model", folder / name, extra) for name, extra in MODES.items()}
+        tiny = measure(TINY, folder / "tiny", MODES["apart"])
+    apart, colocated = results["apart"], results["colocated"]
+    end = float("inf")
+    print(f"\n{'peak MiB, all processes':<44}{'apart':>9}{'colocated':>11}{'ratio':>8}")
+    line("whole run, with last checkpoint and export", apart.memory.peak(end)[0], colocated.memory.peak(end)[0])
+    steps = [each.memory.peak(each.last_step_at, each.ready_at) for each in (apart, colocated)]
+    line("between the first step and the last but one", steps[0][0], steps[1][0])
+    floor = tiny.memory.peak(tiny.last_step_at, tiny.ready_at)[0]
+    line("  the same, above a run of the 0.8M model", steps[0][0] - floor, steps[1][0] - floor)
+    for name in sorted(set(steps[0][1]) | set(steps[1][1])):
+        line(f"  of it, at that moment: {name}", steps[0][1].get(name, 0), steps[1][1].get(name, 0))
+    for phase, peak in sorted(by_phase(colocated).items(), key=lambda item: -item[1]):
+        print(f"{f'  colocated, while the phase is {phase!r}':<44}{'':>9}{peak / MIB:>11.0f}")
+    seconds = [statistics.median(row["time/step"] for row in each.rows[1:]) for each in (apart, colocated)]
+    print(f"\n{'seconds a step (median from the second on)':<44}{seconds[0]:>9.2f}{seconds[1]:>11.2f}", end="")
+    print(f"{seconds[1] / seconds[0]:>8.2f}")
+    keys = ("reward/mean", "loss/policy", "policy/grad_norm")
+    same = all(a[key] == b[key] for a, b in zip(apart.rows, colocated.rows, strict=True) for key in keys)
+    print(f"rewards, losses and gradient norms of all {len(apart.rows)} steps are {'equal' if same else 'DIFFERENT'}")
+
+
+def line(what: str, apart: int, colocated: int) -> None:
+    ratio = f"{colocated / apart:>8.2f}" if apart else ""
+    print(f"{what:<44}{apart / MIB:>9.0f}{colocated / MIB:>11.0f}{ratio}")
+
+
+if __name__ == "__main__":
+    main()

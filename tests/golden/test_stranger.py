@@ -1,0 +1,133 @@
+"""proto/SPEC.md is enough: a client written from it alone works with the real store, and ours reads what it wrote."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto.tensors import Array
+from shared.dataplane.client import TaskShards
+from shared.rundir import RunDir
+from shared.security import access, keys
+from shared.security.access import Access
+from shared.security.roles import Role
+from shared.stages import ROLLOUT
+from tests.integration.store_scheduler import REPOSITORY, STORE, bench_of, make_run
+
+FOLDER = Path(__file__).parent
+STRANGERS = ("stranger.py", "stranger_reads.py")
+OURS = {folder.name for folder in REPOSITORY.iterdir() if (folder / "__init__.py").exists()}
+CALL_S = 20.0
+LIMIT_S = 60.0
+
+
+def stranger(program: str, *arguments: str) -> None:
+    """Runs a program beside this file, from elsewhere and without this process's environment (-I)."""
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {[program, *arguments]!r}; "
+        f"runpy.run_path({str(FOLDER / program)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What passed between a stranger's rollout, our reference and a stranger's readers. Shards by key."""
+
+    put_by_stranger: dict[str, Array]
+    """What our reference got of the task that the stranger completed."""
+    put_by_ours: Array
+    """The reference's log-probs."""
+    mapped: Array
+    streamed: Array
+    """The same, as the stranger read them."""
+    done: int
+    """Samples of that task in the scheduler's journal, as the lease of the reference tells."""
+
+
+@pytest.fixture(scope="module")
+def exchange(tmp_path_factory: pytest.TempPathFactory) -> Exchange:
+    folder = tmp_path_factory.mktemp("stranger")
+    run = make_run(folder, store="memory: 64MiB")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        scheduler = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    endpoints = {"scheduler": scheduler, "supervisor": "tcp://127.0.0.1:1", "monitor": "tcp://127.0.0.1:1"}
+    access.write(folder / "access", Access(run.name, keys.load(run.keys, Role.SERVICE), endpoints))
+    return asyncio.run(_exchange(run, scheduler, folder))
+
+
+async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
+    doors = {"store": ("--listen", "tcp://127.0.0.1:0"), "scheduler": ("--listen", scheduler)}
+    async with bench_of(run, **doors) as here:
+        driver = await here.driver()
+        await driver.publish(0)
+        away = asyncio.to_thread
+        await away(stranger, "stranger.py", str(here.run.path), str(folder / "made.json"))
+        made = json.loads((folder / "made.json").read_text())
+        reference = await here.actor("reference")
+        grant = await reference.lease()
+        assert grant is not None
+        assert [(task.task_id, task.fence) for task in grant.batch.tasks] == [(made["task"], made["fence"])]
+        [found] = await reference.data.fetch(grant.batch, list(ROLLOUT.makes), deadline_s=CALL_S)
+        copied = {key: np.array(array) for key, array in found.items()}
+        logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # three chunks of a stream
+        shards = TaskShards(made["task"], made["fence"], {"ref_logprobs": logprobs})
+        await reference.data.put([shards], store=STORE, deadline_s=CALL_S)
+        which = (made["task"], str(made["fence"]), "ref_logprobs")
+        await away(stranger, "stranger_reads.py", "get", str(here.run.path), *which, str(folder / "mapped.npy"))
+        await away(
+            stranger, "stranger_reads.py", "stream", str(folder / "access"), *which, str(folder / "streamed.npy")
+        )
+        return Exchange(
+            copied, logprobs, np.load(folder / "mapped.npy"), np.load(folder / "streamed.npy"),
+            grant.batch.tasks[0].samples,
+        )  # fmt: skip
+
+
+def test_ours_works_on_with_what_the_stranger_put_and_completed(exchange: Exchange) -> None:
+    found = exchange.put_by_stranger
+    assert exchange.done == 2
+    np.testing.assert_array_equal(found["token_ids"], np.arange(1, 10, dtype=np.int32))
+    np.testing.assert_array_equal(found["lengths"], np.array([5, 4], np.int32))
+    mask = found["loss_mask"]
+    assert mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert found["rollout_logprobs"].tolist() == [-0.5 if each else 0.0 for each in mask]
+    assert {key: array.dtype.name for key, array in found.items()} == {
+        "token_ids": "int32", "lengths": "int32", "sample_index": "int32", "loss_mask": "uint8",
+        "rollout_logprobs": "float32", "versions": "int32",
+    }  # fmt: skip
+
+
+def test_the_stranger_maps_what_ours_put(exchange: Exchange) -> None:
+    np.testing.assert_array_equal(exchange.mapped, exchange.put_by_ours)
+
+
+def test_the_stranger_of_another_host_streams_what_ours_put(exchange: Exchange) -> None:
+    np.testing.assert_array_equal(exchange.streamed, exchange.put_by_ours)
+
+
+@pytest.mark.parametrize("program", STRANGERS)
+def test_the_stranger_knows_nothing_of_ours(program: str) -> None:
+    known = set(sys.stdlib_module_names) | {"zmq", "msgpack", "numpy", "xxhash", "cryptography", "stranger"}
+    imported = set()
+    for node in ast.walk(ast.parse((FOLDER / program).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level
+            imported.add((node.module or "").partition(".")[0])
+    assert {"proto", "shared", "services", "launch", "tests"} <= OURS
+    assert not imported & OURS
+    assert imported <= known

@@ -1,0 +1,364 @@
+"""Colocated processes that want, work, die and hang at any moment: nothing forbidden ever lies on the devices together,
+and everybody's work is done in the end.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
+from services.scheduler.devices import DeviceTurns
+from services.scheduler.events import Answer, Effect, Fail, KillProcess
+from shared.devices import (
+    FORBIDDEN,
+    GRADIENTS,
+    KV_CACHE,
+    NOTHING,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    WEIGHTS,
+    ForbiddenPair,
+    Holder,
+    Holding,
+    Ledger,
+    Parts,
+)
+from shared.rpc.errors import RpcError
+
+WORKER, SCORER, ENGINE = "policy-trainer-worker", "reference", "rollout"
+TURNS: dict[str, list[list[Parts]]] = {
+    WORKER: [
+        [frozenset({PARAMETERS})],
+        [frozenset({PARAMETERS}), frozenset({PARAMETERS, GRADIENTS}), frozenset({PARAMETERS, GRADIENTS, OPTIMIZER})],
+        [frozenset({PARAMETERS, OPTIMIZER})],
+    ],
+    SCORER: [[frozenset({REFERENCE})]],
+    ENGINE: [[frozenset({WEIGHTS}), frozenset({WEIGHTS, KV_CACHE})], [frozenset({WEIGHTS, KV_CACHE})]],
+}
+LIMIT_S = 5.0
+POLL_S = 20.0
+
+
+@dataclass
+class Process:
+    """One process with turns to take. `there`: what really lies on the device of it, also while it leaves."""
+
+    holder: Holder
+    turns: list[list[Parts]]
+    life: int
+    holding: Holding = field(default_factory=Holding)
+    stage: int = 0
+    progress: int = 0
+    registered: bool = False
+    sent: int = 0
+    answers: list[tuple[int, DeviceOrder]] = field(default_factory=list)
+    leaving: Parts = NOTHING
+    hung: bool = False
+
+    @property
+    def there(self) -> Parts:
+        return self.holding.holds
+
+
+class World:
+    """The turns, the processes and a supervisor, with messages that take any time and a scheduler that may restart."""
+
+    def __init__(self, seed: int, services: dict[str, int]) -> None:
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self.lives = 1
+        self.killed = 0
+        self.fair = False
+        """Everybody who does not hang gets on with it: then only who hangs may be killed."""
+        holders = [(service, i) for service, count in services.items() for i in range(count)]
+        self.limits = dict.fromkeys(holders, LIMIT_S)
+        self.turns = DeviceTurns(self.limits)
+        self.registry: dict[Holder, Register] = {}
+        self.processes = {
+            holder: Process(holder, [self.chance.choice(TURNS[holder[0]]) for _ in range(self.chance.randint(1, 4))], 1)
+            for holder in holders
+        }
+
+    # ---- what the scheduler is told
+
+    def send(self, process: Process) -> None:
+        """A report arrives, or a registration before it."""
+        if not process.registered:
+            request = Register(
+                service=process.holder[0],
+                instance=process.holder[1],
+                incarnation=process.life,
+                pid=process.life,
+                host="h",
+                endpoint="",
+            )
+            self.registry[process.holder] = request
+            self.turns.registered(request, self.now)
+            process.registered = True
+            return
+        own = process.holding
+        if process.sent == own.number or process.leaving:
+            return
+        process.sent = own.number
+        report = HoldDevices(
+            service=process.holder[0],
+            instance=process.holder[1],
+            incarnation=process.life,
+            number=own.number,
+            holds=sorted(own.holds),
+            using=sorted(own.using),
+            wants=sorted(own.wants),
+        )
+        self.turns.hold(report, (process.holder, process.life, own.number), self.now + POLL_S, self.now)
+
+    def beat(self, process: Process) -> None:
+        if process.registered and not process.hung:
+            self.turns.beat(
+                Heartbeat(
+                    service=process.holder[0],
+                    instance=process.holder[1],
+                    incarnation=process.life,
+                    state="READY",
+                    progress=process.progress,
+                ),
+                self.now,
+            )
+
+    def settle(self) -> None:
+        effects: list[Effect] = self.turns.settle(self.now)
+        for effect in effects:
+            match effect:
+                case Answer(ref, DeviceOrder() as order):
+                    holder, life, number = ref
+                    if self.processes[holder].life == life:
+                        self.processes[holder].answers.append((number, order))
+                case Fail(ref):
+                    holder, life, number = ref
+                    if self.processes[holder].life == life and self.processes[holder].sent == number:
+                        self.processes[holder].sent = 0  # asked again
+                case KillProcess():
+                    process = self.processes[effect.holder]
+                    if process.life == effect.incarnation:
+                        assert process.hung or not self.fair, f"{effect.holder} got further: {effect.cause}"
+                        self.killed += 1
+                        self.die(process)
+                    self.turns.gone(effect.holder, effect.incarnation)
+
+    # ---- what processes do
+
+    def act(self, process: Process) -> None:
+        """One step of a process's own: take an answer, finish leaving, work, or begin its next turn."""
+        own = process.holding
+        process.progress += 1
+        if process.leaving:
+            own.left(process.leaving)
+            process.leaving = NOTHING
+        elif process.answers:
+            number, order = process.answers.pop(0)
+            process.leaving = own.obey(number, frozenset(order.parts), granted=order.granted)
+        elif own.using and process.turns:
+            stages = process.turns[0]
+            if own.using >= stages[process.stage]:
+                process.stage += 1
+            if process.stage < len(stages):
+                own.want(stages[process.stage])
+            else:
+                process.turns.pop(0)
+                process.stage = 0
+                if not process.turns or self.chance.random() < 0.7:
+                    own.done()
+        elif process.turns and not own.wants:
+            own.want(process.turns[0][process.stage])
+        elif own.using:
+            own.done()
+
+    def die(self, process: Process) -> None:
+        """Its memory is gone with it; the next life begins the turn anew."""
+        self.lives += 1
+        self.processes[process.holder] = Process(process.holder, process.turns, self.lives)
+
+    def restart_scheduler(self) -> None:
+        self.turns = DeviceTurns(self.limits)
+        self.turns.begin(self.registry, self.now)
+        for process in self.processes.values():
+            process.answers.clear()
+            process.sent = 0  # an open call is sent again
+
+    def check(self) -> None:
+        there = [(process.holder, part) for process in self.processes.values() for part in process.there]
+        for holder, part in there:
+            for other, beside in there:
+                assert (part, beside) not in FORBIDDEN, f"{part} of {holder} beside {beside} of {other}"
+
+    def at_random(self, hurt: float) -> None:
+        process = self.chance.choice(list(self.processes.values()))
+        action = self.chance.random()
+        if action < hurt / 3:
+            self.die(process)
+        elif action < hurt * 2 / 3:
+            process.hung = True
+        elif action < hurt:
+            self.restart_scheduler()
+        elif action < hurt + 0.1:
+            self.pass_time()
+        elif not process.hung:
+            self.chance.choice((self.send, self.act))(process)
+        self.settle()
+        self.check()
+
+    def pass_time(self) -> None:
+        self.now += 1.0
+        for process in self.processes.values():
+            if not process.hung:
+                process.progress += 1 if process.holding.using or process.leaving else 0
+                self.beat(process)
+
+    def round(self) -> None:
+        for process in list(self.processes.values()):
+            if not process.hung:
+                self.send(process)
+                self.settle()
+                self.act(process)
+                self.check()
+        self.pass_time()
+        self.settle()
+        self.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    workers=st.integers(1, 3),
+    scorers=st.integers(0, 2),
+    engines=st.integers(0, 2),
+    hurt=st.sampled_from([0.0, 0.02, 0.1]),
+)
+def test_nothing_forbidden_lies_together_and_all_work_is_done(
+    seed: int, workers: int, scorers: int, engines: int, hurt: float
+) -> None:
+    world = World(seed, {WORKER: workers, SCORER: scorers, ENGINE: engines})
+    for _ in range(400):
+        world.at_random(hurt)
+    turns = sum(len(process.turns) for process in world.processes.values())
+    rounds = 0
+    while any(process.turns for process in world.processes.values() if not process.hung):
+        world.round()
+        rounds += 1
+        world.fair = rounds > LIMIT_S
+        assert rounds < 200 + 40 * turns, {p.holder: (p.turns, p.holding.__dict__) for p in world.processes.values()}
+
+
+def test_who_hangs_at_work_is_killed_and_who_hangs_idle_once_it_is_in_the_way() -> None:
+    world = World(0, {WORKER: 1, ENGINE: 1})
+    engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
+    worker.turns, engine.turns = [], [TURNS[ENGINE][0]]
+    while engine.turns or engine.sent != engine.holding.number:
+        world.round()
+    engine.hung = True  # idle, its weights still there
+    assert engine.there
+    for _ in range(50):
+        world.round()
+    assert world.killed == 0
+    worker.turns = [[frozenset({PARAMETERS, GRADIENTS})]]
+    for _ in range(30):
+        world.round()
+    assert world.killed == 1
+    assert not worker.turns
+    world.processes[(ENGINE, 0)].turns = [TURNS[ENGINE][1]]
+    while not world.processes[(ENGINE, 0)].holding.using:
+        world.round()
+    world.processes[(ENGINE, 0)].hung = True  # nobody waits, but its own work does
+    for _ in range(30):
+        world.round()
+    assert world.killed == 2
+    assert not world.processes[(ENGINE, 0)].turns
+
+
+@given(parts=st.lists(st.sampled_from([PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, KV_CACHE]), max_size=8))
+def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
+    ledger = Ledger()
+    there: set[str] = set()
+    for index, part in enumerate(parts):
+        wrong = [other for other in there if (part, other) in FORBIDDEN or (other, part) in FORBIDDEN]
+        if not wrong:
+            ledger.put(("p", index), frozenset({part}))
+            there.add(part)
+            continue
+        with pytest.raises(ForbiddenPair, match=f"{re.escape(part)} of p/{index} .* beside ({'|'.join(wrong)}) of p/"):
+            ledger.put(("p", index), frozenset({part}))
+    assert ledger.resident == there
+
+
+class Desk:
+    """Reports by hand, for what must hold in one exact situation."""
+
+    def __init__(self, *holders: Holder) -> None:
+        self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))
+        self.numbers = dict.fromkeys(holders, 0)
+        self.granted: list[Holder] = []
+        self.recalled: dict[Holder, Parts] = {}
+        for service, instance in holders:
+            self.turns.registered(
+                Register(service=service, instance=instance, incarnation=1, pid=1, host="h", endpoint=""), 0.0
+            )
+
+    def report(self, holder: Holder, holds: Set[str], *, using: Set[str] = NOTHING, wants: Set[str] = NOTHING) -> None:
+        self.numbers[holder] += 1
+        request = HoldDevices(
+            service=holder[0],
+            instance=holder[1],
+            incarnation=1,
+            number=self.numbers[holder],
+            holds=sorted(holds),
+            using=sorted(using),
+            wants=sorted(wants),
+        )
+        self.turns.hold(request, (holder, frozenset(holds)), POLL_S, 0.0)
+        for effect in self.turns.settle(0.0):
+            match effect:
+                case Answer((other, held), DeviceOrder() as order):
+                    if order.granted:
+                        self.granted.append(other)
+                    self.recalled[other] = held - frozenset(order.parts)
+
+
+RANK_0, RANK_1, SCORER_0, ENGINE_0 = (WORKER, 0), (WORKER, 1), (SCORER, 0), (ENGINE, 0)
+
+
+def test_a_later_one_does_not_overtake_who_waits_for_what_it_would_bar() -> None:
+    desk = Desk(RANK_0, SCORER_0, ENGINE_0)
+    desk.report(SCORER_0, set(), wants={REFERENCE})
+    desk.report(SCORER_0, {REFERENCE}, using={REFERENCE})
+    desk.report(ENGINE_0, set(), wants={WEIGHTS, KV_CACHE})
+    desk.report(RANK_0, set(), wants={PARAMETERS})  # goes beside the reference, but would bar the engine
+    assert desk.granted == [SCORER_0]
+    desk.report(SCORER_0, {REFERENCE})
+    assert desk.recalled[SCORER_0] == {REFERENCE}
+    desk.report(SCORER_0, set())
+    assert desk.granted == [SCORER_0, ENGINE_0]
+
+
+def test_a_rank_follows_the_one_that_waits_for_it_in_a_collective() -> None:
+    desk = Desk(RANK_0, RANK_1, ENGINE_0)
+    desk.report(ENGINE_0, set(), wants={WEIGHTS})
+    desk.report(ENGINE_0, {WEIGHTS}, using={WEIGHTS})
+    desk.report(RANK_0, set(), wants={PARAMETERS})
+    desk.report(RANK_0, {PARAMETERS}, using={PARAMETERS})
+    desk.report(ENGINE_0, {WEIGHTS}, wants={WEIGHTS, KV_CACHE})  # its service was first in the queue
+    desk.report(RANK_1, set(), wants={PARAMETERS})
+    assert desk.granted == [ENGINE_0, RANK_0, RANK_1]
+
+
+def test_a_report_of_what_may_not_be_there_is_refused_with_both_parts() -> None:
+    desk = Desk(RANK_0, ENGINE_0)
+    desk.report(RANK_0, {OPTIMIZER})
+    with pytest.raises(RpcError, match=r"engine\.weights of rollout/0 .* policy\.optimizer of policy-trainer-worker/0"):
+        desk.report(ENGINE_0, {WEIGHTS})
