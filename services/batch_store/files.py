@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +57,17 @@ class Found:
 class StoreFiles:
     """One directory in memory, and maybe one on disk, owned by one process at a time."""
 
-    def __init__(self, name: str, directory: Path, spill: Path | None = None) -> None:
-        """Raises RpcError(conflict) when another process serves the directory."""
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        spill: Path | None = None,
+        *,
+        on_retire: Callable[[str], None] = lambda path: None,
+    ) -> None:
+        """`on_retire`: is told each path that a file lost. Raises RpcError(conflict): another process serves this."""
         self._name = name
+        self._on_retire = on_retire
         self._directory = directory
         self._folders = [directory] if spill is None else [directory, spill]
         """By `Place`."""
@@ -180,6 +188,7 @@ class StoreFiles:
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
         os.rename(source, target)
+        self._on_retire(source)
         self._zombies[effect.target] = (target, descriptor)
 
     def reap(self) -> list[str]:

@@ -40,7 +40,7 @@ from services.batch_store.stream_source import pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.descriptors import raise_descriptor_limit
-from shared.dataplane.mapping import TableCache
+from shared.dataplane.mapping import MappingCache
 from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
@@ -75,7 +75,7 @@ class StoreService(Service):
         handle(GetInventory, self._inventory)
         handle(GetStoreStats, self._stats)
         self._clears = ClearLog(self.incarnation)
-        self._tables = TableCache()
+        self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=self.plain_streams(loaded))
         handle(OpenStream, self._open_stream)
         handle(GetCleared, self._cleared)
@@ -87,7 +87,7 @@ class StoreService(Service):
         """Take the directory first: its identity is part of the registration."""
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
-        self._files = StoreFiles(self.name, self.run.shm / folder, spill)
+        self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
         self._spiller = Spiller(self.name, self.index, self._files) if spill is not None else None
         return super().bind()
 
@@ -266,7 +266,7 @@ class StoreService(Service):
                     request.keys,
                     request.max_bytes,
                     self._streams.chunk_bytes,
-                    self._tables,
+                    self._mappings,
                 )
             except FileNotFoundError:
                 continue  # collected between the answer and the mapping; the index now says so

@@ -15,7 +15,7 @@ import xxhash
 from proto import excerpt
 from proto.excerpt import Excerpt, Pick
 from proto.messages import ErrorCode, Located, PutTask
-from shared.dataplane.mapping import SharedMapping, TableCache
+from shared.dataplane.mapping import MappingCache
 from shared.rpc.errors import RpcError
 
 
@@ -69,13 +69,13 @@ def pin(
     keys: Sequence[str],
     max_bytes: int,
     chunk_bytes: int,
-    cache: TableCache,
+    cache: MappingCache,
 ) -> StreamSource:
     """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
 
     Raises FileNotFoundError when a file was collected meanwhile (locate again), RpcError(missing) naming the shards.
     """
-    mappings = [SharedMapping(path, cache) for path in located.files]
+    mappings = [cache.get(path) for path in located.files]
     tables = [mapping.table for mapping in mappings]
     picks = [
         Pick(task.task_id, task.fence, [(place, tables[place].index[task.task_id, task.fence]) for place in places])

@@ -21,6 +21,7 @@ from proto.blockfile import Table
 from proto.tensors import Array
 
 CACHED_ROWS = 1 << 18
+CACHED_FILES = 1024
 
 
 def lock_named(path: str, flags: int) -> int | None:
@@ -77,6 +78,41 @@ class SharedMapping:
         """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
         self.data = _map_named(path, mmap.ACCESS_READ)
         self.table = cache.get(path, self.data)
+
+
+class MappingCache:
+    """Read-only mappings of the files that were read last, because half of what it costs to send a file is mapping it.
+
+    At most `CACHED_FILES`. Whoever retires a file must `drop` it here, or it is never deleted. Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables = TableCache()
+        self._mapped: OrderedDict[str, SharedMapping] = OrderedDict()
+
+    def get(self, path: str) -> SharedMapping:
+        """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
+        with self._lock:
+            mapping = self._mapped.get(path)
+            if mapping is not None:
+                self._mapped.move_to_end(path)
+                return mapping
+        mapping = SharedMapping(path, self._tables)
+        with self._lock:
+            self._mapped[path] = mapping
+            oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
+        del oldest  # outside of the lock: unmapping takes its time
+        if not os.path.exists(path):  # retired meanwhile, perhaps before it stood here
+            self.drop(path)
+            raise FileNotFoundError(path)
+        return mapping
+
+    def drop(self, path: str) -> None:
+        """The file has lost that name; streams that send it go on."""
+        with self._lock:
+            mapping = self._mapped.pop(path, None)
+        del mapping
 
 
 class BlockMapping:

@@ -37,7 +37,8 @@ STALLS = 3
 LINE_S = 10.0
 """A stream may wait so long behind others on a line that moves."""
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
-_BURST_BYTES = 8 << 20
+_BURST_BYTES = 2 << 20
+"""Then more is asked for: the store must not run dry meanwhile."""
 _TICK_S = 0.1
 _OUT_BYTES = 1 << 16
 

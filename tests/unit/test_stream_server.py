@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import select
 import socket
 import time
@@ -17,9 +19,12 @@ from proto.blockfile import Layout
 from proto.errors import WireError
 from proto.messages import ErrorCode, Located, PutTask, StreamOpened
 from services.batch_store import stream_server
+from services.batch_store.files import StoreFiles
+from services.batch_store.state import Retire
 from services.batch_store.stream_server import WINDOW_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource, pin
-from shared.dataplane.mapping import TableCache
+from shared.dataplane import mapping
+from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
 from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
@@ -35,7 +40,48 @@ def source(tmp_path: Path) -> StreamSource:
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
     located = Located(files=[str(tmp_path / "file")], places=[[0]])
-    return pin("s", located, [PutTask("train/0/0", 1)], [], 1 << 40, CHUNK, TableCache())
+    return pin("s", located, [PutTask("train/0/0", 1)], [], 1 << 40, CHUNK, MappingCache())
+
+
+def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
+    cache = MappingCache()
+    files = StoreFiles("store", tmp_path, on_retire=cache.drop)
+    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    descriptor = os.open(files.create("p", layout.file_bytes), os.O_RDWR)
+    write_block(descriptor, layout)
+    os.close(descriptor)
+    files.seal("p")
+    stream = cache.get(files.path("p.blk"))
+    assert cache.get(files.path("p.blk")) is stream
+    files.retire(Retire("p.blk", "p.zombie"))
+    assert files.reap() == []  # the stream still sends it
+    with pytest.raises(FileNotFoundError):
+        cache.get(files.path("p.blk"))
+    del stream
+    assert files.reap() == ["p.zombie"]
+    files.close()
+
+
+def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    with path.open("w+b") as file:
+        file.truncate(layout.file_bytes)
+        write_block(file.fileno(), layout)
+    cache = MappingCache()
+    made = mapping.SharedMapping
+
+    def retired_meanwhile(path: str, tables: mapping.TableCache) -> mapping.SharedMapping:
+        mapped = made(path, tables)
+        os.rename(path, f"{path}.zombie")
+        cache.drop(path)
+        return mapped
+
+    monkeypatch.setattr(mapping, "SharedMapping", retired_meanwhile)
+    with pytest.raises(FileNotFoundError):
+        cache.get(str(path))
+    with (tmp_path / "file.zombie").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
 
 
 @pytest.fixture(params=["sealed", "plain"])
