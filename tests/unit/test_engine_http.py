@@ -1,0 +1,89 @@
+"""What the client of an inference server makes of answers, whole, in pieces, cut and refused: a real socket each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.rollout.engines.http_client import HttpClient, Refused
+from shared.rpc.errors import RpcError
+
+
+def ask(pieces: Sequence[bytes], path: str = "/x", *, stream: bool, silence_s: float = 20.0) -> tuple[Any, bytes]:
+    """What the client returns for an answer that comes in `pieces`, and what it asked."""
+    asked = b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked = await reader.readuntil(b"\r\n\r\n")
+        asked += await reader.readexactly(int(asked.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if silence_s >= 1:
+            writer.close()
+        else:
+            await reader.read()  # until the client gives up
+            writer.close()
+
+    async def run() -> Any:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = HttpClient(f"http://127.0.0.1:{port}/base/", {"authorization": "Bearer k"}, "engine", silence_s)
+        async with server:
+            if stream:
+                return [each async for each in client.events(path, {"n": 1})]
+            return await client.post(path, {"n": 1})
+
+    return asyncio.run(run()), asked
+
+
+def whole(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def chunked(*parts: bytes) -> list[bytes]:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    return [head, *(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)]
+
+
+def test_an_answer_is_decoded_and_the_path_is_below_the_base_url() -> None:
+    answer, asked = ask([whole(b'{"a": [1]}')], stream=False)
+    assert answer == {"a": [1]}
+    assert asked.startswith(b"POST /base/x HTTP/1.1\r\n")
+    assert b"authorization: Bearer k" in asked
+    assert asked.endswith(b'\r\n\r\n{"n":1}')
+
+
+def test_events_that_are_cut_anywhere_are_put_together() -> None:
+    text = b'data: {"at": 0}\n\n: a comment\ndata:{"at": 1}\r\n\r\ndata: [DONE]\n\n'
+    for cut in range(1, len(text)):
+        pieces = [*chunked(text[:cut], text[cut:]), b"0\r\n\r\n"]
+        assert ask(pieces, stream=True)[0] == [{"at": 0}, {"at": 1}]
+
+
+def test_a_stream_that_ends_early_is_no_whole_answer() -> None:
+    with pytest.raises(RpcError, match="the stream ended before its end"):
+        ask([*chunked(b'data: {"at": 0}\n\n'), b"0\r\n\r\n"], stream=True)
+    with pytest.raises(RpcError, match=r"engine: POST http://127.0.0.1:\d+/base/x: "):
+        ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # the connection breaks
+
+
+def test_a_refusal_is_one_line_with_its_status() -> None:
+    with pytest.raises(Refused, match=r"HTTP 404: no such route$") as caught:
+        ask([whole(b"no such\n route", "404 Not Found")], stream=False)
+    assert caught.value.status == 404
+
+
+def test_a_server_that_falls_silent_is_given_up() -> None:
+    with pytest.raises(RpcError, match=r"silent for 0.2 s"):
+        ask([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], stream=False, silence_s=0.2)
+
+
+def test_an_answer_that_is_no_json_is_named() -> None:
+    with pytest.raises(RpcError, match="engine: /x: no JSON in the answer"):
+        ask([whole(b"<html>")], stream=False)
