@@ -317,6 +317,17 @@ def test_silence_of_an_earlier_life_is_ignored() -> None:
     assert world.killed == []
 
 
+def test_process_that_the_scheduler_wants_dead_is_killed_and_counts_as_failed() -> None:
+    world = World().run()
+    world.feed(s.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
+    assert world.killed == [ROLLOUT]
+    world.exit(ROLLOUT, SIGKILL)
+    assert world.died[0].cause == "hung on shared devices"
+    assert len(world.state.processes[ROLLOUT].failures) == 1
+    world.feed(s.KillOrdered(ROLLOUT, world.pids[ROLLOUT] + 100, "an earlier life"))
+    assert world.killed == [ROLLOUT]
+
+
 def test_deadlines_are_announced() -> None:
     world = World().run()
     assert world.state.next_deadline() is None
