@@ -6,6 +6,7 @@ Exit status: 0 the run is done, 1 it failed or was stopped, 2 the command line o
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import place, preflight
+from launch.gpus import visible_gpus
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
@@ -130,7 +132,8 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
-    supervisor = Supervisor(run, plan, threads=threads, listen=listen, on_event=on_event, lock=lock)
+    gpus = visible_gpus(topology, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    supervisor = Supervisor(run, plan, threads=threads, gpus=gpus, listen=listen, on_event=on_event, lock=lock)
     interrupts = 0
 
     def interrupt() -> None:

@@ -77,9 +77,11 @@ EVENTS = Died | Spawned
 """What `on_event` is told about."""
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a service: our packages first, `threads` threads, flat memory, no network look-ups."""
+def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
+    """The environment of a service: our packages first, `threads` threads, flat memory, no network look-ups; of the
+    GPUs those of `gpus` (None: as the launcher)."""
     old = os.environ.get("PYTHONPATH", "")
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
@@ -90,6 +92,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         # an arena a thread would keep what the threads of a torch process free
         "MALLOC_ARENA_MAX": "2",
+        **seen,
     }
 
 
@@ -102,18 +105,21 @@ class Supervisor:
         plan: Sequence[Key],
         *,
         threads: Mapping[Key, int],
+        gpus: Mapping[Key, str] | None = None,
         listen: Mapping[Key, str] | None = None,
         on_event: Callable[[EVENTS], None],
         lock: int | None = None,
         command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`threads`: CPU threads by process (1 for those left out); `listen`: endpoints for other hosts by process, the
-        supervisor's own among them, when the run spans some; `lock`: descriptor of the lock on the run
-        directory, handed on to the guard; `command`: the program for a service, when it is not the service's module.
+        """`threads`: CPU threads by process (1 for those left out); `gpus`: CUDA_VISIBLE_DEVICES by process;
+        `listen`: endpoints for other hosts by process, the supervisor's own among them, when the run spans some;
+        `lock`: descriptor of the lock on the run directory, handed on to the guard; `command`: the program for a
+        service, when it is not the service's module.
         """
         self._run = run
         self.state = SupervisorState(plan)
         self._threads = dict(threads)
+        self._gpus = dict(gpus or {})
         self._listen = dict(listen or {})
         self._on_event = on_event
         self._lock = lock
@@ -230,7 +236,7 @@ class Supervisor:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=child_environment(self._threads.get(key, 1)),
+                    env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
                     process_group=0,
                 )
             except OSError as error:

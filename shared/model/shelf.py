@@ -58,8 +58,7 @@ class Shelf:
             self._stored.append((storage, size, copy))
         for storage, _, _ in self._stored:
             storage.resize_(0)
-        if on_cpu:
-            give_back()
+        give_back()
         return sum(size for _, size, _ in self._stored)
 
     def take(self) -> int:
@@ -118,7 +117,8 @@ def restore(released: Iterable[Released]) -> None:
 
 
 def give_back() -> None:
-    """Have the allocator return what is free to the system; glibc keeps pieces below 32 MiB otherwise."""
+    """Have the allocators return what is free: glibc keeps pieces below 32 MiB, torch all it ever had of a GPU."""
+    torch.cuda.empty_cache()  # nothing without CUDA
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none, and need none
     if trim is not None:
         trim(0)

@@ -111,7 +111,10 @@ def watching(run: Cluster) -> Iterator[Memory]:
     def look() -> None:
         while not over.wait(LOOK_EVERY_S):
             found: dict[str, int] = defaultdict(int)
-            for process in psutil.Process(run.process.pid).children(recursive=True):
+            processes: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes = psutil.Process(run.process.pid).children(recursive=True)
+            for process in processes:
                 with contextlib.suppress(psutil.Error, OSError, StopIteration):
                     command = process.cmdline()
                     name = next((each for each in command if each.startswith("services.")), "other")
