@@ -1,4 +1,4 @@
-"""vLLM's sleep on a GPU behind the engine's protocol: memory goes and comes back in parts, and the new version is proved.
+"""vLLM's sleep on a GPU behind the engine's protocol: memory goes, comes back in parts, new weights are proved.
 
 Needs a CUDA device and the extra `vllm`; on a CPU vLLM cannot sleep, and such a topology is refused.
 """
