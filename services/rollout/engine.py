@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,10 +21,15 @@ class WeightsMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`name` (the task id) and the run's seed decide the random numbers; `token_ids` is never empty."""
+    """`name` (the task id) and the run's seed decide the random numbers; `token_ids` is never empty.
+
+    `said`: tokens of the completion that were sampled before. The generation goes on behind them and does not hold
+    them; the block's `max_new_tokens` counts them, and there are fewer of them than that.
+    """
 
     name: str
     token_ids: Sequence[int]
+    said: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,18 @@ class Generation:
     swaps: Array | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Has an engine show what it has of a block every `every_s` seconds, and once more when the block is cancelled.
+
+    `note(first, groups)`: the generations so far of the prompts from number `first` on, with finish_reason "" where one
+    goes on. Called on the engine's compute thread: it must be quick and raise nothing.
+    """
+
+    every_s: float
+    note: Callable[[int, list[list[Generation]]], None]
+
+
 class Engine(Protocol):
     """An inference engine. Its coroutines belong to the service's loop; what is heavy runs elsewhere, one at a time."""
 
@@ -76,9 +93,16 @@ class Engine(Protocol):
         """Load the model directory's weights."""
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: Watch | None = None,
     ) -> list[list[Generation]]:
-        """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set."""
+        """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
+
+        `watch`, and `said` in a prompt, are the embedded engine's alone (`services.rollout.partial_s`).
+        """
 
     async def base_weights(self) -> dict[str, Array]:
         """The weights now in the engine by parameter name; copies nothing that it need not copy."""

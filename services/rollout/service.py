@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 
 from proto.messages import ErrorCode, Heartbeat, WeightsRef
+from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
 from services.rollout.in_flight import InFlight
 from services.rollout.openai_endpoint import OpenAIEndpoint
+from services.rollout.partial import PartialJournal
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import TaskSets
@@ -51,6 +53,7 @@ class RolloutService(Service):
         self._rewards: RewardPool | None = None
         self._workflow: WorkflowRunner | None = None
         self._endpoint: OpenAIEndpoint | None = None
+        self._answers: AnswerSampler | None = None
         self._worker: RolloutWorker | None = None
         self._in_flight: InFlight | None = None
 
@@ -109,6 +112,9 @@ class RolloutService(Service):
                 timeout_s=chosen.timeout_s,
                 max_tokens=chosen.max_tokens,
             )
+        every_s = settings.partial_s
+        journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None
+        self._answers = AnswerSampler(engine, journal)
         in_flight = InFlight(engine, sync, self._data, self.telemetry.emit)
         self._in_flight = None if settings.in_flight == "wait" else in_flight
         self._worker = RolloutWorker(
@@ -118,6 +124,7 @@ class RolloutService(Service):
             tasks=tasks,
             rewards=rewards,
             workflow=self._workflow,
+            answers=self._answers,
             data=self._data,
             in_flight=in_flight,
             turns=turns,
@@ -149,6 +156,8 @@ class RolloutService(Service):
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.stop()
+        if self._answers is not None:
+            await asyncio.to_thread(self._answers.close)
         if self._rewards is not None:
             await self._rewards.close()
         if self._workflow is not None:

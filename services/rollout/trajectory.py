@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.engine import Generation
+from services.rollout.partial import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,16 @@ class Rolled:
         return int(each.min()), int(each.max())
 
 
-def rolled(prompt_ids: Sequence[int], generation: Generation, version: int, later: Sequence[int] = ()) -> Rolled:
-    """The sample of a single turn: the prompt, then what policy `version` sampled, or one of the `later` versions that
-    replaced it in the midst of the block."""
-    before, after = len(prompt_ids), len(generation.token_ids)
+def rolled(prompt_ids: Sequence[int], answer: Answer) -> Rolled:
+    """The sample of a single turn: the prompt, then what was sampled."""
+    before, after = len(prompt_ids), len(answer.token_ids)
     token_ids = np.empty(before + after, np.int32)
     token_ids[:before] = prompt_ids
-    token_ids[before:] = generation.token_ids
+    token_ids[before:] = answer.token_ids
     loss_mask = np.zeros(before + after, np.uint8)
     loss_mask[before:] = 1
     logprobs = np.zeros(before + after, np.float32)
-    logprobs[before:] = generation.logprobs
+    logprobs[before:] = answer.logprobs
     versions = np.full(before + after, -1, np.int32)
-    versions[before:] = version
-    if generation.swaps is not None:
-        versions[before:] = np.array([version, *later], np.int32)[generation.swaps]
-    return Rolled([Tokens(token_ids, loss_mask, logprobs, versions)], truncated=generation.finish_reason == "length")
+    versions[before:] = answer.versions
+    return Rolled([Tokens(token_ids, loss_mask, logprobs, versions)], truncated=answer.finish_reason == "length")

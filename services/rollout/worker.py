@@ -12,11 +12,11 @@ import numpy as np
 
 from proto.messages import LeaseGrant, WeightsRef
 from proto.tensors import Array
+from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, with_receipt
-from services.rollout.engine import Engine, GenerationCancelled
+from services.rollout.engine import Engine
 from services.rollout.in_flight import InFlight
 from services.rollout.prompts import messages_of
-from services.rollout.recite import recited
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
@@ -27,7 +27,7 @@ from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.devices import ENGINE, WEIGHTS, Parts
-from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
@@ -64,6 +64,7 @@ class RolloutWorker:
         tasks: TaskSets,
         rewards: RewardPool,
         workflow: WorkflowRunner | None,
+        answers: AnswerSampler,
         data: DataClient,
         in_flight: InFlight,
         turns: Turns,
@@ -79,6 +80,7 @@ class RolloutWorker:
         self._tasks = tasks
         self._rewards = rewards
         self._workflow = workflow
+        self._answer_sampler = answers
         self._data = data
         self._in_flight = in_flight
         self._turns = turns
@@ -182,23 +184,17 @@ class RolloutWorker:
 
     async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int]) -> list[list[Made]]:
         """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
-        generations = recited(tasks.ready, tasks.sampling.samples)
-        if generations is None:
-            prompts = [task.prompt() for task in tasks.ready]
-            try:
-                generations = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
-            except GenerationCancelled as error:
-                raise LeaseLost(str(error)) from None
+        groups = await self._answer_sampler.sample(lease, tasks, versions, self.holds.lineage)
         return [
             [
                 Made(
-                    rolled(task.prompt_ids, each, versions[0], versions[1:]),
+                    rolled(task.prompt_ids, each),
                     Sample(task.handle.task_id, task.row, [], "", each.token_ids.tolist(), each.finish_reason),
                     score=None,
                 )
                 for each in group
             ]
-            for task, group in zip(tasks.ready, generations, strict=True)
+            for task, group in zip(tasks.ready, groups, strict=True)
         ]
 
     async def _map(self, lease: Lease, ref: WeightsRef) -> dict[str, Array]:
@@ -225,6 +221,7 @@ class RolloutWorker:
             )
             results = [with_receipt(*pair) for pair in zip(block.results, receipts, strict=True)]
         await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars)
+        self._answer_sampler.forget(tasks.ready)
         self._tell(lease.grant.split, tasks, sampled, block, scores)
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:

@@ -34,6 +34,7 @@ def check(topology: Topology) -> Found:
     yield from _placement(topology)
     yield from colocate_checks.check(topology)
     yield from engine_checks.check(topology)
+    yield from _partial(topology)
     yield from _transport(topology)
     yield from _deterministic(topology)
     yield from _memory(topology)
@@ -196,6 +197,21 @@ def _placement(topology: Topology) -> Found:
         if needed > host.gpus:
             message = f"{host.gpus} GPUs, but the services on host {name} use {needed}; move one or colocate"
             yield ("placement", "hosts", name, "gpus"), message
+
+
+def _partial(topology: Topology) -> Found:
+    rollout = topology.services.rollout
+    if rollout.partial_s is None:
+        return
+    path, value = ("services", "rollout", "partial_s"), f"{rollout.partial_s:g}"
+    if rollout.engine != "transformers":
+        yield path, f"{value} has no effect with engine {rollout.engine}, which begins samples anew; remove it"
+    if topology.workflow is not None:
+        yield path, f"{value} has no effect with a workflow, whose samples begin anew; remove it"
+    if topology.algorithm.loss.name == "cross_entropy":
+        yield path, f"{value} has no effect with loss cross_entropy, which samples nothing; remove it"
+    if topology.run.deterministic:
+        yield path, f"{value}: where a kill comes would decide the bits, run.deterministic needs it left out"
 
 
 def _transport(topology: Topology) -> Found:

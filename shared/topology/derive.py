@@ -13,12 +13,14 @@ from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 
 # One forward pass of the embedded engine is at its best from about here.
 _LEASE_SAMPLES = 256
+_PARTIAL_S = 10.0
 _TIS_CAP = 2.0
 _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks."""
+    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks and
+    rollout.partial_s."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -37,6 +39,19 @@ def fill(data: dict[str, Any]) -> None:
     rollout = _section(services, "rollout")
     if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):
         rollout.setdefault("block_tasks", lease_block(tasks, group, rollout.get("instances", 1)))
+    if rollout is not None and _samples_single_answers(data, algorithm, rollout):
+        rollout.setdefault("partial_s", _PARTIAL_S)
+
+
+def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:
+    """Whether unfinished samples can be gone on with (see `checks`)."""
+    run, loss = data.get("run"), algorithm.get("loss")
+    return (
+        rollout.get("engine", "transformers") == "transformers"
+        and data.get("workflow") is None
+        and not (isinstance(run, dict) and run.get("deterministic"))
+        and not (isinstance(loss, dict) and loss.get("name") == "cross_entropy")
+    )
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int) -> int:

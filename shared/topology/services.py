@@ -91,6 +91,11 @@ class Rollout(Placed):
         description="newer weights while a block is sampled: wait for its end; keep its tokens and cached keys and "
         "values and go on with them; or keep its tokens and recompute what was cached",
     )
+    partial_s: Seconds | None = Field(
+        default=None,
+        description="seconds between notes of unfinished samples, which a restarted engine goes on with, above 0; "
+        "default 10 for single answers of the transformers engine; otherwise, and with null, they begin anew",
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,

@@ -15,6 +15,7 @@ from proto.tensors import Array
 from services.reference.scorer import Scorer
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
+from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from shared.lease import LeaseLost
 from tests.unit.rollout_engine import MODEL
@@ -29,7 +30,7 @@ def tasks() -> list[dict[str, Array]]:
         group = [
             Generation(random.integers(3, 60, n).astype(np.int32), np.zeros(n, np.float32), "stop") for n in (1, 7, 4)
         ]
-        made.append(task_shards([rolled(prompt, each, 0) for each in group]))
+        made.append(task_shards([rolled(prompt, answer_of(each, [0])) for each in group]))
     return made
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from proto.messages import Outcome, TaskHandle
 from services.rollout.assemble import assemble, task_shards
 from services.rollout.engine import Generation
+from services.rollout.partial import answer_of
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
 from services.rollout.trajectory import Rolled, Tokens, rolled
@@ -17,7 +18,7 @@ FAILED = Score(None, "my:fn: raised ValueError: no")
 
 def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), version: int = 3) -> Rolled:
     generation = Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
-    return rolled(prompt, generation, version)
+    return rolled(prompt, answer_of(generation, [version]))
 
 
 def task(index: int, *prompt: int) -> ReadyTask:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from shared.drill import perturb
 from shared.model.load import load_model, named_weights
@@ -96,7 +97,7 @@ def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_we
 def test_every_token_carries_the_version_that_sampled_it() -> None:
     swaps = np.array([0, 0, 1, 2], np.int32)
     generation = Generation(np.array([5, 6, 7, 2], np.int32), np.zeros(4, np.float32), "stop", swaps)
-    sample = rolled([3, 4], generation, 7, [8, 10])
+    sample = rolled([3, 4], answer_of(generation, [7, 8, 10]))
     assert sample.sequences[0].versions.tolist() == [-1, -1, 7, 7, 8, 10]
     assert sample.versions == (7, 10)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import xxhash
 from torch import nn
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
 from services.rollout.engines.kv_cache import make_cache
 
 _DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
@@ -31,6 +32,23 @@ class Ending:
 
     eos_ids: tuple[int, ...]
     stopped: Callable[[list[int]], bool] | None = None
+
+
+class Notes:
+    """When to show what a block has so far; `first`: the number of its first prompt among all that were asked for."""
+
+    def __init__(self, watch: Watch, first: int) -> None:
+        self._watch = watch
+        self._first = first
+        self._due = time.monotonic() + watch.every_s
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def take(self, groups: list[list[Generation]]) -> None:
+        self._watch.note(self._first, groups)
+        self._due = time.monotonic() + self._watch.every_s
 
 
 class Draws:
@@ -78,6 +96,7 @@ class Block:
         compact: bool,
         before_step: Callable[[], None],
         swaps: Callable[[], int],
+        notes: Notes | None = None,
     ) -> None:
         """`compact`: drop finished rows on the way (changes the batch's shape, hence the last bits).
 
@@ -90,27 +109,31 @@ class Block:
         self._compact = compact
         self._before_step = before_step
         self._swaps = swaps
+        self._notes = notes
         self._swaps_T: list[int] = []
         self._real = len(prompts)
         self._prompts = list(prompts) + [prompts[0]] * (-(-sampling.block_rows // sampling.samples) - len(prompts))
         self._device = next(model.parameters()).device
         accepted = inspect.signature(model.forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in accepted}
-        longest = max(len(prompt.token_ids) for prompt in self._prompts)
+        longest = max(len(prompt.token_ids) + len(prompt.said) for prompt in self._prompts)
         self._cache = make_cache(self._model.config, longest + sampling.max_new_tokens)
         self._mask_RL: torch.Tensor | None = None
         self._positions_R1 = torch.empty(0)
+        n = sampling.samples
+        rows, limits = len(self._prompts) * n, [sampling.max_new_tokens - len(each.said) for each in self._prompts]
+        self._limit_R = torch.tensor(limits, device=self._device).repeat_interleave(n)
+        self._ids_RT = torch.zeros((rows, max(limits)), dtype=torch.int64, device=self._device)
+        self._logprobs_RT = torch.zeros((rows, max(limits)), dtype=torch.float32, device=self._device)
+        self._length_R = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self._stopped_R = torch.zeros(rows, dtype=torch.bool, device=self._device)
 
     def run(self) -> list[list[Generation]]:
         """Sample all rows; padding rows are dropped from the result."""
-        n, steps = self._sampling.samples, self._sampling.max_new_tokens
+        ids_RT, logprobs_RT, length_R, stopped_R = self._ids_RT, self._logprobs_RT, self._length_R, self._stopped_R
+        n, rows, steps = self._sampling.samples, len(length_R), ids_RT.shape[1]
         temperature = self._sampling.temperature
-        rows = len(self._prompts) * n
         draws = Draws([prompt.name for prompt in self._prompts], self._sampling.seed, n) if temperature else None
-        ids_RT = torch.zeros((rows, steps), dtype=torch.int64, device=self._device)
-        logprobs_RT = torch.zeros((rows, steps), dtype=torch.float32, device=self._device)
-        length_R = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        stopped_R = torch.zeros(rows, dtype=torch.bool, device=self._device)
         live = torch.arange(rows, device=self._device)  # rows that the model still runs
         running_L = live < self._real * n  # of those, the ones that are not finished
         eos = torch.tensor(self._ending.eos_ids, device=self._device)
@@ -128,9 +151,10 @@ class Block:
             length_R[live] += running_L
             ended_L = torch.isin(id_L, eos) & running_L
             if self._ending.stopped is not None:
-                ended_L |= _ended_by_text(self._ending.stopped, ids_RT[live, : step + 1], running_L)
+                said = [self._prompts[row // n].said for row in live.tolist()]
+                ended_L |= _ended_by_text(self._ending.stopped, said, ids_RT[live, : step + 1], running_L)
             stopped_R[live] |= ended_L
-            running_L = running_L & ~ended_L
+            running_L = running_L & ~ended_L & (length_R[live] < self._limit_R[live])
             remaining = int(running_L.sum())
             if remaining == 0 or step == steps - 1:
                 break
@@ -141,14 +165,15 @@ class Block:
                 live, running_L, id_L = live[kept], running_L[kept], id_L[kept]
                 self._keep(kept)
             logits_LV = self._decode(id_L)
-        return self._results(ids_RT, logprobs_RT, length_R, stopped_R)
+        return self._results()
 
     def _prefill(self) -> torch.Tensor:
-        lengths = [len(prompt.token_ids) for prompt in self._prompts]
+        prompts = [[*prompt.token_ids, *prompt.said] for prompt in self._prompts]
+        lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         ids_PL = torch.zeros((len(lengths), longest), dtype=torch.int64)
-        for row, prompt in enumerate(self._prompts):
-            ids_PL[row, longest - lengths[row] :] = torch.tensor(prompt.token_ids)
+        for row, prompt in enumerate(prompts):
+            ids_PL[row, longest - lengths[row] :] = torch.tensor(prompt)
         length_P1 = torch.tensor(lengths)[:, None]
         column_L = torch.arange(longest)
         if min(lengths) != longest:
@@ -176,7 +201,13 @@ class Block:
         return self._forward(id_L[:, None], self._positions_R1)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._before_step()
+        try:
+            self._before_step()
+        except GenerationCancelled:
+            self._note()
+            raise
+        if self._notes is not None and self._notes.due:
+            self._note()
         self._swaps_T.append(self._swaps())
         extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(
@@ -189,12 +220,15 @@ class Block:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _results(
-        self, ids_RT: torch.Tensor, logprobs_RT: torch.Tensor, length_R: torch.Tensor, stopped_R: torch.Tensor
-    ) -> list[list[Generation]]:
-        ids = ids_RT.to(torch.int32).cpu().numpy()
-        logprobs = logprobs_RT.cpu().numpy()
-        lengths, stopped = length_R.tolist(), stopped_R.tolist()
+    def _note(self) -> None:
+        if self._notes is not None and self._swaps_T:
+            self._notes.take(self._results())
+
+    def _results(self) -> list[list[Generation]]:
+        """As far as it has come; `finish_reason` is empty for a row that goes on."""
+        ids = self._ids_RT.to(torch.int32).cpu().numpy()
+        logprobs = self._logprobs_RT.cpu().numpy()
+        lengths, stopped, limits = self._length_R.tolist(), self._stopped_R.tolist(), self._limit_R.tolist()
         swaps_T = np.array(self._swaps_T, np.int32) if self._swaps_T[-1] else None  # pass t made the logits of token t
         n = self._sampling.samples
         return [
@@ -202,7 +236,7 @@ class Block:
                 Generation(
                     token_ids=ids[row, : lengths[row]].copy(),
                     logprobs=logprobs[row, : lengths[row]].copy(),
-                    finish_reason="stop" if stopped[row] else "length",
+                    finish_reason="stop" if stopped[row] else "length" if lengths[row] == limits[row] else "",
                     swaps=None if swaps_T is None else swaps_T[: lengths[row]].copy(),
                 )
                 for row in range(first, first + n)
@@ -211,10 +245,12 @@ class Block:
         ]
 
 
-def _ended_by_text(stopped: Callable[[list[int]], bool], ids_LT: torch.Tensor, running_L: torch.Tensor) -> torch.Tensor:
+def _ended_by_text(
+    stopped: Callable[[list[int]], bool], said_L: Sequence[Sequence[int]], ids_LT: torch.Tensor, running_L: torch.Tensor
+) -> torch.Tensor:
     ended_L = torch.zeros_like(running_L)
     for row in running_L.nonzero().squeeze(1).tolist():
-        ended_L[row] = stopped(ids_LT[row].tolist())
+        ended_L[row] = stopped([*said_L[row], *ids_LT[row].tolist()])
     return ended_L
 
 

@@ -19,9 +19,9 @@ import torch
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.decode import Block, Ending
+from services.rollout.engines.decode import Block, Ending, Notes
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms
@@ -72,9 +72,13 @@ class TransformersEngine:
         await self._compute.run(self._load)
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: Watch | None = None,
     ) -> list[list[Generation]]:
-        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel))
+        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel, watch))
 
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
@@ -144,7 +148,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
     ) -> list[list[Generation]]:
         self._must_have_weights()
         ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
@@ -161,6 +165,7 @@ class TransformersEngine:
                 compact=not self._deterministic,
                 before_step=lambda: self._before_step(cancel),
                 swaps=lambda: self._swaps - swaps,
+                notes=Notes(watch, first) if watch is not None else None,
             )
             results += block.run()
         self._generate_s += time.perf_counter() - started

@@ -28,7 +28,7 @@ import xxhash
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
@@ -111,8 +111,14 @@ class VllmEngine:
         await self._compute.run(self._load)
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: Watch | None = None,
     ) -> list[list[Generation]]:
+        if watch is not None:
+            raise ValueError("vllm shows no unfinished generation")
         return await self._compute.run(lambda: self._generate(prompts, sampling, cancel))
 
     async def base_weights(self) -> dict[str, Array]:

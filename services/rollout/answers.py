@@ -1,0 +1,127 @@
+"""Samples a lease whose samples are one answer each; what an earlier life noted of them is gone on with, not sampled
+again. Must never go on with tokens that are too old for the lease, nor in a lease of one exact version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from services.rollout.engine import Engine, Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.partial import Answer, PartialJournal, Wanted, answer_of
+from services.rollout.recite import recited
+from services.rollout.tasks import PreparedTasks, ReadyTask
+from shared.lease import Lease, LeaseLost
+
+
+class AnswerSampler:
+    """Belongs to the service's loop."""
+
+    def __init__(self, engine: Engine, journal: PartialJournal | None) -> None:
+        """`journal` None: a sample that is cut off begins anew."""
+        self._engine = engine
+        self._journal = journal
+
+    async def sample(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Answer]]:
+        """The answers of each task. `versions`: see `InFlight.begin`. Raises LeaseLost."""
+        told = recited(tasks.ready, tasks.sampling.samples)
+        if told is not None:
+            return [[answer_of(each, versions) for each in group] for group in told]
+        try:
+            if self._journal is None or lease.grant.exact:
+                prompts = [task.prompt() for task in tasks.ready]
+                groups = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
+                return [[answer_of(each, versions) for each in group] for group in groups]
+            return await self._noted(self._journal, lease, tasks, versions, lineage)
+        except GenerationCancelled as error:
+            raise LeaseLost(str(error)) from None
+
+    def forget(self, tasks: Sequence[ReadyTask]) -> None:
+        """The lease is completed."""
+        if self._journal is not None:
+            self._journal.forget([task.handle.task_id for task in tasks])
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    async def _noted(
+        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int
+    ) -> list[list[Answer]]:
+        sampling = tasks.sampling
+        wanted = Wanted(
+            samples=sampling.samples,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            lineage=lineage,
+            oldest=lease.grant.min_step,
+            newest=versions[0],
+        )
+        ids = [task.handle.task_id for task in tasks.ready]
+        found = await asyncio.to_thread(lambda: [journal.read(task_id, wanted) for task_id in ids])
+        answers = {task_id: noted for task_id, noted in zip(ids, found, strict=True) if noted is not None}
+        fresh = [task for task in tasks.ready if task.handle.task_id not in answers]
+        for part in (_Fresh(fresh, sampling), _Resumed(tasks.ready, answers, sampling)):
+            if part.prompts:
+
+                def note(first: int, groups: list[list[Generation]], part: _Part = part) -> None:
+                    journal.note(part.answers(first, groups, versions), lineage, sampling.temperature)
+
+                watch = Watch(journal.every_s, note)
+                groups = await self._engine.generate(part.prompts, part.sampling, lease.cancel, watch)
+                answers |= part.answers(0, groups, versions)
+        return [answers[task_id] for task_id in ids]
+
+
+class _Fresh:
+    """Tasks of which nothing is noted: a prompt each."""
+
+    def __init__(self, tasks: Sequence[ReadyTask], sampling: SamplingParams) -> None:
+        self.prompts = [task.prompt() for task in tasks]
+        self.sampling = sampling
+
+    def answers(self, first: int, groups: list[list[Generation]], versions: Sequence[int]) -> dict[str, list[Answer]]:
+        """By task id, of the prompts from number `first` on."""
+        names = [prompt.name for prompt in self.prompts[first : first + len(groups)]]
+        return {name: [answer_of(each, versions) for each in group] for name, group in zip(names, groups, strict=True)}
+
+
+class _Resumed:
+    """Tasks with notes: a prompt for each sample that goes on, with random numbers that were not used before."""
+
+    def __init__(self, tasks: Sequence[ReadyTask], noted: dict[str, list[Answer]], sampling: SamplingParams) -> None:
+        self._noted = dict(noted)
+        self._places: list[tuple[str, int]] = []
+        self.prompts: list[Prompt] = []
+        self.sampling = replace(sampling, samples=1, block_rows=0)
+        for task in tasks:
+            for index, answer in enumerate(noted.get(task.handle.task_id, ())):
+                if not answer.finish_reason:
+                    self._places.append((task.handle.task_id, index))
+                    name = f"{task.handle.task_id}/{index}+{len(answer.token_ids)}"
+                    self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
+
+    def answers(self, first: int, groups: list[list[Generation]], versions: Sequence[int]) -> dict[str, list[Answer]]:
+        """By task id, of the prompts from number `first` on; the task's other samples as they were noted."""
+        found: dict[str, list[Answer]] = {}
+        for (task_id, index), (generation,) in zip(self._places[first:], groups, strict=False):
+            before = self._noted[task_id][index]
+            found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(
+                before, answer_of(generation, versions)
+            )
+        return found
+
+
+_Part = _Fresh | _Resumed
+
+
+def _joined(before: Answer, after: Answer) -> Answer:
+    return Answer(
+        np.concatenate([before.token_ids, after.token_ids]),
+        np.concatenate([before.logprobs, after.logprobs]),
+        np.concatenate([before.versions, after.versions]),
+        after.finish_reason,
+    )
