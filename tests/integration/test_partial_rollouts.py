@@ -1,0 +1,71 @@
+"""An engine that is killed in the midst of long samples: the next one, with newer weights, goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.partial import Answer, PartialJournal, Wanted
+from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
+
+TASKS, SAMPLES, NEW_TOKENS, HOT = 8, 16, 480, 20.0
+# Hot, so that nobody stops early.
+LONG = (
+    TOPOLOGY.replace(
+        "sampling: {temperature: 1.0, max_new_tokens: 8}", "sampling: {temperature: 20.0, max_new_tokens: 480}"
+    )
+    .replace("group_size: 4", f"group_size: {SAMPLES}")
+    .replace("  kl: {coef: 0.001}\n", "")
+    .replace("block_tasks: 4", f"block_tasks: {TASKS}, partial_s: 0.1")
+)
+
+
+def noted(processes: Processes) -> dict[str, list[Answer]]:
+    """What lies in the journal of the first block."""
+    journal = PartialJournal(processes.run.path / "partial", 1.0)
+    wanted = Wanted(SAMPLES, NEW_TOKENS, HOT, 0, 0, 0)
+    names = [file.stem.split("-") for file in (processes.run.path / "partial").glob("train-*.msgpack")]
+    found = {task_id: journal.read(task_id, wanted) for task_id in map("/".join, names)}
+    return {task_id: answers for task_id, answers in found.items() if answers is not None}
+
+
+@pytest.mark.timeout(180)
+def test_samples_of_a_killed_engine_go_on_under_newer_weights(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(tmp_path, LONG) as (processes, driver):
+            await driver.begin()
+            await driver.publish(0, 0)
+            processes.start("rollout")
+            async with asyncio.timeout(90):
+                while len(noted(processes)) < TASKS:
+                    await asyncio.sleep(0.01)
+            processes.end("rollout", signal.SIGKILL)
+            before = noted(processes)
+            await driver.publish(0, 1)
+            processes.start("rollout")
+            batch = await driver.batch(1, deadline_s=90)
+            keys = ("token_ids", "lengths", "loss_mask", "rollout_logprobs", "versions")
+            tasks = await driver.data.fetch(batch.batch, keys, deadline_s=20)
+            rows = {handle.task_id: task for handle, task in zip(batch.batch.tasks, tasks, strict=True)}
+            assert set(rows) == set(before)
+            went_on = 0
+            for task_id, task in rows.items():
+                assert np.abs(driver.logprobs(task, HOT) - task["rollout_logprobs"]).max() < 1e-4
+                ends = np.cumsum(task["lengths"])
+                for end, length, answer in zip(ends, task["lengths"], before[task_id], strict=True):
+                    piece = slice(end - length, end)
+                    sampled = task["loss_mask"][piece] == 1
+                    ids, versions = task["token_ids"][piece][sampled], task["versions"][piece][sampled]
+                    known = len(answer.token_ids)
+                    assert known
+                    assert ids[:known].tolist() == answer.token_ids.tolist()
+                    assert set(versions[:known]) == {0}
+                    assert set(versions[known:]) <= {1}
+                    went_on += int(len(ids) > known)
+            assert went_on
+
+    asyncio.run(scenario())
