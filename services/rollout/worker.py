@@ -141,11 +141,11 @@ class RolloutWorker:
             await self._have(ENGINE)
             if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
                 await self._sync.prove()
-            held = self.holds.step
+            held, lineage = self.holds.step, self.holds.lineage
             # A workflow's calls are many blocks, some of which would begin in the midst of a swap: one version a lease.
             versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
         try:
-            return await self._sampled(lease, prepared, versions)
+            return await self._sampled(lease, prepared, versions, lineage)
         finally:
             self._in_flight.end()
 
@@ -165,7 +165,7 @@ class RolloutWorker:
         await self._turns.acquire(parts)
         await self._engine.wake(parts)
 
-    async def _sampled(self, lease: Lease, prepared: _Prepared, versions: list[int]) -> _Sampled | None:
+    async def _sampled(self, lease: Lease, prepared: _Prepared, versions: list[int], lineage: int) -> _Sampled | None:
         """`versions`: what the engine holds, and what it is given while it samples."""
         grant, held = lease.grant, versions[0]
         if held < grant.min_step or (grant.exact and held != grant.min_step):
@@ -179,12 +179,12 @@ class RolloutWorker:
             made = await self._workflow.run(lease, prepared.tasks, held)
             return _Sampled(made, held, self._workflow.generate_s - before_s)
         if prepared.tasks.ready:
-            made = await self._answers(lease, prepared.tasks, versions)
+            made = await self._answers(lease, prepared.tasks, versions, lineage)
         return _Sampled(made, held, time.perf_counter() - started)
 
-    async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int]) -> list[list[Made]]:
+    async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Made]]:
         """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
-        groups = await self._answer_sampler.sample(lease, tasks, versions, self.holds.lineage)
+        groups = await self._answer_sampler.sample(lease, tasks, versions, lineage)
         return [
             [
                 Made(
