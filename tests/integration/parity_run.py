@@ -42,7 +42,7 @@ def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> con
 
 
 def kill(run: Cluster, service: str) -> int:
-    """SIGKILL to instance 0 of `service`, once it lives; returns its process id."""
+    """SIGKILL to an instance of `service`, once one lives; returns its process id."""
     module = f"services.{service.replace('policy-trainer-worker', 'policy-trainer.worker').replace('-', '_')}"
 
     def living() -> int | None:
