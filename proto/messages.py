@@ -350,7 +350,8 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     """Answer to `LeaseRequest`: work on these tasks for `stage`; the lease ends when progress stops for `lease_s`.
 
     For the rollout stage `split` names the data and sampling (`train` or an evaluation set) and `weights` the version
-    to sample with: load it if the engine holds an older one (`exact`: unless it holds this very one).
+    to sample with: load it if the engine holds an older one (`exact`: unless it holds this very one). For the
+    reference stage `weights` is the version to score with, exactly; None is the model that the run began with.
     `group_size` samples a task; `block_rows` is the fixed number of rows to run (padding included), 0 for any.
     """
 
@@ -458,6 +459,9 @@ class RunInfo(Message, frozen=True, kw_only=True):
     stopping: bool = False
     checkpoint_now: bool = False
     """As in `StepBatch`, of the steps trained so far: save one as soon as the workers stand at the committed step."""
+    reference_step: int = 0
+    """The reference has to be given the policy version of this step (`algorithm.kl.refresh_every`), and no store holds
+    it: publish it anew from its checkpoint, unless the workers stand at it anyway. 0: nothing is missing."""
 
 
 @message(41)

@@ -53,9 +53,10 @@ REFERENCE = Stage(
     "reference",
     needs=("token_ids", "lengths", "loss_mask"),
     makes=("ref_logprobs",),
-    scalars=frozenset(["kl"]),
+    scalars=frozenset(["kl", "reference_step"]),
 )
-"""Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`."""
+"""Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`. Scalar
+`reference_step`, only with a refreshed reference: the step of the policy version that scored, 0 for the first model."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
 """Made by the trainer itself once a task is BATCHED; never leased. In the stores under `prox_logprobs:<call>`."""
 

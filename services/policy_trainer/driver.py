@@ -14,7 +14,7 @@ from proto.tensors import Array
 from services.policy_trainer import batches, token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.metrics import REFERENCE_SCALAR, StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
 from services.policy_trainer.reward_shaping import shaped
@@ -85,6 +85,7 @@ class Driver:
         algorithm = self.topology.algorithm
         tasks = batch.batch
         check_rewards(batch, batch.scalars["reward"])
+        check_reference(batch)
         if algorithm.loss.anchor == "proximal":
             done = await self.workers.forward(tasks, [PROX_KEY])
             tasks = Batch(tasks).union(Batch(done.meta)).meta
@@ -145,6 +146,20 @@ def loss_spec(topology: Topology) -> LossSpec:
         mask_low=mask.low if mask is not None else 0.0,
         mask_high=mask.high if mask is not None else 0.0,
     )
+
+
+def check_reference(batch: StepBatch) -> None:
+    """Raises RpcError(conflict) when tasks of one step were scored by different versions of the reference."""
+    steps = batch.scalars.get(REFERENCE_SCALAR)
+    if steps is not None and len(steps) and (steps != steps[0]).any():
+        odd = np.unique(batches.group_of_sample(batch.batch)[steps != steps[0]])
+        names = [batch.batch.tasks[index].task_id for index in odd]
+        raise RpcError(
+            ErrorCode.CONFLICT,
+            f"step {batch.step} refused, weights untouched: the reference stood at version {steps[0]:g}, at another "
+            f"one for {', '.join(names[:8])}",
+            names=names,
+        )
 
 
 def check_rewards(batch: StepBatch, rewards: Array) -> None:

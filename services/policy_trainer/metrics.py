@@ -9,6 +9,8 @@ from proto.tensors import Array
 from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.policy_trainer.sums import add_up
 
+REFERENCE_SCALAR = "reference_step"
+"""Which version of the policy the reference stood at (with `algorithm.kl.refresh_every`)."""
 SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
@@ -91,6 +93,8 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     }
     if KL_SCALAR in scalars:
         row["reward/kl"] = _mean(scalars[KL_SCALAR])
+    if REFERENCE_SCALAR in scalars:
+        row["reference/version"] = _mean(scalars[REFERENCE_SCALAR])
     return row
 
 

@@ -35,9 +35,15 @@ class Standing:
 
 
 async def resume(
-    scheduler: SchedulerCalls, workers: WorkerDispatch, checkpoints: Sequence[int], *, whole_rows: bool = False
+    scheduler: SchedulerCalls,
+    workers: WorkerDispatch,
+    checkpoints: Sequence[int],
+    *,
+    store: str,
+    whole_rows: bool = False,
 ) -> Standing:
-    """Bring workers and journal to agree. `checkpoints`: steps of those on disk, whichever were announced.
+    """Bring workers and journal to agree. `checkpoints`: steps of those on disk, whichever were announced; `store`:
+    where weights are put.
 
     `whole_rows`: rather replay than commit a step whose sums are gone (deterministic mode: rows are the same too).
     Raises RpcError when another driver has taken over, or nothing can be loaded.
@@ -52,11 +58,24 @@ async def resume(
     if not state.dirty and state.step == info.committed_step:
         log.info("workers go on", step=state.step)
         return _standing(state.step, info)
-    loaded = await _load(workers, [step for step in checkpoints if step <= info.committed_step])
+    usable = [step for step in checkpoints if step <= info.committed_step]
+    loaded = await _load(workers, usable)
     if info.committed_step > INITIAL_STEP:  # version 0 is the model directory itself: the same bits in any life
         info = await scheduler.reloaded(loaded)
+    if 0 < info.reference_step != loaded:
+        await _publish_again(info.reference_step, scheduler, workers, info.lineage, store)
+        await workers.load_checkpoint(loaded)
     log.info("workers loaded", step=loaded, replay=info.committed_step - loaded, lineage=info.lineage)
     return _standing(loaded, info)
+
+
+async def _publish_again(
+    step: int, scheduler: SchedulerCalls, workers: WorkerDispatch, lineage: int, store: str
+) -> None:
+    """The version that the reference stands at was lost with its store: it comes from its checkpoint, which is kept."""
+    structlog.get_logger("driver").info("reference's version published again", step=step)
+    await workers.load_checkpoint(step)
+    await scheduler.publish(await workers.publish_weights(lineage, step, store=store))
 
 
 def _standing(version: int, info: RunInfo) -> Standing:

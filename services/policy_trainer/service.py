@@ -47,7 +47,7 @@ class PolicyTrainer(Service):
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
-        standing = await resume(scheduler, workers, list(self._checkpoints()), whole_rows=deterministic)
+        standing = await resume(scheduler, workers, list(self._checkpoints()), store=STORE, whole_rows=deterministic)
         self._put_aside(standing.committed)
         publisher = Publisher(
             scheduler,

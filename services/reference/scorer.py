@@ -1,10 +1,12 @@
-"""The frozen model on its compute thread. Must never be trained, nor loaded by a light process."""
+"""The frozen model on its compute thread. Must never be trained, nor loaded by a light process, nor score with weights
+that have not matched the trainer's canary.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -13,15 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
 from shared.lease import LeaseLost
 from shared.model.determinism import require_deterministic_algorithms
-from shared.model.load import load_model
-from shared.model.logprobs import score
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import score, token_logprobs
 from shared.model.shelf import Shelf, own_storages
-from shared.tensors_torch import to_numpy
+from shared.rpc.errors import RpcError
+from shared.tensors_torch import to_numpy, to_torch
 
 T = TypeVar("T")
+UNKNOWN, BEGINNING = (-1, -1), (0, 0)
 
 
 class Scorer:
@@ -51,6 +56,12 @@ class Scorer:
         self._model: list[nn.Module] = []  # filled by start
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
         self._progress = 0
+        self._version = UNKNOWN
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(lineage, step) of the weights: (0, 0) are those of the model directory."""
+        return self._version
 
     @property
     def progress(self) -> int:
@@ -60,6 +71,17 @@ class Scorer:
     async def start(self) -> None:
         """Load the model directory's weights."""
         await self._on_compute(self._load)
+
+    async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
+        """Take over the policy's `weights` of version `ref`, by Hugging Face name; or the model directory's.
+
+        Returns the largest difference from the trainer's canary. Raises RpcError(conflict) when it is over the
+        tolerance, or the names or shapes are of another model: the scorer then holds no version.
+        """
+        if ref is None or weights is None:
+            await self._on_compute(self._load)
+            return 0.0
+        return await self._on_compute(lambda: self._take(ref, weights))
 
     async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
         """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch.
@@ -90,10 +112,13 @@ class Scorer:
         torch.set_num_threads(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
+        self._version = UNKNOWN
+        self._model.clear()  # one copy at a time
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False))
         if self._shelf is not None:
             # As on the way back: memory mapped from a file is aligned otherwise, which changes the last bits.
             own_storages(self._tensors())
+        self._version = BEGINNING
         self._progress += 1
 
     def _leave(self) -> None:
@@ -102,6 +127,35 @@ class Scorer:
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._model[0].parameters(), *self._model[0].buffers()]
+
+    @torch.inference_mode()
+    def _take(self, ref: WeightsRef, weights: Mapping[str, Array]) -> float:
+        self._version = UNKNOWN
+        mine = named_weights(self._model[0])
+        strange = sorted(mine.keys() ^ weights.keys())
+        strange += [name for name in mine.keys() & weights.keys() if tuple(mine[name].shape) != weights[name].shape]
+        if strange:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"reference: weights {ref.task_id} are of another model than {self._path}: {', '.join(strange[:3])}",
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(to_torch(weights[name]))
+            self._progress += 1
+        tokens = ref.canary.token_ids
+        mask = np.ones(len(tokens), np.uint8)
+        mask[0] = 0
+        found, _ = token_logprobs(self._model[0], tokens, np.array([len(tokens)]), mask, 1.0, len(tokens))
+        error = float(np.abs(to_numpy(found.float())[1:] - ref.canary.logprobs).max())
+        if not error <= ref.canary.tolerance:  # a NaN is no match either
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} over "
+                f"the tolerance {ref.canary.tolerance:.3g}; it must not score",
+            )
+        self._version = (ref.lineage, ref.step)
+        self._progress += 1
+        return error
 
     @torch.inference_mode()
     def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:

@@ -1,5 +1,5 @@
 """The reference actor: leases rolled-out tasks, scores their tokens with the frozen model, puts `ref_logprobs`.
-Must never score at another temperature than the tokens were sampled at.
+Must never score at another temperature than the tokens were sampled at, nor with another version than the lease names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
-from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.messages import BatchMeta, ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared.actor.service import Service
@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
+WEIGHTS_CALL_S = 300.0
+BEGINNING = (0, 0)
+"""Version of the model directory."""
+REFERENCE_SCALAR = "reference_step"
 _MAKES = REFERENCE.makes[0]
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
 
 
 class ReferenceService(Service):
-    """One copy of the frozen model."""
+    """One copy of the frozen model; which version that is, each lease says, so that a new life needs no memory."""
 
     NAME: ClassVar[str] = "reference"
 
@@ -64,7 +68,9 @@ class ReferenceService(Service):
         await turns.acquire(_WEIGHTS)
         await scorer.start()
         turns.done()
-        self._worker = ReferenceWorker(self, scorer, self._data, turns, settings.store, settings.reward_kl)
+        self._worker = ReferenceWorker(
+            self, scorer, self._data, turns, settings.store, settings.reward_kl, refreshed=settings.refreshed
+        )
 
     async def serve(self) -> None:
         if self._worker is not None:
@@ -96,10 +102,19 @@ class ReferenceWorker:
     """Takes leases from mapped shards to completed ones. Belongs to the service's loop."""
 
     def __init__(
-        self, service: Service, scorer: Scorer, data: DataClient, turns: Turns, store: str, reward_kl: str = ""
+        self,
+        service: Service,
+        scorer: Scorer,
+        data: DataClient,
+        turns: Turns,
+        store: str,
+        reward_kl: str = "",
+        *,
+        refreshed: bool = False,
     ) -> None:
         """`turns`: on the scorer's devices; `store`: where shards go (`batch-store/0`); `reward_kl`: estimator of a KL
-        in the reward, "" for none."""
+        in the reward, "" for none; `refreshed`: whether the version that scores changes (`algorithm.kl.refresh_every`).
+        """
         self._service = service
         self._scorer = scorer
         self._data = data
@@ -107,6 +122,7 @@ class ReferenceWorker:
         self._scoring = False
         self._store = store
         self._reward_kl = reward_kl
+        self._refreshed = refreshed
         self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
         self.leases.stands = lambda: turns.waiting
@@ -141,6 +157,7 @@ class ReferenceWorker:
             await self._turns.acquire(_WEIGHTS)
             await self._scorer.come_back()
             lease.check()
+            await self._stand_at(lease)
             started = time.perf_counter()
             logprobs = await self._scorer.score(shards, lease.cancel)
             return logprobs, time.perf_counter() - started
@@ -152,6 +169,26 @@ class ReferenceWorker:
         """Others may have the devices when no lease (`but` the one that is done) needs the model."""
         if not self._scoring and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
+
+    async def _stand_at(self, lease: Lease) -> None:
+        """Hold the version that the lease names, and prove it. Raises RpcError(conflict) when trainer and reference
+        disagree on it: then nothing may be scored.
+        """
+        ref = lease.grant.weights
+        wanted = (ref.lineage, ref.step) if ref is not None else BEGINNING
+        if self._scorer.version == wanted:
+            return
+        if ref is None:
+            await self._scorer.init_model()
+            return
+        handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
+        meta = BatchMeta(tasks=[handle], stores=[ref.store])
+        (weights,) = await self.leases.persist(
+            lease, "weights", lambda: self._data.fetch(meta, (), deadline_s=WEIGHTS_CALL_S)
+        )
+        error = await self._scorer.init_model(ref, weights)
+        self._service.log.info("reference refreshed", lineage=ref.lineage, step=ref.step, canary_error=error)
+        self._service.telemetry.emit("weights", {"lineage": ref.lineage, "step": ref.step, "canary_error": error})
 
     async def _finish(self, lease: Lease, shards: Shards, computed: tuple[list[Array], float]) -> None:
         logprobs, seconds = computed
@@ -169,6 +206,9 @@ class ReferenceWorker:
                 for task, given, ref in zip(tasks, shards, logprobs, strict=True)
             ]
             scalars["kl"] = np.concatenate(sums)
+        if self._refreshed:
+            step = lease.grant.weights.step if lease.grant.weights is not None else 0
+            scalars[REFERENCE_SCALAR] = np.full(sum(task.samples for task in tasks), step, np.float32)
         results = [_done(*each) for each in zip(tasks, receipts, logprobs, strict=True)]
         await self.leases.complete(lease, results, scalars)
         tokens = sum(len(values) for values in logprobs)
@@ -206,6 +246,8 @@ class Settings:
     plain: bool
     """Bulk between hosts goes unencrypted."""
     shared_devices: bool
+    refreshed: bool
+    """The version that scores changes (`algorithm.kl.refresh_every`)."""
 
 
 def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
@@ -216,8 +258,7 @@ def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
         loaded = topology.load(run.topology)
     except topology.TopologyError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
-    settings = loaded.services.reference
-    if settings is None:
+    if loaded.services.reference is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
         )
@@ -234,4 +275,5 @@ def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
     kl = loaded.algorithm.kl
     reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
     store = service_name("batch-store", loaded.store_hosts().index(settings.host))
-    return scorer, Settings(store, reward_kl, not loaded.transport.encrypt_bulk, shared)
+    refreshed = kl is not None and kl.refresh_every is not None
+    return scorer, Settings(store, reward_kl, not loaded.transport.encrypt_bulk, shared, refreshed)

@@ -37,8 +37,7 @@ class Granting(Fixed):
         if self.finished:
             return None
         if stage > 0:
-            slots = self._pop_ready(stage, request.max_tasks)
-            return self._grant(stage, request, call, slots, None) if slots else None
+            return self._lease_later_stage(stage, request, call)
         return self._lease_evaluation(request, call) or self._lease_rollout(request, call)
 
     def _lease_evaluation(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
@@ -52,6 +51,22 @@ class Granting(Fixed):
                     slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
                 return self._grant(0, request, call, slots, one.version)
         return None
+
+    def _lease_later_stage(self, stage: int, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
+        """Tasks that stand under one version of the reference; None too while it is not published yet.
+
+        A task of a step after a refresh waits for the version of that step, which has been trained by then: it can no
+        more fall back to a step before the refresh when tasks before it are dropped.
+        """
+        first = self._peek(stage)
+        if first is None:
+            return None
+        wanted = self.plan.reference_version(self._step_of(first))
+        version = self.versions.at_step(wanted) if wanted else None
+        if wanted and version is None:
+            return None
+        slots = self._pop_ready(stage, request.max_tasks)
+        return self._grant(stage, request, call, slots, version) if slots else None
 
     def _lease_rollout(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
         first = self._peek(0)
@@ -80,8 +95,8 @@ class Granting(Fixed):
         return None
 
     def _pop_ready(self, stage: int, most: int) -> list[int]:
-        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step. In deterministic mode one
-        whole block or nothing."""
+        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step, for later ones all under one
+        version of the reference. In deterministic mode one whole block or nothing."""
         first = self._peek(stage)
         if self.plan.deterministic and first is not None:
             block = self._block(stage, first, most)
@@ -93,10 +108,12 @@ class Granting(Fixed):
             if admission is None:
                 break
             if stage == 0:
-                step = self._step_of(admission)
-                if group not in (-1, step):
-                    break
-                group = step
+                key = self._step_of(admission)
+            else:
+                key = self.plan.reference_version(self._step_of(admission))
+            if group not in (-1, key):
+                break
+            group = key
             self.ready[stage].pop()
             slots += self._leased_slots([admission])
         return slots
@@ -132,11 +149,11 @@ class Granting(Fixed):
         evaluation = next(
             (e for e in self.evaluations.open.values() if e.split == split and e.version == lease.version), None
         )
-        exact = self.plan.deterministic or evaluation is not None
+        exact = self.plan.deterministic or evaluation is not None or lease.stage > 0
         oldest = 0
         if lease.version is not None and slots:
             oldest = lease.version[1]
-            if not exact:
+            if not exact and lease.stage == 0:
                 oldest = max(0, self._step_of(self.tasks.admission[slots[0]]) - 1 - self.plan.staleness)
         return LeaseGrant(
             lease_id=lease.lease_id,

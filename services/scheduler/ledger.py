@@ -287,8 +287,14 @@ class Ledger:
             return
         named = self.leases.versions() | self.evaluations.named()
         oldest = max(0, self.batched_step - self.plan.staleness) if self.plan.deterministic else None
-        for ref in self.versions.unnamed(named, oldest):
+        for ref in self.versions.unnamed(named, oldest, self._reference_steps()):
             self._clear_weights(ref)
+
+    def _reference_steps(self) -> set[int]:
+        """Versions that the reference may still have to stand at, in steps: also after a return to the checkpoint."""
+        first = self.plan.reference_version(min(max(self.checkpoint_step, 0), self.committed_step) + 1)
+        every = self.plan.reference_every
+        return set(range(max(first, every), self.committed_step + 1, every)) if every else set()
 
     def _clear_weights(self, ref: WeightsRef) -> None:
         self.clears.push(ref.task_id, ref.fence, last=False)

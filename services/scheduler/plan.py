@@ -56,6 +56,12 @@ class Plan:
     weight_versions: int = 3
     weight_bytes: int = 0
     """Room to keep free for `weight_versions` versions of this size (of the published one, when that is larger)."""
+    reference_every: int = 0
+    """Steps between refreshes of the reference from the policy; 0: it stays the model the run began with."""
+
+    def reference_version(self, step: int) -> int:
+        """The step of the policy version that all tasks of `step` are scored by; 0: the model the run began with."""
+        return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0
 
     @property
     def max_live(self) -> int:
@@ -82,6 +88,7 @@ class Plan:
             self.by_completion,
             [stage.name for stage in self.stages],
             [(each.name, each.samples, each.every) for each in self.evals],
+            *([self.reference_every] if self.reference_every else []),
         )
         digest.update(repr(head).encode())
         for rows in (self.rows, *(each.rows for each in self.evals)):

@@ -71,8 +71,14 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         replay_bytes=replay_bytes(topology, prompt),
         weight_versions=weight_versions(topology),
         weight_bytes=_version_bytes(topology),
+        reference_every=_refresh(topology),
     )
     return plan, bad
+
+
+def _refresh(topology: Topology) -> int:
+    kl = topology.algorithm.kl
+    return kl.refresh_every or 0 if kl is not None and topology.needs_reference else 0
 
 
 def _filter_limit(topology: Topology) -> int:

@@ -56,7 +56,13 @@ class Stepping(Freshness):
             checkpoint_step=self.checkpoint_step,
             stopping=self.finished,
             checkpoint_now=self.uncovered_bytes > 0 and self._wants_checkpoint(0),
+            reference_step=self._lost_reference(),
         )
+
+    def _lost_reference(self) -> int:
+        """The version that the reference has to stand at and that is in no store any more, in steps; 0: none."""
+        step = self.plan.reference_version(self.committed_step + 1)
+        return step if step and self.versions.at_step(step) is None else 0
 
     def _rewind(self, step: int) -> None:
         """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
@@ -69,6 +75,7 @@ class Stepping(Freshness):
                     self.tasks.move(slot, TaskState.DROPPED)
                     self.dropped += 1
                     self._collect(slot)
+        begun = self.plan.reference_version(self.committed_step + 1)
         self.batched_step = self.committed_step = min(step, self.committed_step)
         for lease in list(self.leases):
             trains = self.tasks.admission[lease.slots[0]] != EVALUATION
@@ -76,10 +83,21 @@ class Stepping(Freshness):
                 self._give_up(lease, 0)
         if self.plan.deterministic:
             self._reopen()
+        elif begun != self.plan.reference_version(self.committed_step + 1):
+            self._refer_again()
         for ref in self.versions.after(step):
             self._clear_weights(ref)
         for later in [row for row in self.waiting_rows if row > step]:
             del self.waiting_rows[later]
+
+    def _refer_again(self) -> None:
+        """A refresh of the reference was taken back: what waits was scored for later steps, by a version to come."""
+        for lease in [each for each in self.leases if each.stage > 0]:
+            self._give_up(lease, 0)
+        for admission, slot in self.window.members():
+            if self.tasks.done[slot] > 1:  # more than the rollout
+                self.window.mark_unready(admission)
+                self._retry(slot, 0, "the reference goes back to an earlier version")
 
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""

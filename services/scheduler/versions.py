@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, cast
 
 from proto import codec
@@ -38,8 +39,8 @@ class Versions:
         if self.newest is None or version > self.newest:
             self.newest = version
 
-    def unnamed(self, named: set[Version], oldest_exact: int | None) -> list[WeightsRef]:
-        """Remove and return the versions that may go: not the newest, not in `named`.
+    def unnamed(self, named: set[Version], oldest_exact: int | None, steps: Container[int] = ()) -> list[WeightsRef]:
+        """Remove and return the versions that may go: not the newest, not in `named`, not of a step in `steps`.
 
         `oldest_exact`: in deterministic mode, the oldest step that a task not yet sampled may ask for; it gets the
         step's newest lineage.
@@ -50,6 +51,7 @@ class Versions:
             if version != self.newest
             and version not in named
             and (oldest_exact is None or version[1] < oldest_exact or version != self.at_step(version[1]))
+            and not (version[1] in steps and version == self.at_step(version[1]))
         ]
         return [self._refs.pop(version) for version in gone]
 

@@ -106,6 +106,11 @@ class KL(Section):
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) a token")
     place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
     coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
+    refresh_every: Count | None = Field(
+        default=None,
+        description="steps between refreshes of the reference from the policy, a multiple of checkpoint.every; "
+        "left out: the reference stays the model the run began with",
+    )
 
 
 class FilterZeroVariance(Section):

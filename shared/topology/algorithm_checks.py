@@ -122,7 +122,26 @@ def _mismatch(topology: Topology) -> Found:
             yield (*path, "tis_cap"), message
 
 
+def _refresh(topology: Topology) -> Found:
+    """The weights of a refresh are published, and kept as a checkpoint: after the loss of a store they come from it."""
+    kl, checkpoint = topology.algorithm.kl, topology.checkpoint
+    if kl is None or kl.refresh_every is None:
+        return
+    path, every = ("algorithm", "kl", "refresh_every"), kl.refresh_every
+    if kl.coef == 0:
+        yield path, f"{every} has no effect with coef 0, which starts no reference; remove it"
+    if topology.consume == "completion":
+        yield path, f"{every} needs consume admission: otherwise no task knows which step will take it"
+    if every % checkpoint.every:
+        message = f"{every} is no multiple of checkpoint.every ({checkpoint.every}): a refresh is kept as a checkpoint"
+        yield path, f"{message}; use a multiple"
+    if checkpoint.keep_every is not None and every % checkpoint.keep_every:
+        message = f"{checkpoint.keep_every} would not keep the checkpoints of algorithm.kl.refresh_every ({every})"
+        yield ("checkpoint", "keep_every"), f"{message}; use a divisor of it, or leave it out"
+
+
 def _kl(topology: Topology) -> Found:
+    yield from _refresh(topology)
     kl = topology.algorithm.kl
     if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
         yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient, use k3 or k2"

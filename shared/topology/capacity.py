@@ -30,6 +30,8 @@ WEIGHT_VERSIONS = 3
 # Deterministic mode: beside the version being written, those of all steps that may still be sampled, and one that a
 # reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
+# With algorithm.kl.refresh_every: the reference's, and its next one while the last tasks of before are being scored.
+_REFERENCE_VERSIONS = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 
@@ -92,7 +94,9 @@ def held_tasks(topology: Topology) -> int:
 def weight_versions(topology: Topology) -> int:
     """Weight versions that the batch-store may have to hold at once."""
     exact = topology.staleness + _EXACT_VERSIONS if topology.run.deterministic else 0
-    return max(WEIGHT_VERSIONS, exact)
+    kl = topology.algorithm.kl
+    reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
+    return max(WEIGHT_VERSIONS, exact) + reference
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:

@@ -19,8 +19,8 @@ _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks and
-    rollout.partial_s."""
+    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks,
+    rollout.partial_s, and checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -33,6 +33,10 @@ def fill(data: dict[str, Any]) -> None:
     if services is None:
         return
     kl = algorithm.get("kl")
+    refresh = kl.get("refresh_every") if isinstance(kl, dict) else None
+    checkpoint = _section(data, "checkpoint") if refresh is not None else None
+    if checkpoint is not None and checkpoint.get("keep_every") is None:
+        checkpoint["keep_every"] = refresh
     coef = kl.get("coef") if isinstance(kl, dict) else None
     if isinstance(coef, int | float) and coef > 0 and services.get("reference") is None:
         services["reference"] = {}

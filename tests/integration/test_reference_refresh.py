@@ -1,0 +1,52 @@
+"""A reference that follows the policy every few steps, in a whole run, and killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.tiny.harness import ROOT
+from tests.integration.whole_cluster import Cluster, cluster
+
+QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
+EVERY, STEPS = 3, 8
+SMALL = (
+    f"run.steps={STEPS}",
+    "data.eval={}",
+    "algorithm.tasks_per_step=16",
+    f"checkpoint.every={EVERY}",
+    f"algorithm.kl={{estimator: k3, in: loss, coef: 0.01, refresh_every: {EVERY}}}",
+)
+
+
+def refreshed(running: Cluster) -> list[int]:
+    """Steps of the versions that the reference loaded, over its lives."""
+    log = running.path / "logs" / "reference-0.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]
+
+
+@pytest.mark.timeout(260)
+def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
+    """The KL of a step is nothing exactly when the policy that is trained is the reference: right after a refresh."""
+    with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=240) as running:
+        running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])
+        pid = running.wait_for("the reference", lambda: running.pid("reference"))
+        os.kill(pid, signal.SIGKILL)
+        assert running.end() == 0
+        rows = running.rows()
+        loads = refreshed(running)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        version = (row["step"] - 1) // EVERY * EVERY
+        assert row["reference/version"] == version
+        if row["step"] - 1 == version:
+            assert abs(row["loss/kl"]) < 1e-6, row["step"]
+        else:
+            assert row["loss/kl"] > 1e-3, row["step"]
+    # the second life has no memory: the leases told it where to stand
+    assert set(loads) == {EVERY, 2 * EVERY}
