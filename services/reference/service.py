@@ -160,7 +160,9 @@ class ReferenceWorker:
             await self._stand_at(lease)
             started = time.perf_counter()
             logprobs = await self._scorer.score(shards, lease.cancel)
-            return logprobs, time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._service.telemetry.span("score", seconds)
+            return logprobs, seconds
         finally:
             self._scoring = False
             self.rest(but=lease)
@@ -258,7 +260,8 @@ def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
         loaded = topology.load(run.topology)
     except topology.TopologyError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
-    if loaded.services.reference is None:
+    settings = loaded.services.reference
+    if settings is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
         )

@@ -180,7 +180,9 @@ class RolloutWorker:
             return _Sampled(made, held, self._workflow.generate_s - before_s)
         if prepared.tasks.ready:
             made = await self._answers(lease, prepared.tasks, versions, lineage)
-        return _Sampled(made, held, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._service.telemetry.span("generate" if grant.split == TRAIN else "evaluate", seconds)
+        return _Sampled(made, held, seconds)
 
     async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Made]]:
         """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""

@@ -107,10 +107,8 @@ class Granting(Fixed):
             admission = self._peek(stage)
             if admission is None:
                 break
-            if stage == 0:
-                key = self._step_of(admission)
-            else:
-                key = self.plan.reference_version(self._step_of(admission))
+            step = self._step_of(admission)
+            key = step if stage == 0 else self.plan.reference_version(step)
             if group not in (-1, key):
                 break
             group = key

@@ -7,6 +7,8 @@ import time
 from proto.messages import Telemetry
 from shared.rpc.client import Client
 
+SPAN = "span"
+
 
 class TelemetrySender:
     """One per service. `emit` never blocks and never raises for a missing monitor."""
@@ -22,6 +24,10 @@ class TelemetrySender:
     def connect(self, client: Client) -> None:
         """Send to this monitor from now on."""
         self._client = client
+
+    def span(self, what: str, seconds: float) -> None:
+        """Say that `what` has just ended after so many seconds: a bar of the run's time line. Loop thread only."""
+        self.emit(SPAN, {"what": what, "seconds": seconds})
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
         """Say that `values` of `topic` changed. Loop thread only."""

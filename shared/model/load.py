@@ -49,6 +49,8 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         raise RpcError(
             ErrorCode.BAD_REQUEST, f"model {folder}: weights missing or of another shape: {names}; save the model again"
         )
+    # a padding index keeps its row of the embedding without a gradient, also where that token was sampled or given
+    model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 
 

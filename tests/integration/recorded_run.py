@@ -130,11 +130,9 @@ class ByHand:
             process.wait(END_S)
 
 
-async def train_again(
-    services: ByHand, steps: int, *, reload_every: int = 0, save_every: int = 0
-) -> list[dict[str, float]]:
+async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
     """The rows of the first `steps` steps, trained by the driver's own code in this process from their journaled
-    batches. `reload_every`: begin each so many steps from the checkpoint there; `save_every`: save one that often.
+    batches. `services`: scheduler, stores and trainer workers are started.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     clients: dict[tuple[str, int], Client] = {}
@@ -163,10 +161,6 @@ async def train_again(
             batch = await scheduler.next_batch(step)
             await driver.step(batch, metrics)
             rows.append({"step": step, **metrics.row(batch, step_s=1.0)})
-            if save_every and step % save_every == 0:
-                await workers.save_checkpoint(step, keep_last=steps)
-            if reload_every and step % reload_every == 0 and step < steps:
-                await workers.load_checkpoint(step)
         return rows
     finally:
         for each in clients.values():

@@ -14,12 +14,14 @@ from tests.integration.recorded_run import Recording, again, record, train_again
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import cluster
 
+pytestmark = pytest.mark.timeout(600)
+
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS = 30
-TOGETHER = 2
-EPS = 1e-5
-"""Adam divides a gradient that is zero but for its rounding by its own size: with the default of 1e-8 the weights move
-by the learning rate where two layouts round differently."""
+EPS = 1e-4
+"""Adam divides a gradient that is nothing but rounding by its own size. With the default of 1e-8 two layouts that round
+differently move such weights by the whole learning rate, apart, and after twenty steps a token at the clip's edge falls
+on the other side: grad_norm then differs by 1e-3. That is Adam, not the layout."""
 LIMIT = 1e-4
 LIMIT_S = 500.0
 LAYOUTS = {
@@ -54,30 +56,16 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         shutil.rmtree(kept.shards)
 
 
-@pytest.fixture(scope="module")
-def one_rank(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the same training, by one rank again: bit for bit what the live run did."""
-    path = tmp_path_factory.mktemp("again") / "run"
-    with again(recording, path, limit_s=LIMIT_S) as services:
-        services.start("scheduler", "batch-store", "policy-trainer-worker")
-        rows = asyncio.run(train_again(services, STEPS, save_every=TOGETHER))
-    for expected, row in zip(recording.rows, rows, strict=False):
-        assert {name: row[name] for name in SAME} == {name: expected[name] for name in SAME}
-    return path / "checkpoints"
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning(
-    layout: str, recording: Recording, one_rank: Path, tmp_path: Path
+    layout: str, recording: Recording, tmp_path: Path
 ) -> None:
-    """Sampling follows the weights, so two live runs drift apart: the journaled batches are trained again instead. In
-    float32 the clip makes a difference of one rounding grow without bound (one token at its edge on the other side, and
-    within ten steps the runs have nothing in common): every TOGETHER steps both begin with the same weights again.
+    """Sampling follows the weights, so two live runs drift apart: the journaled batches are trained again instead. Then
+    the driver's own process goes on where the workers stand.
     """
     with again(recording, tmp_path / "run", *LAYOUTS[layout], limit_s=LIMIT_S) as services:
-        shutil.copytree(one_rank, services.run.checkpoints, dirs_exist_ok=True)
         services.start("scheduler", "batch-store", "policy-trainer-worker", "rollout", "reference", "monitor")
-        rows = asyncio.run(train_again(services, STEPS, reload_every=TOGETHER))
+        rows = asyncio.run(train_again(services, STEPS))
         services.start("policy-trainer")  # goes on where the workers stand
         live = services.wait_for(
             "steps of its own", lambda: found if (found := services.rows()) and found[-1]["step"] >= 2 * STEPS else None
@@ -94,3 +82,14 @@ def test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning(
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_whole_quickstart_reaches_its_accuracy(layout: str, tmp_path: Path) -> None:
+    with cluster(QUICKSTART, tmp_path, *LAYOUTS[layout], limit_s=1100) as running:
+        assert running.end() == 0
+        last = running.rows()[-1]
+    assert last["step"] == 200
+    assert last["eval/heldout/accuracy"] >= 0.8

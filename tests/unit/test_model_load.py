@@ -67,3 +67,15 @@ def test_a_weight_that_is_not_in_the_file_is_refused_and_not_made_up(folder: Pat
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(RpcError, match="float32"):
         load_model(folder, "int4")
+
+
+def test_a_padding_token_that_was_sampled_has_a_gradient_like_any_other(folder: Path) -> None:
+    """transformers' embedding keeps its row without one, and backends would disagree about such a sample."""
+    model = load_model(folder, "float32")
+    pad = int(model.config.pad_token_id)  # type: ignore[arg-type, union-attr]
+    logits = model(input_ids=torch.tensor([[5, pad, 7, 9]])).logits
+    logits[0, 3, 11].backward()
+    weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    head = torch.autograd.grad(model(input_ids=torch.tensor([[5, 6, 7, 9]])).logits[0, 3, 11], weight)[0]
+    assert float(head[pad].abs().max()) == 0  # what the tied output layer gives that row
+    assert float(weight.grad[pad].abs().max()) > 1e-4

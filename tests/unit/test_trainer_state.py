@@ -20,6 +20,7 @@ from proto.messages import (
     ErrorCode,
     LossSpec,
     OptimStep,
+    WeightsRef,
     WorkerReady,
     WorkerState,
 )
@@ -37,7 +38,7 @@ from services.scheduler.events import Configure, Fail
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology.algorithm import Optimizer
-from tests.unit.test_scheduler import Bench, plan
+from tests.unit.test_scheduler import CANARY, STORE, Bench, plan
 from tests.unit.tiny_models import make_model, ragged
 from tests.unit.training import accumulate, one_rank
 
@@ -231,6 +232,7 @@ class Workers:
     def __init__(self, step: int, *, damaged: Sequence[int] = ()) -> None:
         self.step = step
         self.damaged = damaged
+        self.calls: list[str] = []
 
     async def take_over(self) -> WorkerState:
         return WorkerState(step=self.step, driver=1, order=0, dirty=False)
@@ -241,7 +243,22 @@ class Workers:
     async def load_checkpoint(self, step: int) -> WorkerReady:
         if step in self.damaged:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint {step}: damaged")
+        self.calls.append(f"load {step}")
         return WorkerReady(step=step, parameters=1)
+
+    async def publish_weights(self, lineage: int, step: int, *, store: str) -> WeightsRef:
+        self.calls.append(f"publish {step}")
+        return WeightsRef(
+            lineage=lineage,
+            step=step,
+            task_id=f"weights/{lineage}/{step}",
+            fence=1,
+            store=store,
+            nbytes=100,
+            canary=CANARY,
+            drill=CANARY,
+            drill_seed=0,
+        )
 
 
 class AskBench:
@@ -261,7 +278,7 @@ class AskBench:
 def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> Standing:
     client: Any = AskBench(bench)
     group: Any = workers
-    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints))
+    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints, store=STORE))
 
 
 def collecting_at_commit(announced: Sequence[int]) -> Bench:
@@ -294,6 +311,19 @@ def test_workers_at_the_committed_step_go_on_and_save_what_was_ordered() -> None
     assert [bench.step(step).checkpoint_now for step in (1, 2, 3)] == [False, False, True]
     standing = resumed(bench, Workers(3), [])
     assert (standing.version, standing.committed, standing.checkpoint_now) == (3, 3, True)
+
+
+def test_the_version_of_a_refreshed_reference_that_was_lost_comes_from_its_checkpoint() -> None:
+    bench = Bench(plan(reference_every=2), Configure(9, 3, 2, False)).start()
+    for step in (1, 2, 3):
+        bench.step(step)
+    bench.ask(CheckpointSaved(driver=1, step=3, kept=[2, 3]))
+    bench.machine.core.versions.forget(STORE)
+    workers = Workers(-1)
+    standing = resumed(bench, workers, [2, 3])
+    assert workers.calls == ["load 3", "load 2", "publish 2", "load 3"]
+    assert standing.version == 3
+    assert bench.machine.core.versions.at_step(2) == (1, 2)
 
 
 def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:

@@ -6,6 +6,7 @@ One of `world_size` ranks; they join a group before anything else, and end toget
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -95,6 +96,7 @@ class PolicyTrainerWorker(Service):
         while True:
             request, call = await self._lane.next()
             epoch = self._lane.epoch
+            began = time.perf_counter()
             async with self._running:
                 try:
                     answer = await self._calls.run(request, call)
@@ -108,6 +110,7 @@ class PolicyTrainerWorker(Service):
                 else:
                     if isinstance(answer, Message):
                         call.reply(answer)
+                    self.telemetry.span(type(request).__name__, time.perf_counter() - began)
                 self._calls.devices.after(request, followed=self._lane.followed)
 
     async def drain(self) -> None:
