@@ -118,8 +118,11 @@ class Bench:
         await workers.take_over()
         return workers
 
-    async def batch(self, step: int) -> BatchMeta:
-        """Shards of a made-up batch in the store, with advantages and weights of its samples."""
+    async def batch(self, step: int, *, broken_task: int = -1) -> BatchMeta:
+        """Shards of a made-up batch in the store, with advantages and weights of its samples.
+
+        `broken_task`: one of its log-probs is no number.
+        """
         rng = np.random.default_rng(step)
         handles, tasks = [], []
         for index in range(TASKS):
@@ -135,6 +138,8 @@ class Bench:
                 "rollout_logprobs": (rng.normal(-2, 0.1, len(ids)) * mask).astype(np.float32),
                 "versions": np.where(mask, step - 1, -1).astype(np.int32),
             }
+            if index == broken_task:
+                shards["rollout_logprobs"][PROMPT] = np.nan
             task_id = f"train/{step}/{index}"
             tasks.append(TaskShards(task_id, 1, {key: shards[key] for key in ROLLOUT.makes}))
             handles.append(TaskHandle(task_id, 1, GROUP, len(ids), 0, [0]))
@@ -342,6 +347,41 @@ def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run:
             assert ref.fence == 2
             assert update.grad_norm > 0
             assert await bench.weight_bytes(ref) == first
+
+    with processes(run):
+        asyncio.run(scenario())
+
+
+def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run: RunDir) -> None:
+    async def scenario() -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
+
+            async def refused(meta: BatchMeta) -> RpcError:
+                calls = (workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step())
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                errors = [each for each in results if isinstance(each, RpcError)]
+                assert errors
+                assert errors[0].code == ErrorCode.BAD_REQUEST
+                state = await workers.take_over()
+                assert (state.step, state.dirty) == (0, False)
+                return errors[0]
+
+            # a log-prob of the engine
+            error = await refused(await bench.batch(1, broken_task=2))
+            assert error.names == ["train/1/2"]
+            assert "rollout_logprobs holds 1 values that are not finite" in str(error)
+            # a gradient: every shard is fine, the loss is not
+            meta = await bench.batch(2)
+            huge = np.full(TASKS * GROUP, 3e38, np.float32)
+            error = await refused(weighed(meta, meta.scalars["advantages"], huge))
+            assert error.names == [task.task_id for task in meta.tasks]
+            assert "gradient norm is" in str(error)
+            after = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=2))
+            assert after == before
+            assert (await bench.train(workers, 3))["tokens"] > 0  # and the next batch is trained on
 
     with processes(run):
         asyncio.run(scenario())

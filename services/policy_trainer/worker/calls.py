@@ -87,6 +87,8 @@ class Calls:
         self._putting: asyncio.Future[Any] | None = None
         """Weights on their way into a store: no optimizer step before they are there."""
         self._saving: set[asyncio.Task[None]] = set()
+        self._accumulated: list[str] = []
+        """Tasks whose gradients wait for the next update, on this data-parallel rank."""
         self._log = structlog.get_logger("policy-trainer-worker")
 
     # ---- life
@@ -128,6 +130,11 @@ class Calls:
 
     def _advance(self) -> None:
         self.progress += 1
+
+    async def drop_gradients(self) -> None:
+        """Forget what was accumulated, and of which tasks it was."""
+        self._accumulated = []
+        await self.devices.drop_gradients()
 
     async def run(self, request: WorkerRequest, call: Call) -> Message | Deferred:
         """Do `request`: its answer, or DEFERRED when it is answered later. Raises RpcError, GroupEnded."""
@@ -217,6 +224,7 @@ class Calls:
             stored = samples.stored_keys(request.batch, keys)
             found = await self._data.fetch(request.batch, list(stored.values()), deadline_s=FETCH_S)
             tasks = [{key: task[name] for key, name in stored.items()} for task in found]
+            await asyncio.to_thread(samples.check, request.batch.tasks, tasks)
         return await asyncio.to_thread(samples.join, tasks, keys)
 
     # ---- calls, in order
@@ -311,6 +319,7 @@ class Calls:
             return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
 
         sums = await self._together("ForwardBackward", work)
+        self._accumulated += [task.task_id for task in request.batch.tasks]
         return messages.ForwardBackwardDone(sums=sums, seconds=time.perf_counter() - began)
 
     async def _optim_step(self, request: messages.OptimStep, _: Call) -> Message:
@@ -328,9 +337,12 @@ class Calls:
             update = await self._together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
-        except RpcError:
+        except RpcError as error:
             self.dirty = was_dirty  # refused before anything was changed
-            raise
+            named, self._accumulated = self._accumulated, []
+            some = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+            raise RpcError(error.code, f"{error}; its tasks: {some}", names=named) from None
+        self._accumulated = []
         self._pristine, self.dirty = False, not request.last
         if request.last:
             self.step = request.step

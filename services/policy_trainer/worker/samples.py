@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import BatchMeta, ErrorCode
+from proto.messages import BatchMeta, ErrorCode, TaskHandle
 from proto.tensors import Array
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
@@ -62,6 +62,41 @@ def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
         tokens_of_task=np.array([int(task["lengths"].sum()) for task in tasks]),
         sequences_of_task=np.array([len(task["lengths"]) for task in tasks]),
     )
+
+
+def check(handles: Sequence[TaskHandle], tasks: Sequence[dict[str, Array]]) -> None:
+    """Refuse shards that cannot belong together, or hold log-probs that are no numbers, before any of them is used.
+
+    Raises RpcError(bad_request) naming the tasks and the first shard that is wrong.
+    """
+    wrong: list[str] = []
+    cause = ""
+    for handle, task in zip(handles, tasks, strict=True):
+        found = _problem(task)
+        if found:
+            wrong.append(handle.task_id)
+            cause = cause or f"{handle.task_id}: {found}"
+    if wrong:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"{cause}; shards of {len(wrong)} of {len(tasks)} tasks refused, weights untouched",
+            names=wrong,
+        )
+
+
+def _problem(task: dict[str, Array]) -> str:
+    lengths = task["lengths"]
+    total = int(lengths.sum())
+    for key, values in task.items():
+        wanted = len(lengths) if key in ("lengths", "sample_index") else total
+        if values.shape != (wanted,):
+            of = f"{len(lengths)} sequences of {total} tokens"
+            return f"{key} has shape {list(values.shape)}, its lengths say [{wanted}] ({of})"
+    for key, values in task.items():
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            bad = ~np.isfinite(values)
+            return f"{key} holds {int(bad.sum())} values that are not finite, the first at token {int(bad.argmax())}"
+    return ""
 
 
 def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Array:

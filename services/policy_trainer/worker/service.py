@@ -132,7 +132,7 @@ class PolicyTrainerWorker(Service):
         with suppress(RpcError):  # an ended group shows in what is answered below, or ends this process
             await self._group.withdraw("a driver takes over")
         async with self._running:
-            await self._calls.devices.drop_gradients()
+            await self._calls.drop_gradients()
             if self._lane.driver != request.driver:
                 raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced meanwhile; it must end")
             return messages.WorkerState(

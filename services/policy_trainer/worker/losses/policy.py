@@ -32,8 +32,10 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     """The clipped loss with one ratio a sequence, s = exp(mean of log r over the sequence's tokens).
 
     The sum over the sequence carries no gradient; each token gets it through sg[s] exp(cur - sg[cur]), which under
-    seq_mean_token_mean is the gradient of s itself.
-    Source: GSPO (arXiv 2507.18071), equations 5 and 7; the token form is equation 14.
+    seq_mean_token_mean is the gradient of s itself. The paper knows one response, which is one sequence; of a sample of
+    several (a workflow that begins new contexts) each has a ratio of its own, because each is a likelihood given its
+    own context, and the sample's loss is their mean weighted by their trained tokens.
+    Source: GSPO (arXiv 2507.18071), equation 5 and the definition of s below it; the token form is its GSPO-token.
     """
     log_s = data.sequence_mean(cur - anchor) + cur - cur.detach()
     return _clipped(spec, ratio(log_s), data.advantages)

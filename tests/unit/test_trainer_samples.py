@@ -1,0 +1,66 @@
+"""What a worker refuses before it computes: shards that do not belong together, log-probs that are no numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proto.messages import ErrorCode, TaskHandle
+from proto.tensors import Array
+from services.policy_trainer.worker import samples
+from shared.rpc.errors import RpcError
+
+HANDLES = [TaskHandle(f"train/0/{index}", 1, 2, 7, 0, [0]) for index in range(3)]
+
+
+def tasks() -> list[dict[str, Array]]:
+    return [
+        {
+            "token_ids": np.arange(7, dtype=np.int32),
+            "lengths": np.array([3, 4], np.int32),
+            "sample_index": np.array([0, 1], np.int32),
+            "loss_mask": np.ones(7, np.uint8),
+            "rollout_logprobs": np.full(7, -1.0, np.float32),
+            "ref_logprobs": np.full(7, -1.5, np.float32),
+        }
+        for _ in HANDLES
+    ]
+
+
+def refusal(given: list[dict[str, Array]]) -> RpcError:
+    with pytest.raises(RpcError) as caught:
+        samples.check(HANDLES, given)
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+    return caught.value
+
+
+def test_shards_that_agree_pass() -> None:
+    samples.check(HANDLES, tasks())
+    samples.check([], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "says"),
+    [
+        ("ref_logprobs", np.zeros(6, np.float32), r"ref_logprobs has shape \[6\], its lengths say \[7\]"),
+        ("token_ids", np.zeros((7, 1), np.int32), r"token_ids has shape \[7, 1\]"),
+        ("sample_index", np.zeros(3, np.int32), r"sample_index has shape \[3\], its lengths say \[2\]"),
+    ],
+)
+def test_a_shard_of_another_shape_is_named_with_its_task(key: str, values: Array, says: str) -> None:
+    given = tasks()
+    given[1][key] = values
+    error = refusal(given)
+    assert error.names == ["train/0/1"]
+    with pytest.raises(RpcError, match=says):
+        samples.check(HANDLES, given)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_log_probs_that_are_not_finite_are_refused_with_all_their_tasks(value: float) -> None:
+    given = tasks()
+    given[0]["rollout_logprobs"][4] = value
+    given[2]["ref_logprobs"][0] = value
+    error = refusal(given)
+    assert error.names == ["train/0/0", "train/0/2"]
+    assert "rollout_logprobs holds 1 values that are not finite, the first at token 4" in str(error)
