@@ -2,7 +2,8 @@
 
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples, lengths spread 1:8
 (each in its own process, per CPU second of one thread, alternating in one run); dividing 10,000 samples over 8 ranks;
-peak memory with the output layer in chunks against whole at a vocabulary of 150,000.
+the driver's share of a step's CPU beside 8 real workers; peak memory with the output layer in chunks against whole at a
+vocabulary of 150,000.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def main() -> None:
             print(f"| TRL | not measured: no {PEER.relative_to(ROOT)}, see tests/bench/peers/trl.txt | |")
         milliseconds, spread = _slicing()
         print(f"| 10,000 samples over 8 ranks (imbalance {spread:.4f}) | {milliseconds:.1f} ms | <= 50 ms |")
+        share = _found([sys.executable, "-m", "tests.bench.driver_share"])
+        each = f"{1e3 * share['driver_s']:.0f} ms of {share['workers_s']:.1f} s of CPU a step"
+        print(f"| the driver beside 8 ranks ({each}) | {100 * share['share']:.2f} % | <= 2 % |")
         chunked = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "chunked"])
         whole = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "whole"])
         print(f"| peak memory, output layer in chunks | {chunked / 1e6:,.0f} MB | |")
@@ -79,11 +83,17 @@ def _slicing() -> tuple[float, float]:
 
 def _run(command: list[str]) -> float:
     """The one number in the JSON line that `command` prints last."""
+    found = _found(command)
+    return float(found["tokens_per_s"] if "tokens_per_s" in found else found["peak_bytes"])
+
+
+def _found(command: list[str]) -> dict[str, float]:
+    """The JSON line that `command` prints last."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command[:3])} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return float(found["tokens_per_s"] if "tokens_per_s" in found else found["peak_bytes"])
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":
