@@ -188,6 +188,7 @@ class StoreService(Service):
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
         files = await self._ready()
         self._reap(files)
+        self.index.check(request.put_id, request.nbytes, request.tasks)
         if self._spiller is not None:
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
         if self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time()):

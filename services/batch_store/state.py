@@ -122,13 +122,17 @@ class StoreState:
 
     # ---- puts
 
+    def check(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
+        """Before anything is moved for it: could this put ever be granted? Raises RpcError: bad_request, collected."""
+        self._check_put(put_id, nbytes, tasks)
+        self._refuse_collected(tasks)
+
     def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float) -> bool:
         """Reserve room. True: create the file; False: this very grant is open already.
 
         Raises RpcError: bad_request, collected (`names`), conflict, busy.
         """
-        self._check_put(put_id, nbytes, tasks)
-        self._refuse_collected(tasks)
+        self.check(put_id, nbytes, tasks)
         grant = self._grants.get(put_id)
         if grant is not None:
             if grant.nbytes != nbytes or grant.tasks != tuple(tasks):

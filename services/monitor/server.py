@@ -100,7 +100,7 @@ class MonitorService(Service):
         refused = self._state.refused
         self._publish(self._state.take(message))
         if self._state.refused == 1 and refused == 0:
-            self.log.warning("too many topics: new ones are not kept", topic=message.topic)
+            self.log.warning("too many topics, or too large ones: this one is not kept", topic=message.topic)
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:

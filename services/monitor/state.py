@@ -1,6 +1,6 @@
 """The last value of everything that services say, in one sequence of changes. Pure: no socket, no clock.
 
-It must never grow without bound: topics beyond `MAX_TOPICS` are refused and counted.
+It must never grow without bound, nor past what one snapshot can carry: what would is refused and counted.
 """
 
 from __future__ import annotations
@@ -8,7 +8,13 @@ from __future__ import annotations
 from proto.messages import Snapshot, Telemetry, TopicRow, Update
 
 MAX_TOPICS = 20_000
+MAX_BYTES = 6 << 20
+"""Of all rows as they travel: a snapshot is one message, and ends at 8 MiB."""
 MAX_SENDERS = 4_096
+MAX_DROPPED = 2**48
+"""What one sender may claim to have dropped; the sum over all of them still fits a message."""
+ROW_BYTES, VALUE_BYTES = 48, 14
+"""What a row and a value take besides their text, at most."""
 TopicKey = tuple[str, int, str]
 
 
@@ -19,8 +25,9 @@ class MonitorState:
         self.sequence = 0
         """Of the newest update; 0 before the first."""
         self.refused = 0
-        """Messages about new topics when there were `MAX_TOPICS` already."""
+        """Messages that were one topic too many, or too large."""
         self._rows: dict[TopicKey, TopicRow] = {}
+        self._bytes = 0
         self._dropped: dict[int, int] = {}
         self._dropped_before = 0
 
@@ -39,9 +46,12 @@ class MonitorState:
     def put(self, row: TopicRow) -> Update | None:
         """A new last value of one topic; None when it was refused."""
         key = (row.service, row.instance, row.topic)
-        if key not in self._rows and len(self._rows) >= MAX_TOPICS:
+        old = self._rows.get(key)
+        more = row_bytes(row) - (row_bytes(old) if old is not None else 0)
+        if (old is None and len(self._rows) >= MAX_TOPICS) or self._bytes + more > MAX_BYTES:
             self.refused += 1
             return None
+        self._bytes += more
         self._rows[key] = row
         self.sequence += 1
         return Update(sequence=self.sequence, row=row)
@@ -62,6 +72,15 @@ class MonitorState:
 
     def _count_drops(self, incarnation: int, dropped: int) -> None:
         # a sender counts over its own life, and may come in out of order after a reconnect
-        self._dropped[incarnation] = max(dropped, self._dropped.pop(incarnation, 0))
+        self._dropped[incarnation] = max(min(dropped, MAX_DROPPED), self._dropped.pop(incarnation, 0))
         while len(self._dropped) > MAX_SENDERS:
-            self._dropped_before += self._dropped.pop(next(iter(self._dropped)))
+            before = self._dropped_before + self._dropped.pop(next(iter(self._dropped)))
+            self._dropped_before = min(before, MAX_DROPPED)
+
+
+def row_bytes(row: TopicRow) -> int:
+    """What a row takes in a snapshot, at most."""
+    text = len(row.service.encode()) + len(row.topic.encode())
+    for key, value in row.values.items():
+        text += VALUE_BYTES + len(key.encode()) + (len(value.encode()) if isinstance(value, str) else 0)
+    return ROW_BYTES + text

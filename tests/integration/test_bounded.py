@@ -25,6 +25,8 @@ from proto.messages import (
     Inventory,
     Locate,
     Located,
+    PutBegin,
+    PutGrant,
     PutTask,
     StoreStats,
     TaskHandle,
@@ -130,6 +132,27 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             done = await stats(peer)
             assert (done.bytes, done.shards, done.files, done.zombie_bytes) == (0, 0, 0, 0)
             assert not list((run.path.parent / "spill").rglob("*.blk"))
+
+    asyncio.run(main())
+
+
+def test_put_that_can_never_be_granted_moves_nothing_to_the_disk(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(4)]
+    hopeless = [
+        PutBegin(put_id="0" * 32, nbytes=2**62, tasks=[PutTask("train/0/9", 1)]),
+        PutBegin(put_id="0" * 32, nbytes=SHARD, tasks=[]),
+        PutBegin(put_id="../escape", nbytes=SHARD, tasks=[PutTask("train/0/9", 1)]),
+    ]
+
+    async def main() -> None:
+        async with served(run) as (_, peer):
+            for task in tasks:
+                await put(peer, task)
+            for request in hopeless:
+                with pytest.raises(RpcError) as caught:
+                    await peer.store.call(request, PutGrant, deadline_s=10)
+                assert caught.value.code == ErrorCode.BAD_REQUEST
+            assert await places(peer, tasks) == ["memory"] * 4
 
     asyncio.run(main())
 

@@ -5,6 +5,7 @@ Scheduler, store, monitor and supervisor are real; the services that need torch 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -18,6 +19,10 @@ from typing import Any
 
 import pytest
 
+from launch.peer import with_client
+from launch.supervisor.plan import SUPERVISOR
+from proto.messages import ErrorCode, GetLog, LogLines
+from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.security import access, keys
 from shared.security.access import Access
@@ -133,6 +138,14 @@ def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
     log = away.here.run.log_file("scheduler", 0).read_text().splitlines()
     assert len(found) == 2
     assert set(found) <= set(log)
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "..", "", "scheduler-0.jsonl", "supervisor\0"])
+def test_no_name_reads_a_file_that_is_no_log_of_this_run(away: Away, name: str) -> None:
+    request = GetLog(service=name, instance=0, lines=1000)
+    with pytest.raises(RpcError, match="no service") as refused:
+        asyncio.run(with_client(access.read(away.folder / "operator"), SUPERVISOR, request, LogLines))
+    assert refused.value.code == ErrorCode.BAD_REQUEST
 
 
 def test_a_wrong_name_is_one_line_from_another_machine_too(away: Away) -> None:

@@ -22,7 +22,18 @@ TOPOLOGIES = Path("launch", "topologies")
 
 # Modules that turn bytes into objects by running them.
 FORBIDDEN_MODULES = frozenset(
-    {"pickle", "_pickle", "pickletools", "marshal", "shelve", "cloudpickle", "dill", "jsonpickle", "joblib"}
+    {
+        "pickle",
+        "_pickle",
+        "pickletools",
+        "marshal",
+        "shelve",
+        "cloudpickle",
+        "dill",
+        "jsonpickle",
+        "joblib",
+        "multiprocessing",  # its queues, pipes and pools pickle
+    }
 )
 # Functions by the full name that the file's own imports give them.
 FORBIDDEN_FUNCTIONS = frozenset(
@@ -41,6 +52,9 @@ FORBIDDEN_FUNCTIONS = frozenset(
         "ruamel.yaml.load_all",
         "builtins.eval",
         "builtins.exec",
+        "concurrent.futures.ProcessPoolExecutor",
+        "numpy.lib.format.read_array",
+        "pandas.read_pickle",
     }
 )
 # Names that pickle whatever object they hang on (a socket, a process group).
@@ -57,7 +71,10 @@ FORBIDDEN_NAMES = frozenset(
     }
 )
 FORBIDDEN_BUILTINS = frozenset({"eval", "exec"})
-IMPORT_BY_NAME = frozenset({"importlib.import_module", "__import__"})
+IMPORT_BY_NAME = frozenset({"importlib.import_module", "importlib.__import__", "builtins.__import__", "__import__"})
+NUMPY_LOAD = frozenset({"numpy.load"})
+PICKLE_ARGUMENT = 2
+"""Where `allow_pickle` stands among numpy.load's arguments, counted from 0."""
 
 LIGHT_MODULES = (
     "services.scheduler.server",
@@ -124,10 +141,17 @@ def faults_of(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
         first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
         if target in IMPORT_BY_NAME and str(first).partition(".")[0] in FORBIDDEN_MODULES:
             yield f"{target}({first!r})"
+        if target in NUMPY_LOAD and len(node.args) > PICKLE_ARGUMENT:
+            yield f"{target} with allow_pickle by position"
+        named = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
+        if target == "getattr" and named in FORBIDDEN_BUILTINS | FORBIDDEN_NAMES:
+            yield f"getattr(…, {named!r})"
         for keyword in node.keywords:
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
             if keyword.arg == "allow_pickle" and value is not False:
                 yield "allow_pickle"
+            if keyword.arg == "trust_remote_code" and value is not False:
+                yield "trust_remote_code"
             if keyword.arg == "typ" and value == "unsafe" and target.rpartition(".")[2] == "YAML":
                 yield "YAML(typ='unsafe')"
 
@@ -204,6 +228,17 @@ def test_every_code_folder_is_a_package(package: str) -> None:
         "from yaml import load",
         "from ruamel.yaml import YAML\nYAML(typ='unsafe')",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import numpy\nnumpy.load('x', None, True)",
+        "import builtins\nbuiltins.eval('1')",
+        "import builtins\ngetattr(builtins, 'eval')('1')",
+        "import torch.distributed as dist\ngetattr(dist, 'all_gather_object')([], 1)",
+        "import importlib\nimportlib.import_module('pickle')",
+        "import importlib\nimportlib.__import__('pickle')",
+        "import yaml\nyaml.full_load(text)",
+        "import multiprocessing",
+        "from multiprocessing import shared_memory, Queue",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
         "import numpy as np\nnp.load('x', allow_pickle=flag)",
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from proto import codec
+from proto.envelope import FLAG_REPLY
 from proto.messages import Telemetry, TopicRow
 from services.monitor import state as module
 from services.monitor.state import MonitorState
@@ -70,3 +73,30 @@ def test_new_topics_beyond_the_limit_are_refused_and_counted(monkeypatch: pytest
     assert state.take(telemetry("a", 2)) is not None
     assert state.refused == 1
     assert len(state.snapshot().rows) == 1
+
+
+def test_no_claim_of_senders_makes_a_snapshot_that_cannot_travel() -> None:
+    state = MonitorState()
+    for sender in range(3 * module.MAX_SENDERS):
+        state.take(telemetry("a", 1, incarnation=sender, dropped=2**64 - 1))
+    state.take(telemetry("a", 1, dropped=-5))
+    codec.encode(state.snapshot(), request_id=1, incarnation=1, flags=FLAG_REPLY)
+
+
+@pytest.mark.parametrize("wide", [1, 1000, 300_000])
+def test_snapshot_travels_however_large_the_rows_are_that_were_sent(wide: int) -> None:
+    state = MonitorState()
+    for number in range(3 * (8 << 20) // wide if wide > 1 else module.MAX_TOPICS + 9):
+        state.take(msgspec.structs.replace(telemetry(f"t/{number}", 1), values={"text": "é" * wide, "n": 1.0}))
+    assert state.refused > 0
+    frames = codec.encode(state.snapshot(), request_id=1, incarnation=1, flags=FLAG_REPLY)
+    assert sum(map(len, frames)) > 512 << 10, "and is not empty either"
+
+
+def test_row_that_shrinks_gives_its_room_back() -> None:
+    state = MonitorState()
+    large = {"text": "x" * (module.MAX_BYTES - 1000)}
+    assert state.take(msgspec.structs.replace(telemetry("a", 1), values=large)) is not None
+    assert state.take(msgspec.structs.replace(telemetry("b", 1), values=large)) is None
+    assert state.take(telemetry("a", 1)) is not None
+    assert state.take(msgspec.structs.replace(telemetry("b", 1), values=large)) is not None
