@@ -17,6 +17,7 @@ import numpy as np
 from proto.messages import BatchMeta, ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
+from shared.actor.own_store import own_store
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.devices import REFERENCE as WEIGHTS
@@ -68,8 +69,9 @@ class ReferenceService(Service):
         await turns.acquire(_WEIGHTS)
         await scorer.start()
         turns.done()
+        store = await own_store(self, settings.store)
         self._worker = ReferenceWorker(
-            self, scorer, self._data, turns, settings.store, settings.reward_kl, refreshed=settings.refreshed
+            self, scorer, self._data, turns, store, settings.reward_kl, refreshed=settings.refreshed
         )
 
     async def serve(self) -> None:

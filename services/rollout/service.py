@@ -26,6 +26,7 @@ from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.runner import WorkflowRunner
+from shared.actor.own_store import own_store
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.devices import ENGINE, WEIGHTS, Parts
@@ -128,7 +129,7 @@ class RolloutService(Service):
             data=self._data,
             in_flight=in_flight,
             turns=turns,
-            store=service_name("batch-store", topology.store_hosts().index(settings.host)),
+            store=await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host))),
             block_tasks=settings.block_tasks,
             on_text=self._on_text,
         )
