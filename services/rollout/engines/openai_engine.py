@@ -33,7 +33,7 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.transformers_engine import eos_ids
@@ -96,8 +96,14 @@ class OpenAIEngine:
         await self._compute.run(lambda: asyncio.run(self._start()))
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: Watch | None = None,
     ) -> list[list[Generation]]:
+        if watch is not None:
+            raise ValueError("openai shows no unfinished generation")
         return await self._compute.run(lambda: asyncio.run(self._generate(prompts, sampling, cancel)))
 
     async def base_weights(self) -> dict[str, Array]:
