@@ -108,7 +108,10 @@ class Engine(Protocol):
         """The weights now in the engine by parameter name; copies nothing that it need not copy."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Replace every parameter. Raises WeightsMismatch before any is touched when names, shapes or types differ."""
+        """Replace every parameter. Raises WeightsMismatch before any is touched when names, shapes or types differ.
+
+        An engine may keep the arrays as its parameters until the next call: nobody must write to them any more.
+        """
 
     async def score(self, token_ids: Array) -> Array:
         """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""

@@ -68,3 +68,19 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
         seen.add(place)
         weights[name] = tensor.detach()
     return weights
+
+
+def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Under each name of `named_weights` the model's own parameters or buffers with that weight: several when tied.
+
+    Whoever gives the weight other memory (`holder.data = tensor`) must do so for all of them, or they come apart.
+    """
+    names: dict[tuple[int, tuple[int, ...]], str] = {}
+    holders: dict[str, list[Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        first = names.setdefault(place, name) if tensor.numel() else name
+        known = holders.setdefault(first, [])
+        if not any(tensor is each for each in known):
+            known.append(tensor)
+    return holders

@@ -77,8 +77,8 @@ def version(step: int, lineage: int = 1) -> tuple[WeightsRef, dict[str, Array]]:
     return ref, weights
 
 
-def started(kind: type[TransformersEngine] = TransformersEngine) -> TransformersEngine:
-    made = kind(model=MODEL, dtype="float32", threads=1, deterministic=True)
+def started(kind: type[TransformersEngine] = TransformersEngine, *, deterministic: bool = True) -> TransformersEngine:
+    made = kind(model=MODEL, dtype="float32", threads=1, deterministic=deterministic)
     asyncio.run(made.start())
     return made
 
@@ -183,3 +183,17 @@ def test_every_parameter_of_the_model_is_seen_by_the_drill() -> None:
     for name in start:
         kept = canary({**drill, name: start[name]})
         assert np.abs(kept.logprobs - wanted.logprobs).max() > 10 * TOLERANCE, name
+
+
+def test_weights_in_host_memory_are_taken_over_without_a_copy_and_tied_ones_stay_tied() -> None:
+    engine = started(deterministic=False)
+    ref, weights = version(3)
+
+    async def scenario() -> Mapping[str, Array]:
+        await WeightsSync(engine, "rollout/0", lambda topic, values: None).load(ref, weights)
+        return await engine.base_weights()
+
+    held = asyncio.run(scenario())
+    assert held.keys() == weights.keys()  # tied weights came apart otherwise: one name more
+    assert all(np.shares_memory(held[name], weights[name]) for name in weights)
+    asyncio.run(engine.stop())

@@ -25,7 +25,7 @@ from services.rollout.engines.decode import Block, Ending, Notes
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms
-from shared.model.load import load_model, named_weights
+from shared.model.load import load_model, named_weights, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.shelf import Released, give_back, own_storages, release, restore
 from shared.rpc.errors import RpcError
@@ -50,6 +50,7 @@ class TransformersEngine:
         self._asleep: list[Released] = []
         self._lost = False
         """The weights' memory was given back, and nothing was set since."""
+        self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
         self._progress = 0
         self._tokens = 0
@@ -144,6 +145,7 @@ class TransformersEngine:
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
         # As after a sleep: memory mapped from a file is aligned otherwise, which changes the last bits.
         own_storages(self._model.parameters())
+        self._holders = weight_holders(self._model)
         self._progress += 1
 
     @torch.inference_mode()
@@ -179,10 +181,18 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
-        parameters = named_weights(self._model)
-        sources = fitting({name: (each.dtype, each.shape) for name, each in parameters.items()}, weights)
-        for name, parameter in parameters.items():
-            parameter.copy_(sources[name])
+        """Parameters in host memory become the given arrays themselves, without a copy: a version that lies in shared
+        memory stays mapped, hence counted by its store, until the next one takes its place. Copied where bits must be
+        equal, because a mapping is aligned otherwise, which changes the last ones.
+        """
+        holders = self._holders
+        sources = fitting({name: (tied[0].dtype, tied[0].shape) for name, tied in holders.items()}, weights)
+        for name, tied in holders.items():
+            if self._deterministic:
+                tied[0].copy_(sources[name])
+            else:
+                for parameter in tied:
+                    parameter.data = sources[name].to(parameter.device)
             self._progress += 1
         self._swaps += 1
         self._lost = False
