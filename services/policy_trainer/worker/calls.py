@@ -355,8 +355,8 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Canary and gathering run in order; the bytes travel while the next gradient is computed."""
-        from services.policy_trainer.worker.publish import put_weights
+        """Gathering and canary run in order; the bytes travel beside the canary and the next gradient."""
+        from services.policy_trainer.worker.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
 
@@ -371,26 +371,35 @@ class Calls:
 
         await self._ready(request, settled())
         began = time.perf_counter()
-        if not earlier:
-            canary, weights = await self._together(
-                "Publish", lambda: (self._canaries.current(), self._backend.weights())
-            )
-        if self._place.rank != 0:
-            return messages.Published(seconds=time.perf_counter() - began)
         version = self._earlier.get(request.step) if earlier else None
         if version is not None:
-            canary, weights = version.canary, version.weights
+            weights = version.weights
+        elif not earlier:
+            weights = await self._together("Publish", self._backend.weights)
+        leads = self._place.rank == 0
+        put = [asyncio.ensure_future(put_weights(self._data, weights, request))] if leads else []
+        try:
+            if version is not None:
+                canary = version.canary
+            elif not earlier:
+                canary = await self._together("Publish", self._canaries.current)
+        except BaseException:
+            for each in put:
+                await asyncio.wait([each])
+            raise
+        if not put:
+            return messages.Published(seconds=time.perf_counter() - began)
 
-        async def put() -> None:
+        async def answer() -> None:
             try:
-                ref = await put_weights(self._data, weights, self._canaries, canary, request)
+                ref = weights_ref(await put[0], self._canaries, canary, request)
             except Exception as error:
                 # the weights are as they were: later calls may go on
                 self.refuse(request, call, error)
             else:
                 call.reply(messages.Published(ref=ref, seconds=time.perf_counter() - began))
 
-        self._putting = asyncio.ensure_future(put())
+        self._putting = asyncio.ensure_future(answer())
         return DEFERRED
 
     async def _weights_put(self) -> None:

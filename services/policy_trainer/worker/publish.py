@@ -12,8 +12,8 @@ from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
-from shared.dataplane.client import DataClient, TaskShards
-from shared.drill import canary_tokens, perturb
+from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.drill import canary_length, canary_tokens, perturb
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.rpc.errors import RpcError
@@ -38,7 +38,7 @@ class Canaries:
         """`seed`: the run's. Rank 0 computes the drill from the model directory's weights, perturbed."""
         self._backend = backend
         self._tolerance = TOLERANCE[dtype]
-        self._token_ids = canary_tokens(backend.vocab_size, seed)
+        self._token_ids = canary_tokens(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
         self._lengths = np.array([len(self._token_ids)], dtype=np.int32)
         self._mask = np.ones(len(self._token_ids), dtype=np.uint8)
         self._mask[0] = 0
@@ -69,24 +69,17 @@ class Canaries:
         return self.of(logprobs[1:].astype(np.float32))
 
 
-async def put_weights(
-    data: DataClient,
-    weights: dict[str, Tensor],
-    canaries: Canaries,
-    canary: Canary,
-    request: Publish,
-) -> WeightsRef:
+async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish) -> Receipt:
     """One put of all `weights` under `weights/<lineage>/<step>`, on rank 0. Raises as `DataClient.put`.
 
-    The fences are tried here and not by the caller: to publish once more it would have to ask again, and by then the
-    weights may be those of the next step.
+    They must not change until this returns; reading them (for their canary) may go on beside it. The fences are tried
+    here and not by the caller: to publish once more it would have to ask again, and by then the weights may be those
+    of the next step.
     """
-    if canaries.drill is None:
-        raise ValueError("weights are published by rank 0 only")
     shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
-    receipt, fence = None, request.fence
-    while receipt is None:
+    fence = request.fence
+    while True:
         try:
             (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
         except RpcError as error:
@@ -94,11 +87,19 @@ async def put_weights(
             if error.code != ErrorCode.COLLECTED or fence + 1 >= request.fence + MAX_FENCES:
                 raise
             fence += 1
+        else:
+            return receipt
+
+
+def weights_ref(receipt: Receipt, canaries: Canaries, canary: Canary, request: Publish) -> WeightsRef:
+    """What engines are told of the version that was put."""
+    if canaries.drill is None:
+        raise ValueError("weights are published by rank 0 only")
     return WeightsRef(
         lineage=request.lineage,
         step=request.step,
-        task_id=task_id,
-        fence=fence,
+        task_id=receipt.task_id,
+        fence=receipt.fence,
         store=request.store,
         nbytes=receipt.nbytes,
         canary=canary,
