@@ -2,7 +2,7 @@
 
 `<put id>.tmp` granted, `<put id>.part` being copied to disk, `<put id>.blk` sealed (the one on disk counts, when both
 places have it), `*.dead` zombie, `tombstones` one line a tombstone, appended before anything else happens. It must
-never delete a file that somebody maps: a lock of the reader (or producer) says so.
+never delete a file that somebody maps, nor lend its pages: a lock of the reader (or producer) says so.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class StoreFiles:
         """Made with the directory: a store that comes up with another one has lost what was put before."""
         self._zombies: dict[str, tuple[str, int]] = {}
         """Name -> path and our descriptor, by which we learn that nobody else has one."""
+        self._spares: dict[str, tuple[str, int]] = {}
 
     @staticmethod
     def _identify(path: Path) -> str:
@@ -191,14 +192,49 @@ class StoreFiles:
         self._on_retire(source)
         self._zombies[effect.target] = (target, descriptor)
 
-    def reap(self) -> list[str]:
-        """Delete the zombies that nobody maps; returns their names."""
-        gone = [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
-        for name in gone:
-            path, descriptor = self._zombies.pop(name)
-            os.unlink(path)
-            os.close(descriptor)
+    def reap(self, keep: Callable[[str], bool]) -> list[str]:
+        """Delete the zombies that nobody maps, except those to `keep` as spares; returns the names of the deleted."""
+        unmapped = [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
+        gone: list[str] = []
+        for name in unmapped:
+            if keep(name):
+                path, descriptor = self._zombies.pop(name)
+                # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                self._spares[name] = (path, descriptor)
+                continue
+            self._delete(*self._zombies.pop(name))
+            gone.append(name)
         return gone
+
+    def _delete(self, path: str, descriptor: int) -> None:
+        """Truncated first: the process that wrote a spare may have kept its mapping, which must not keep the pages."""
+        os.ftruncate(descriptor, 0)
+        os.unlink(path)
+        os.close(descriptor)
+
+    # ---- spares
+
+    def give_up_spare(self, name: str) -> None:
+        """It is a zombie again."""
+        self._zombies[name] = self._spares.pop(name)
+
+    def claim(self, name: str) -> bool:
+        """Whether nobody has a spare open. True: it is locked until `reuse`."""
+        return _try_lock(self._spares[name][1])
+
+    def reuse(self, name: str, put_id: str) -> str:
+        """A claimed spare becomes the file of a grant, no block file any more; returns its path."""
+        source, descriptor = self._spares.pop(name)
+        path = self.path(f"{put_id}.tmp")
+        os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
+        os.rename(source, path)
+        os.close(descriptor)
+        return path
+
+    def drop_spare(self, name: str) -> None:
+        """Delete a claimed spare."""
+        self._delete(*self._spares.pop(name))
 
     # ---- tombstones
 
@@ -275,9 +311,12 @@ class StoreFiles:
 
     def close(self) -> None:
         """Let go of every descriptor; the files stay."""
-        for descriptor in (*(each for _, each in self._zombies.values()), self._journal, self._lock):
+        for _, descriptor in (*self._zombies.values(), *self._spares.values()):
             os.close(descriptor)
+        os.close(self._journal)
+        os.close(self._lock)
         self._zombies.clear()
+        self._spares.clear()
 
 
 def _copy(source: int, target: int) -> None:

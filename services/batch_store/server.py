@@ -174,7 +174,7 @@ class StoreService(Service):
         return await asyncio.shield(self._scanned)
 
     def _reap(self, files: StoreFiles) -> None:
-        for name in files.reap():
+        for name in files.reap(self.index.keep):
             self.index.reaped(name)
 
     def _retire(self, files: StoreFiles, effects: list[Retire]) -> None:
@@ -189,10 +189,26 @@ class StoreService(Service):
         files = await self._ready()
         self._reap(files)
         self.index.check(request.put_id, request.nbytes, request.tasks)
+        if self.index.lacks_room(request.put_id, request.nbytes):
+            self._free_spares(files)
         if self._spiller is not None:
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
-        if self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time()):
+        spare = self.index.spare(request.nbytes)
+        if spare is not None and not files.claim(spare):
+            self._free_spares(files)
+            spare = None
+        if spare is not None:
+            self.index.spend(spare)
+        try:
+            new = self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time())
+        except RpcError:
+            if spare is not None:
+                files.drop_spare(spare)
+            raise
+        if new:
             try:
+                if spare is not None:
+                    return PutGrant(path=files.reuse(spare, request.put_id))
                 return PutGrant(path=files.create(request.put_id, request.nbytes))
             except OSError as error:
                 self.index.forget(request.put_id)
@@ -200,7 +216,15 @@ class StoreService(Service):
                     raise
                 text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
                 raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
+        if spare is not None:
+            files.drop_spare(spare)
         return PutGrant(path=files.path(f"{request.put_id}.tmp"))
+
+    def _free_spares(self, files: StoreFiles) -> None:
+        """Somebody wants the room, or has a spare open."""
+        for name in self.index.give_up_spares():
+            files.give_up_spare(name)
+        self._reap(files)
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
         files = await self._ready()

@@ -94,6 +94,6 @@ class Spiller:
             if copied:
                 self._files.drop_copy(put_id)
             self._index.give_up_move(put_id, retry=False)
-        for name in self._files.reap():
+        for name in self._files.reap(self._index.keep):
             self._index.reaped(name)
         return True

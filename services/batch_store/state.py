@@ -4,9 +4,11 @@ the bytes it answers for pass the limit.
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
     sealed in memory --copied--> sealed on disk, and its file in memory a zombie
+    zombie that held weights --last mapping gone--> spare --put of the same size--> grant; or --room wanted--> zombie
 
 A file that leaves is a zombie first: renamed so that nobody finds it, counted until the kernel says that nobody maps
-it. There is no way back from zombie to sealed: the name is never used again; nor from disk to memory. Memory and disk
+it. There is no way back from zombie to sealed: a name is never used again, a spare lends its pages to a grant under
+the grant's own name; nor from disk to memory. Memory and disk
 have a limit each.
 """
 
@@ -36,6 +38,10 @@ PAGE_TASKS = 4096
 PAGE_BYTES = 4096
 SCAN_FILES = 256
 """How many of the oldest files are looked at for one that fits the rest of the spill."""
+SPARE_BYTES = 32 << 20
+MAX_SPARES = 2
+"""Fresh pages are four fifths of the time that a put of a large model takes (1 GiB: 0.41 s, onto pages that a process
+has mapped already 0.06), and every version has the size of the one before: the pages of so many versions are kept."""
 _PUT_ID = re.compile(r"[0-9a-f]{32}")
 _WEIGHTS = f"{WEIGHTS}/"
 
@@ -103,6 +109,10 @@ class StoreState:
         self._sealed: dict[str, Sealed] = {}
         self._tasks: dict[str, Held] = {}
         self._zombies: dict[str, tuple[Place, int]] = {}
+        self._worth_keeping: dict[str, int] = {}
+        """Zombies that may become spares, and the exact size of the file."""
+        self._spares: dict[str, int] = {}
+        """Files that nobody can find or maps, by name, and their exact size: their pages count as used."""
         self._movable: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
         """Sealed files in memory, oldest first: those of tasks, those of weights (which spill last)."""
         self._moving: dict[str, int] = {}
@@ -296,8 +306,37 @@ class StoreState:
     def reaped(self, target: str) -> None:
         """Nobody maps this zombie any more and it was deleted."""
         place, nbytes = self._zombies.pop(target)
+        self._worth_keeping.pop(target, None)
         self._used[place] -= nbytes
         self._zombie_bytes -= nbytes
+
+    # ---- spares
+
+    def keep(self, target: str) -> bool:
+        """Nobody maps this zombie any more. True: it is a spare now; False: delete it, it is `reaped`."""
+        if target not in self._worth_keeping or len(self._spares) >= MAX_SPARES:
+            return False
+        _, held = self._zombies.pop(target)
+        self._zombie_bytes -= held
+        self._spares[target] = self._worth_keeping.pop(target)
+        return True
+
+    def spare(self, nbytes: int) -> str | None:
+        """The spare whose pages fit a put of `nbytes` exactly."""
+        return next((name for name, size in self._spares.items() if size == nbytes), None)
+
+    def spend(self, name: str) -> None:
+        """A spare's pages are no longer its own: the grant that begins at once takes them, or they are freed."""
+        self._used[Place.MEMORY] -= held_bytes(self._spares.pop(name))
+
+    def give_up_spares(self) -> list[str]:
+        """Room is wanted: all spares are zombies again, to be deleted and `reaped`."""
+        names = list(self._spares)
+        for name in names:
+            held = held_bytes(self._spares.pop(name))
+            self._zombies[name] = (Place.MEMORY, held)
+            self._zombie_bytes += held
+        return names
 
     # ---- the spill
 
@@ -305,7 +344,9 @@ class StoreState:
         """Would this put be refused for want of memory that a spill could make?"""
         need = held_bytes(nbytes)
         memory, _ = self.limits
-        return put_id not in self._grants and need <= memory < self._used[Place.MEMORY] + need
+        if put_id in self._grants or self.spare(nbytes) is not None:
+            return False
+        return need <= memory < self._used[Place.MEMORY] + need
 
     def begin_move(self) -> str | None:
         """Choose the oldest sealed file that fits the spill (weights last) and take its room there, or None."""
@@ -458,8 +499,12 @@ class StoreState:
         if sealed.alive:
             return []
         del self._sealed[put_id]
-        self._order_of(sealed.table).pop(put_id, None)
-        return [self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)]
+        order = self._order_of(sealed.table)
+        order.pop(put_id, None)
+        effect = self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)
+        if order is self._movable[1] and sealed.place == Place.MEMORY and sealed.nbytes >= SPARE_BYTES:
+            self._worth_keeping[effect.target] = sealed.nbytes
+        return [effect]
 
     def _order_of(self, table: Table) -> OrderedDict[str, None]:
         return self._movable[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]

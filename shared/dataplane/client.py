@@ -10,6 +10,7 @@ import asyncio
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ from proto.messages import (
 )
 from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.dataplane.landing import MIN_BYTES as LANDING_BYTES
+from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
-from shared.dataplane.write import write_block
+from shared.dataplane.write import copy_block, write_block
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name
@@ -98,6 +101,8 @@ class DataClient:
         self._cache = TableCache()
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
+        self._landings = Landings()
+        self._landing = threading.Lock()
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
             self._threads,
@@ -111,6 +116,8 @@ class DataClient:
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
+        with self._landing:
+            self._landings.close()
 
     async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
         """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
@@ -195,7 +202,7 @@ class DataClient:
         """The descriptor (its lock shows the store that the producer lives) and the checksums; None: file gone."""
         loop = asyncio.get_running_loop()
         while True:
-            work = loop.run_in_executor(self._threads, _fill, path, layout, self._helper)
+            work = loop.run_in_executor(self._threads, self._fill, path, layout)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -213,6 +220,24 @@ class DataClient:
                         retry_after_s=FULL_RETRY_S,
                     ) from None
                 await asyncio.sleep(FULL_RETRY_S)
+
+    def _fill(self, path: str, layout: Layout) -> tuple[int, list[int]] | None:
+        descriptor = lock_named(path, os.O_RDWR)
+        if descriptor is None:
+            return None
+        try:
+            if layout.file_bytes < LANDING_BYTES:
+                return descriptor, write_block(descriptor, layout, self._helper)
+            with self._landing:
+                target = self._landings.of(path, descriptor, layout.file_bytes)
+                if target is not None:
+                    # on two cores the other one computes the canary meanwhile
+                    helper = self._helper if len(os.sched_getaffinity(0)) > 2 else None
+                    return descriptor, copy_block(target, layout, helper)
+            return descriptor, write_block(descriptor, layout, self._helper)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     # ---- fetch
 
@@ -256,6 +281,8 @@ class DataClient:
                 mapping = BlockMapping(located.files[place], self._cache)
                 mapped += 1
                 index = mapping.table.index
+                if None in at_of:  # all of it will be read: weights, by a service that samples meanwhile
+                    mapping.touch(self._helper)
                 for keys, ats in at_of.items():
                     here = [at for at in ats if (wants[at].task.task_id, wants[at].task.fence) in index]
                     tasks = [index[wants[at].task.task_id, wants[at].task.fence] for at in here]
@@ -300,17 +327,6 @@ def _writable(task: TaskShards) -> dict[str, Array]:
         except WireError as error:
             raise WireError(f"{where}: {error}") from None
     return found
-
-
-def _fill(path: str, layout: Layout, helper: ThreadPoolExecutor) -> tuple[int, list[int]] | None:
-    descriptor = lock_named(path, os.O_RDWR)
-    if descriptor is None:
-        return None
-    try:
-        return descriptor, write_block(descriptor, layout, helper)
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 def _close_result(work: asyncio.Future[tuple[int, list[int]] | None]) -> None:

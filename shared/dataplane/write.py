@@ -1,18 +1,20 @@
 """Writes a block file in one pass: each chunk is hashed while it comes into the cache, then written from there.
 
 Plain writes, not a mapping: a full shared-memory mount is an error here, where a store through a mapping would be a
-SIGBUS. It must never run on an event loop's thread.
+SIGBUS. Only a file whose pages are all there may be given mapped. It must never run on an event loop's thread.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import numpy as np
 import xxhash
 
 from proto.blockfile import Layout
+from proto.tensors import Array
 
 CHUNK_BYTES = 512 << 10
 MAX_PIECES = 512  # below IOV_MAX of 1024, padding included
@@ -26,15 +28,38 @@ def write_block(descriptor: int, layout: Layout, helper: Executor | None = None)
 
     `helper`: a second thread that takes half of a large file. Raises OSError (ENOSPC: the mount is full).
     """
+    checksums = _in_halves(lambda begin, end: _write_rows(descriptor, layout, begin, end), layout, helper)
+    _write(descriptor, [layout.head(checksums)], 0)
+    return checksums
+
+
+def copy_block(target: Array, layout: Layout, helper: Executor | None = None) -> list[int]:
+    """The same into `target` uint8 [file_bytes], a mapping of a file whose pages are all there."""
+    checksums = _in_halves(lambda begin, end: _copy_rows(target, layout, begin, end), layout, helper)
+    head = np.frombuffer(layout.head(checksums), np.uint8)
+    target[: len(head)] = head
+    return checksums
+
+
+def _in_halves(work: Callable[[int, int], list[int]], layout: Layout, helper: Executor | None) -> list[int]:
     count = len(layout.arrays)
     middle = _middle(layout) if helper is not None and layout.file_bytes >= HALVE_BYTES else count
     if middle == count or helper is None:
-        checksums = _write_rows(descriptor, layout, 0, count)
-    else:
-        other = helper.submit(_write_rows, descriptor, layout, middle, count)
-        checksums = _write_rows(descriptor, layout, 0, middle)
-        checksums += other.result()
-    _write(descriptor, [layout.head(checksums)], 0)
+        return work(0, count)
+    other = helper.submit(work, middle, count)
+    return work(0, middle) + other.result()
+
+
+def _copy_rows(target: Array, layout: Layout, begin: int, end: int) -> list[int]:
+    checksums: list[int] = []
+    for array, offset in zip(layout.arrays[begin:end], layout.offsets[begin:end], strict=True):
+        flat = array.reshape(-1).view(np.uint8)
+        digest = xxhash.xxh3_64()
+        for first in range(0, flat.nbytes, CHUNK_BYTES):
+            chunk = flat[first : first + CHUNK_BYTES]
+            digest.update(chunk.data)
+            target[offset + first : offset + first + chunk.nbytes] = chunk
+        checksums.append(digest.intdigest())
     return checksums
 
 

@@ -1,0 +1,191 @@
+"""Pages of collected weights are lent to the next put of the same size: counted, given up for room, never readable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto.blockfile import Layout, parse
+from proto.messages import ErrorCode, PutTask
+from services.batch_store import state as state_module
+from services.batch_store.files import StoreFiles
+from services.batch_store.state import Place, StoreState, held_bytes
+from shared.dataplane import landing as landing_module
+from shared.dataplane.landing import Landings
+from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.write import copy_block, write_block
+from shared.rpc.errors import RpcError
+
+VALUES = np.arange(40_000, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "SPARE_BYTES", 1)
+    monkeypatch.setattr(landing_module, "MIN_BYTES", 1)
+
+
+class Store:
+    """The index and its files, moved as the server moves them."""
+
+    def __init__(self, folder: Path, limit: int = 1 << 20) -> None:
+        self.index = StoreState("store", limit, 1)
+        self.files = StoreFiles("store", folder)
+        self.puts = 0
+
+    def begin(self, layout: Layout, task_id: str) -> tuple[str, str]:
+        self.puts += 1
+        put_id = f"{self.puts:032x}"
+        spare = self.index.spare(layout.file_bytes)
+        if spare is not None:
+            assert self.files.claim(spare)
+            self.index.spend(spare)
+        assert self.index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0)
+        if spare is None:
+            return put_id, self.files.create(put_id, layout.file_bytes)
+        return put_id, self.files.reuse(spare, put_id)
+
+    def put(self, task_id: str, values: np.ndarray) -> str:  # type: ignore[type-arg]
+        layout = Layout([(task_id, 1, {"w": values})])
+        put_id, path = self.begin(layout, task_id)
+        descriptor = os.open(path, os.O_RDWR)
+        write_block(descriptor, layout)
+        os.close(descriptor)
+        assert self.index.seal(put_id, self.files.read_table(f"{put_id}.tmp"))
+        self.files.seal(put_id)
+        return self.files.path(f"{put_id}.blk")
+
+    def clear(self, task_id: str) -> None:
+        for effect in self.index.clear([PutTask(task_id, 1)]):
+            self.files.retire(effect)
+        self.reap()
+
+    def reap(self) -> None:
+        for name in self.files.reap(self.index.keep):
+            self.index.reaped(name)
+
+
+def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    path = store.put("weights/0/0", VALUES)
+    inode = os.stat(path).st_ino
+    used = store.index.used(Place.MEMORY)
+    store.clear("weights/0/0")
+    assert not os.path.exists(path)
+    assert store.index.used(Place.MEMORY) == used  # kept, and counted
+    again = store.put("weights/0/1", VALUES * 2)
+    assert os.stat(again).st_ino == inode
+    assert again != path
+    assert store.index.used(Place.MEMORY) == used
+    found = BlockMapping(again, TableCache()).arrays([0], None)[0]
+    assert np.array_equal(found["w"], VALUES * 2)
+
+
+def test_weights_that_somebody_maps_are_not_lent(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    path = store.put("weights/0/0", VALUES)
+    reader = BlockMapping(path, TableCache()).arrays([0], None)[0]
+    store.clear("weights/0/0")
+    other = store.put("weights/0/1", VALUES * 2)
+    assert np.array_equal(reader["w"], VALUES)
+    del reader
+    store.reap()
+    third = store.put("weights/0/2", VALUES * 3)
+    assert os.stat(third).st_ino != os.stat(other).st_ino
+    assert np.array_equal(BlockMapping(other, TableCache()).arrays([0], None)[0]["w"], VALUES * 2)
+
+
+def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    store.put("weights/0/0", VALUES)
+    store.clear("weights/0/0")
+    layout = Layout([("weights/0/1", 1, {"w": VALUES})])
+    _, path = store.begin(layout, "weights/0/1")
+    data = Path(path).read_bytes()
+    with pytest.raises(Exception, match="magic"):
+        parse(data, len(data))
+
+
+def test_spares_are_given_up_for_room(tmp_path: Path) -> None:
+    nbytes = held_bytes(Layout([("weights/0/0", 1, {"w": VALUES})]).file_bytes)
+    store = Store(tmp_path / "s", limit=2 * nbytes)
+    store.put("weights/0/0", VALUES)
+    store.clear("weights/0/0")
+    larger = Layout([("train/0/0", 1, {"w": np.resize(VALUES, 60_000)})])
+    assert store.index.lacks_room("f" * 32, larger.file_bytes)
+    for name in store.index.give_up_spares():
+        store.files.give_up_spare(name)
+    store.reap()
+    assert store.index.used(Place.MEMORY) == 0
+    assert not list((tmp_path / "s").glob("*.dead"))
+    assert not store.index.lacks_room("f" * 32, larger.file_bytes)
+
+
+def test_a_put_of_a_spare_s_size_lacks_no_room(tmp_path: Path) -> None:
+    nbytes = held_bytes(Layout([("weights/0/0", 1, {"w": VALUES})]).file_bytes)
+    store = Store(tmp_path / "s", limit=nbytes)
+    store.put("weights/0/0", VALUES)
+    store.clear("weights/0/0")
+    store.put("weights/0/1", VALUES)
+    with pytest.raises(RpcError) as caught:
+        store.put("weights/0/2", VALUES)
+    assert caught.value.code == ErrorCode.BUSY
+
+
+def test_tasks_of_the_data_set_leave_no_spare(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    store.put("train/0/0", VALUES)
+    store.clear("train/0/0")
+    assert store.index.used(Place.MEMORY) == 0
+
+
+def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path: Path) -> None:
+    layout = Layout([("weights/0/0", 1, {"w": VALUES, "empty": VALUES[:0], "b": VALUES[:7]})])
+    path = tmp_path / "block"
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(descriptor, layout.file_bytes)
+    landings = Landings()
+    assert landings.of(str(path), descriptor, layout.file_bytes) is None  # sparse: a full mount would be a SIGBUS
+    sums = write_block(descriptor, layout)
+    written = path.read_bytes()
+    os.close(descriptor)
+
+    other = Layout([("weights/0/0", 1, {"w": VALUES + 1, "empty": VALUES[:0], "b": VALUES[:7]})])
+    for block in (other, layout):
+        locked = lock_named(str(path), os.O_RDWR)
+        assert locked is not None
+        target = landings.of(str(path), locked, block.file_bytes)
+        assert target is not None
+        again = copy_block(target, block)
+        del target
+        os.close(locked)
+    assert again == sums
+    assert path.read_bytes() == written
+    landings.close()
+
+
+def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    path = store.put("weights/0/0", VALUES)
+    landings = Landings()
+    locked = lock_named(path, os.O_RDWR)
+    assert locked is not None
+    nbytes = os.fstat(locked).st_size
+    target = landings.of(path, locked, nbytes)
+    assert target is not None
+    del target
+    watch = os.open(path, os.O_RDONLY)
+    store.clear("weights/0/0")
+    assert store.index.used(Place.MEMORY)  # the producer's own lock still counts as a reader's
+    os.close(locked)
+    store.reap()
+    for name in store.index.give_up_spares():
+        store.files.give_up_spare(name)
+    store.reap()
+    assert store.index.used(Place.MEMORY) == 0
+    assert os.fstat(watch).st_blocks == 0  # freed although `landings` maps the file
+    os.close(watch)
+    landings.close()
