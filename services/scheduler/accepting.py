@@ -189,7 +189,9 @@ class Accepting(Freshness):
             self._drop(slot, "no sample was scored")
             return
         rows = next(each.rows for each in self.plan.evals if each.name == one.name)
-        one.scores[bisect_left(rows, self.tasks.index[slot])] = float(np.mean(rewards, dtype=np.float64))
+        row = bisect_left(rows, self.tasks.index[slot])
+        one.scores[row] = float(np.mean(rewards, dtype=np.float64))
+        one.best[row] = float(np.max(rewards))
         self.tasks.move(slot, TaskState.SCORED)
         self._end_of_evaluation_task(one)
         self._collect(slot)

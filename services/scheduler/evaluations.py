@@ -11,7 +11,8 @@ from services.scheduler.versions import Version
 
 
 class Evaluation:
-    """One set measured on one version. `scores` holds a row's mean reward, NaN until (or unless) it is scored."""
+    """One set measured on one version. `scores` holds a row's mean reward, `best` that of its best sample; both are NaN
+    until (or unless) the row is scored."""
 
     def __init__(self, name: str, split: int, version: Version, rows: int, samples: int) -> None:
         self.name = name
@@ -19,6 +20,7 @@ class Evaluation:
         self.version = version
         self.samples = samples
         self.scores = array("d", [math.nan]) * rows
+        self.best = array("d", [math.nan]) * rows
         self.waiting: deque[int] = deque()
         """Slots of tasks to lease."""
         self.left = rows
@@ -28,8 +30,26 @@ class Evaluation:
     @property
     def accuracy(self) -> float:
         """Mean over the scored rows, in row order whatever order they were scored in; NaN when there are none."""
-        scored = [score for score in self.scores if not math.isnan(score)]
-        return math.fsum(scored) / len(scored) if scored else math.nan
+        return _mean(self.scores)
+
+    def metrics(self) -> dict[str, float]:
+        """The set's part of a metrics row; empty when nothing was scored: JSON has no NaN.
+
+        With k > 1 samples a row also avg@k, which is the accuracy, and pass@k: the mean over rows of the best of the k
+        rewards. For rewards of 0 and 1 that is the estimator of Chen et al. 2021 (arXiv 2107.03374) with n = k.
+        """
+        if math.isnan(self.accuracy):
+            return {}
+        found = {f"eval/{self.name}/accuracy": self.accuracy}
+        if self.samples > 1:
+            found[f"eval/{self.name}/avg@{self.samples}"] = self.accuracy
+            found[f"eval/{self.name}/pass@{self.samples}"] = _mean(self.best)
+        return found
+
+
+def _mean(values: array[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan
 
 
 class Evaluations:
@@ -39,6 +59,8 @@ class Evaluations:
         self.open: dict[tuple[str, int], Evaluation] = {}
         self.done: dict[int, dict[str, float]] = {}
         """Accuracy by set, by version step."""
+        self.rows: dict[int, dict[str, float]] = {}
+        """What the evaluations of a version bring to its metrics row, by version step."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
@@ -50,24 +72,31 @@ class Evaluations:
         step = evaluation.version[1]
         del self.open[evaluation.name, step]
         self.done.setdefault(step, {})[evaluation.name] = evaluation.accuracy
+        self.rows.setdefault(step, {}).update(evaluation.metrics())
 
     def dump(self) -> dict[str, Any]:
         return {
             "open": [
-                [e.name, e.split, e.version, e.samples, e.scores.tobytes(), list(e.waiting), e.left, e.dropped]
+                [
+                    *(e.name, e.split, e.version, e.samples, e.scores.tobytes(), e.best.tobytes()),
+                    *(list(e.waiting), e.left, e.dropped),
+                ]
                 for e in self.open.values()
             ],
             "done": [[step, results] for step, results in self.done.items()],
+            "rows": [[step, found] for step, found in self.rows.items()],
         }
 
     @classmethod
     def load(cls, data: dict[str, Any]) -> Evaluations:
         evaluations = cls()
-        for name, split, version, samples, scores, waiting, left, dropped in data["open"]:
+        for name, split, version, samples, scores, best, waiting, left, dropped in data["open"]:
             one = Evaluation(name, split, tuple(version), 0, samples)
             one.scores.frombytes(scores)
+            one.best.frombytes(best)
             one.waiting = deque(waiting)
             one.left, one.dropped = left, dropped
             evaluations.open[name, version[1]] = one
         evaluations.done = {step: dict(results) for step, results in data["done"]}
+        evaluations.rows = {step: dict(found) for step, found in data["rows"]}
         return evaluations

@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable
 
@@ -193,9 +192,9 @@ class Ledger:
         self.evaluations.finish(one)
         step = one.version[1]
         scored = len(one.scores) - one.dropped
-        if not math.isnan(one.accuracy):  # nothing was scored: neither SQL nor JSON has a NaN
+        if metrics := one.metrics():
             self.out.append(SaveEval(one.name, step, one.accuracy, scored, one.dropped))
-            self.out.append(Tell("eval", {"step": step, f"eval/{one.name}/accuracy": one.accuracy}))
+            self.out.append(Tell("eval", {"step": step, **metrics}))
         self._write_rows()
 
     def evaluated(self, step: int) -> dict[str, float] | None:
@@ -316,14 +315,11 @@ class Ledger:
     def _write_rows(self) -> None:
         """Let rows leave in step order, each with the evaluations due at its version."""
         while self.next_row in self.waiting_rows:
-            results = self.evaluated(self.next_row)
-            if results is None:
+            if self.evaluated(self.next_row) is None:
                 return
             row = self.waiting_rows.pop(self.next_row)
-            full = {"step": float(self.next_row), **row}
-            scored = {name: accuracy for name, accuracy in results.items() if not math.isnan(accuracy)}
-            full.update({f"eval/{name}/accuracy": accuracy for name, accuracy in scored.items()})
-            self.out.append(WriteRow(self.next_row, full))
+            found = self.evaluations.rows.get(self.next_row, {})
+            self.out.append(WriteRow(self.next_row, {"step": float(self.next_row), **row, **found}))
             self.next_row += 1
 
     def check_driver(self, driver: int) -> None:

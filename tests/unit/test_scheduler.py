@@ -167,7 +167,7 @@ class Bench:
         *,
         outcome: int = Outcome.DONE,
         content: int = 5,
-        reward: float = 1.0,
+        reward: float | Sequence[float] = 1.0,
         samples: int = 2,
         life: int = 7,
         tasks: int | None = None,
@@ -179,7 +179,8 @@ class Bench:
             for task in grant.batch.tasks[:tasks]
         ]
         total = samples * len(results) if outcome == Outcome.DONE else 0
-        scalars = {"reward": np.full(total, reward, np.float32), "length": np.arange(total, dtype=np.int32)}
+        rewards = np.full(total, 1, np.float32) * np.float32(reward)
+        scalars = {"reward": rewards, "length": np.arange(total, dtype=np.int32)}
         reply = self.ask(
             Complete(
                 lease_id=grant.lease_id,
@@ -590,6 +591,16 @@ def test_rows_leave_in_step_order_and_wait_for_their_evaluation() -> None:
     rows = [effect for effect in bench.effects if isinstance(effect, WriteRow)]
     assert [row.step for row in rows] == [0, 1]  # row 2 waits for version 2's evaluation
     assert rows[0].row["eval/held/accuracy"] == 1.0
+
+
+def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
+    """Rows [1, 0, 0, 0] and [0, 0, 0, 0] and [1, 1, 0, 0]: a mean of 0.25, and two of three rows solved."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
+    grant = bench.granted(most=8)
+    bench.complete(grant, samples=4, reward=[1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0])
+    (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25
+    assert row["eval/held/pass@4"] == pytest.approx(2 / 3)
 
 
 def test_a_held_back_call_is_answered_before_its_deadline() -> None:
