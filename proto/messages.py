@@ -428,7 +428,8 @@ class Complete(Request, frozen=True, kw_only=True):
     """A worker ends (part of) a lease. Sealed shards become visible with the acceptance, not before.
 
     `scalars`: per-sample values (`reward` float32, `length` int32, `loss_tokens` int32, `truncated` uint8,
-    `version_min` int32, ...), each [sum of `samples` over the DONE results], in the order of `results`.
+    `version_min` int32, `sync_error` float32, ...), each [sum of `samples` over the DONE results], in the order of
+    `results`.
     `final`: the lease ends; tasks of it not in `results` go back to be leased again.
     """
 

@@ -11,6 +11,8 @@ from services.policy_trainer.sums import add_up
 
 REFERENCE_SCALAR = "reference_step"
 """Which version of the policy the reference stood at (with `algorithm.kl.refresh_every`)."""
+SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS = "sync_error", "sync_bytes", "sync_seconds"
+"""Of the syncs that brought the weights with which the step's samples were made."""
 SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
@@ -91,6 +93,10 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
         "rollout/samples_failed": float(batch.samples_failed),
         "rollout/tasks_dropped": float(batch.dropped),
     }
+    if SYNC_ERROR in scalars and len(rewards):
+        row["sync/canary_error"] = float(scalars[SYNC_ERROR].max())
+        row["sync/bytes"] = float(scalars[SYNC_BYTES].max())
+        row["time/sync"] = _mean(scalars[SYNC_SECONDS])
     if KL_SCALAR in scalars:
         row["reward/kl"] = _mean(scalars[KL_SCALAR])
     if REFERENCE_SCALAR in scalars:

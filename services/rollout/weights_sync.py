@@ -31,7 +31,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One finished sync, for telemetry topic `weights`: `canary_error` is the largest absolute difference."""
+    """One finished sync: `canary_error` is the largest absolute difference of a log-prob."""
 
     step: int
     lineage: int
@@ -40,6 +40,14 @@ class SyncReport:
     seconds: float
     canary_error: float
     tolerance: float
+
+    def scalars(self, samples: int) -> dict[str, Array]:
+        """What a completion says of the weights its samples were made with: float32 [samples] each.
+
+        Bytes are exact to 24 bits.
+        """
+        values = {"sync_error": self.canary_error, "sync_seconds": self.seconds, "sync_bytes": self.nbytes}
+        return {name: np.full(samples, value, np.float32) for name, value in values.items()}
 
 
 def weights_meta(ref: WeightsRef) -> BatchMeta:
@@ -69,6 +77,8 @@ class WeightsSync:
         self._drilled = False
         self._coming: _Coming | None = None
         self.holds = Version()
+        self.last: SyncReport | None = None
+        """Of the sync that brought the newest weights."""
 
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
         """Whether the engine must load `ref` first: it holds an older version, or, if `exact`, any other."""
@@ -112,7 +122,7 @@ class WeightsSync:
             await self._set(coming)
         error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
         self.holds = Version(ref.lineage, ref.step)
-        report = SyncReport(
+        report = self.last = SyncReport(
             step=ref.step,
             lineage=ref.lineage,
             parameters=len(weights),

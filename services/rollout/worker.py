@@ -21,7 +21,7 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
-from services.rollout.weights_sync import Version, WeightsSync, weights_meta
+from services.rollout.weights_sync import SyncReport, Version, WeightsSync, weights_meta
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
@@ -50,6 +50,8 @@ class _Sampled:
     made: list[list[Made]]
     version: int
     seconds: float
+    sync: SyncReport | None
+    """What brought the weights; the last one if they changed under the samples."""
 
 
 class RolloutWorker:
@@ -177,12 +179,12 @@ class RolloutWorker:
         if self._workflow is not None:
             before_s = self._workflow.generate_s
             made = await self._workflow.run(lease, prepared.tasks, held)
-            return _Sampled(made, held, self._workflow.generate_s - before_s)
+            return _Sampled(made, held, self._workflow.generate_s - before_s, self._sync.last)
         if prepared.tasks.ready:
             made = await self._answers(lease, prepared.tasks, versions, lineage)
         seconds = time.perf_counter() - started
         self._service.telemetry.span("generate" if grant.split == TRAIN else "evaluate", seconds)
-        return _Sampled(made, held, seconds)
+        return _Sampled(made, held, seconds, self._sync.last)
 
     async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Made]]:
         """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
@@ -222,7 +224,8 @@ class RolloutWorker:
                 lease, "put", lambda: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
             )
             results = [with_receipt(*pair) for pair in zip(block.results, receipts, strict=True)]
-        await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars)
+        brought = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
+        await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars | brought)
         self._answer_sampler.forget(tasks.ready)
         self._tell(lease.grant.split, tasks, sampled, block, scores)
 

@@ -71,6 +71,7 @@ from services.scheduler.events import (
 from services.scheduler.leases import Holder
 from services.scheduler.ledger import STORE
 from services.scheduler.plan import Plan
+from services.scheduler.plausible import check_numbers
 from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -301,6 +302,7 @@ class Scheduler:
 
     def _register(self, asked: Asked) -> None:
         request: Register = asked.request
+        check_numbers(request)
         holder = (request.service, request.instance)
         known = self.core.registry.get(holder)
         if known != request:
@@ -334,6 +336,7 @@ class Scheduler:
 
     def _heartbeat(self, asked: Asked) -> None:
         beat: Heartbeat = asked.request
+        check_numbers(beat)
         holder = (beat.service, beat.instance)
         known = self.core.registry.get(holder)
         if known is None or known.incarnation != beat.incarnation:

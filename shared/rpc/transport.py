@@ -169,6 +169,8 @@ class Pump:
                 self._on_drained()
             if self._refused and self._on_writable is not None and not self._closed:
                 self._retry()
+        except zmq.ContextTerminated:
+            self.close()  # nothing will ever come: looking again would be a busy loop
         finally:
             self._draining = False
             if not quiet and not self._closed:

@@ -110,6 +110,16 @@ async def attack(bench: Bench) -> None:
     clients = {
         service: Client(bench.context, bench.run.endpoint(service, 0), service, worker.life) for service in SERVICES
     }
+    with contextlib.ExitStack() as stack:
+        for client in clients.values():
+            stack.callback(client.close)
+        await _bombard(attacker, clients, pids)
+    stats: StoreStats = await worker.stats()
+    assert 0 <= stats.bytes <= stats.limit_bytes
+
+
+async def _bombard(attacker: Attacker, clients: dict[str, Client], pids: dict[str, int]) -> None:
+    dice = attacker.dice
     for client in clients.values():
         await client.call(Ping(), Pong, deadline_s=20)
     before = {service: psutil.Process(pid).memory_info().rss for service, pid in pids.items()}
@@ -141,9 +151,6 @@ async def attack(bench: Bench) -> None:
     for service, client in clients.items():
         await client.call(Ping(), Pong, deadline_s=20)
         assert psutil.Process(pids[service]).memory_info().rss - before[service] < GROWTH_BYTES, service
-        client.close()
-    stats: StoreStats = await worker.stats()
-    assert 0 <= stats.bytes <= stats.limit_bytes
 
 
 def _pid(bench: Bench, service: str) -> int:
