@@ -10,12 +10,25 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from services.policy_trainer.layout import Layout
+import torch
 
+from services.policy_trainer.layout import Layout
+from services.policy_trainer.sums import add_up
+
+SUM = "sum/"
 LIMIT_S = 240.0
 COLLECTIVE_S = 60.0
+
+
+def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """What all ranks counted, as the driver puts it together; `parts` by rank, with entries named `sum/<name>`."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        add_up(totals, {name.removeprefix(SUM): value for name, value in part.items() if name.startswith(SUM)})
+    return totals
 
 
 def run_group(function: str, layout: Layout, folder: Path) -> None:

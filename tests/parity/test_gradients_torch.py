@@ -15,7 +15,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.topology.algorithm import Optimizer
 from tests.parity.gradient_cases import VOCAB, Case, cases
-from tests.parity.groups import run_group
+from tests.parity.groups import run_group, sums_of
 from tests.unit.tiny_models import make_model
 
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
@@ -78,9 +78,7 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
                 for weight, value in expected.items():
                     error = float((parts[0][f"grad/{weight}"] - value).abs().max()) / scale
                     assert error <= limit, f"{label} {weight}: {error:.2e}"
-                for key, value in sums.items():
-                    found = sum(float(part[f"sum/{key}"]) for part in parts if f"sum/{key}" in part)
-                    assert found == pytest.approx(value, rel=1e-5, abs=1e-6), f"{label} {key}"
+                assert sums_of(parts) == pytest.approx(sums, rel=1e-5, abs=1e-6), label
                 _logprobs_agree(case, layout, parts, logprobs)
 
 

@@ -18,7 +18,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
 from tests.parity.gradient_cases import Case, cases
-from tests.parity.groups import run_group
+from tests.parity.groups import run_group, sums_of
 from tests.parity.megatron_models import alone, megatron, save
 
 pytestmark = pytest.mark.timeout(300)
@@ -132,6 +132,4 @@ def _gradients_equal(dtype: str, limit: float, model: Path, ranks: list[Path]) -
             for weight, value in expected.items():
                 error = float((parts[0][f"grad/{weight}"] - value).abs().max()) / scale
                 assert error <= limit, f"{label} {weight}: {error:.2e}"
-            for key, value in sums.items():
-                total = sum(float(part[f"sum/{key}"]) for part in parts if f"sum/{key}" in part)
-                assert total == pytest.approx(value, rel=1e-5, abs=1e-6), f"{label} {key}"
+            assert sums_of(parts) == pytest.approx(sums, rel=1e-5, abs=1e-6), label
