@@ -13,7 +13,7 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle
+from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WeightsRef
 from proto.tensors import Array
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
@@ -21,6 +21,12 @@ from shared.rpc.errors import RpcError
 FETCH_S = 60.0
 
 Data = tuple[dict[str, Array], ...]
+
+
+def weights_meta(ref: WeightsRef) -> BatchMeta:
+    """The weights of `ref` as a batch of one task."""
+    handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
+    return BatchMeta(tasks=[handle], stores=[ref.store])
 
 
 class BatchStatus(Enum):

@@ -29,6 +29,9 @@ TRAIN = "train"
 WEIGHTS = "weights"
 """Split name of weight shards: task id `weights/<lineage>/<step>`, one key a parameter."""
 
+REFERENCE_SCALAR = "reference_step"
+"""Which version of the policy the reference stood at (with `algorithm.kl.refresh_every`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -53,7 +56,7 @@ REFERENCE = Stage(
     "reference",
     needs=("token_ids", "lengths", "loss_mask"),
     makes=("ref_logprobs",),
-    scalars=frozenset(["kl", "reference_step"]),
+    scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
 """Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`. Scalar
 `reference_step`, only with a refreshed reference: the step of the policy version that scored, 0 for the first model."""

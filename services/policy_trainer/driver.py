@@ -14,14 +14,14 @@ from proto.tensors import Array
 from services.policy_trainer import batches, token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.metrics import REFERENCE_SCALAR, StepMetrics
+from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
 from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
-from shared.stages import PROXIMAL
+from shared.stages import PROXIMAL, REFERENCE_SCALAR
 from shared.topology.schema import Topology
 
 PROX_KEY = PROXIMAL.makes[0]

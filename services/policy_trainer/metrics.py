@@ -8,9 +8,8 @@ from proto.messages import ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.policy_trainer.sums import add_up
+from shared.stages import REFERENCE_SCALAR
 
-REFERENCE_SCALAR = "reference_step"
-"""Which version of the policy the reference stood at (with `algorithm.kl.refresh_every`)."""
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS = "sync_error", "sync_bytes", "sync_seconds"
 """Of the syncs that brought the weights with which the step's samples were made."""
 SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
-from proto.messages import BatchMeta, ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
+from shared.batch import weights_meta
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.devices import REFERENCE as WEIGHTS
 from shared.devices import Parts
@@ -26,7 +27,7 @@ from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
-from shared.stages import REFERENCE
+from shared.stages import REFERENCE, REFERENCE_SCALAR
 from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ DATA_CALL_S = 30.0
 WEIGHTS_CALL_S = 300.0
 BEGINNING = (0, 0)
 """Version of the model directory."""
-REFERENCE_SCALAR = "reference_step"
 _MAKES = REFERENCE.makes[0]
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
@@ -185,10 +185,8 @@ class ReferenceWorker:
         if ref is None:
             await self._scorer.init_model()
             return
-        handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
-        meta = BatchMeta(tasks=[handle], stores=[ref.store])
         (weights,) = await self.leases.persist(
-            lease, "weights", lambda: self._data.fetch(meta, (), deadline_s=WEIGHTS_CALL_S)
+            lease, "weights", lambda: self._data.fetch(weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S)
         )
         error = await self._scorer.init_model(ref, weights)
         self._service.log.info("reference refreshed", lineage=ref.lineage, step=ref.step, canary_error=error)

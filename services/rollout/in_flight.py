@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
-from services.rollout.weights_sync import WeightsSync, weights_meta
+from services.rollout.weights_sync import WeightsSync
+from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import BatchMeta, Canary, ErrorCode, TaskHandle, WeightsRef
+from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
 from shared.drill import perturb
@@ -48,12 +48,6 @@ class SyncReport:
         """
         values = {"sync_error": self.canary_error, "sync_seconds": self.seconds, "sync_bytes": self.nbytes}
         return {name: np.full(samples, value, np.float32) for name, value in values.items()}
-
-
-def weights_meta(ref: WeightsRef) -> BatchMeta:
-    """The weights of `ref` as a batch of one task."""
-    handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
-    return BatchMeta(tasks=[handle], stores=[ref.store])
 
 
 @dataclass

@@ -21,10 +21,11 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
-from services.rollout.weights_sync import SyncReport, Version, WeightsSync, weights_meta
+from services.rollout.weights_sync import SyncReport, Version, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
+from shared.batch import weights_meta
 from shared.dataplane.client import DataClient, TaskShards
 from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook

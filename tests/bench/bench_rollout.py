@@ -41,7 +41,8 @@ from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.publish import Canaries, put_weights, weights_ref
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights_sync import WeightsSync, weights_meta
+from services.rollout.weights_sync import WeightsSync
+from shared.batch import weights_meta
 from shared.data import open_source
 from shared.dataplane.client import DataClient
 from shared.topology.algorithm import Optimizer
