@@ -1,4 +1,5 @@
-"""Policy, reference and engine on the same devices: a whole run in which each of them dies in its turn, and one hangs.
+"""Policy, reference and engine on the same devices: a whole run in which each of them dies in its turn, and one hangs,
+trains what the same run trains when nobody shares anything.
 
 What lay where, and in which order, is read from the scheduler's log, which has one line for every change of its ledger.
 """
@@ -19,14 +20,12 @@ import pytest
 from shared.devices import FORBIDDEN
 from tests.integration.whole_cluster import Cluster, cluster
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
+COLOCATE = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "colocate.yaml"
 STEPS = 20
 LEASE_S = 5.0
 CHEAP = [
+    "run.deterministic=true",
     f"run.steps={STEPS}",
-    "staleness=0",
-    "placement.colocate=[policy-trainer, reference, rollout]",
-    "algorithm.num_iterations=2",
     "algorithm.tasks_per_step=16",
     "algorithm.group_size=4",
     "services.rollout.block_tasks=8",
@@ -132,7 +131,7 @@ def in_order(changes: list[Change], wanted: list[tuple[str, set[str], str | None
 
 @pytest.mark.timeout(400)
 def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) -> None:
-    with cluster(QUICKSTART, tmp_path, *CHEAP, limit_s=380) as run:
+    with cluster(COLOCATE, tmp_path, *CHEAP, limit_s=380) as run:
         watched = Watched(run)
         wait: Callable[[str, Callable[[], Any]], Any] = run.wait_for
         wait("three steps", lambda: watched.steps() >= 3)
