@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from shared.devices import FORBIDDEN
+from tests.integration import parity_run as parity
 from tests.integration.whole_cluster import Cluster, cluster
 
 COLOCATE = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "colocate.yaml"
-STEPS = 20
+STEPS = 14
 LEASE_S = 5.0
 CHEAP = [
     "run.deterministic=true",
@@ -131,7 +132,7 @@ def in_order(changes: list[Change], wanted: list[tuple[str, set[str], str | None
 
 @pytest.mark.timeout(400)
 def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) -> None:
-    with cluster(COLOCATE, tmp_path, *CHEAP, limit_s=380) as run:
+    with cluster(COLOCATE, tmp_path / "colocated", *CHEAP, limit_s=380) as run:
         watched = Watched(run)
         wait: Callable[[str, Callable[[], Any]], Any] = run.wait_for
         wait("three steps", lambda: watched.steps() >= 3)
@@ -167,3 +168,8 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
     assert after[0]["name"] == ENGINE
     assert "engine.kv_cache" in after[0]["cause"]
     assert _change(after[1])[:2] == (ENGINE, frozenset())
+
+    with cluster(COLOCATE, tmp_path / "apart", *CHEAP, "placement.colocate=[]", limit_s=200) as apart:
+        assert apart.end() == 0, apart.output()
+    assert not any("holder" in line for line in Watched(apart).lines())
+    assert parity.differences(apart.path, run.path) == []  # rewards, losses, gradient norms, weights: every bit
