@@ -121,7 +121,17 @@ class SharedDevices:
 
 
 def take_turns(service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> SharedDevices:
-    """The turns of `service` from now to its end."""
+    """The turns of `service` from now to its end.
+
+    Raises RpcError(bad_request) for a process that no supervisor started: nobody could kill it if it hung with others'
+    memory, and nobody would know when its own is free.
+    """
+    if not service.supervised:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"{service.name}: takes turns on shared devices (placement.colocate), where who hangs must be killed: only "
+            f"a launcher may start it; use `python -m launch.ctl --run {service.run.path} restart {service.name}`",
+        )
     turns = SharedDevices(service, leave)
     service.keep(turns.run())
     return turns

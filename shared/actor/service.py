@@ -174,6 +174,11 @@ class Service:
     def scheduler(self) -> Client:
         return self.client("scheduler")
 
+    @property
+    def supervised(self) -> bool:
+        """Whether a launcher started this process, hears of its states and can kill it."""
+        return bool(self._supervisor)
+
     # ---- life-cycle
 
     async def run_until_stopped(self) -> int:
