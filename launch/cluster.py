@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import place, preflight
-from launch.gpus import visible_gpus
+from launch.gpus import visible_gpus, wanted
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
@@ -59,7 +59,7 @@ def main(
     findings = preflight.check(topology, str(topology_file))
     for line in findings.warnings:
         print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
-    if findings.errors:
+    if findings.errors and not dry_run:
         _refuse(findings.errors)
     try:
         path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
@@ -67,6 +67,8 @@ def main(
         _refuse([str(error)])
     if dry_run:
         _show_plan(topology, path)
+        if findings.errors:
+            _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
     raise typer.Exit(_launch(topology, path, resume=resume))
 
@@ -85,10 +87,13 @@ def _show_plan(topology: Topology, path: Path) -> None:
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
-    print(f"{'service':<26}{'threads':>8}  module")
-    for service, instance in _plan(topology):
-        threads = preflight.threads_of(topology, service)
-        print(f"{service_name(service, instance):<26}{threads:>8}  {module_of(service)}")
+    names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
+    width = max(len("gpus"), *map(len, gpus.values()))
+    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  module")
+    for key in _plan(topology):
+        threads, seen = preflight.threads_of(topology, key[0]), gpus[key] or "-"
+        print(f"{service_name(*key):<26}{threads:>8}  {seen:<{width}}  {module_of(key[0])}")
 
 
 def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
@@ -132,7 +137,7 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
-    gpus = visible_gpus(topology, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = visible_gpus(topology, preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")))
     supervisor = Supervisor(run, plan, threads=threads, gpus=gpus, listen=listen, on_event=on_event, lock=lock)
     interrupts = 0
 

@@ -1,43 +1,91 @@
-"""Which GPUs of this machine each process sees: colocated services the same ones, all others their own. Pure.
+"""Which GPUs of this machine each process sees: colocated services the same ones, all others their own. Pure; it must
+never hand out a GPU twice to services that do not take turns, nor one that is not there.
 
-A process numbers what it sees from 0: what is handed out here is the value of CUDA_VISIBLE_DEVICES.
+A process numbers what it sees from 0: what is handed out here is the value of CUDA_VISIBLE_DEVICES. A rank of the
+trainer sees one GPU, an instance of the reference as many as a copy of the model takes, an engine all of its
+`services.rollout.gpus`. So nobody can put anything on a GPU of somebody else, by mistake or through a library that
+always opens the first one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from launch.supervisor.plan import Key
 from shared.topology import Topology
-from shared.topology.services import DEVICE_SERVICE, Placed
+from shared.topology.services import DEVICE_SERVICE
 
 
-def visible_gpus(topology: Topology, available: str | None = None) -> dict[Key, str]:
-    """CUDA_VISIBLE_DEVICES by process, for processes that the topology gives GPUs.
+@dataclass(frozen=True)
+class _Share:
+    """`processes` of a service on `host`, each on `each` GPUs of its own."""
 
-    `available`: the launcher's own CUDA_VISIBLE_DEVICES, which these are a part of; None: all of the machine's.
+    name: str
+    host: str | None
+    processes: int
+    each: int
+
+    @property
+    def total(self) -> int:
+        return self.processes * self.each
+
+
+def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
+    """CUDA_VISIBLE_DEVICES by process: empty for those that the topology gives no GPU, which compute on the CPU whatever
+    the machine has.
+
+    `names`: what the machine's GPUs are called, in order; None: 0, 1, ... as many as it takes. Raises ValueError when
+    there are too few (`wanted` tells beforehand).
     """
-    services = topology.services
-    places: list[tuple[str, Placed, int]] = [("policy-trainer", services.policy_trainer, 1)]
-    if services.reference is not None:
-        places.append(("reference", services.reference, services.reference.dp))
-    places.append(("rollout", services.rollout, services.rollout.instances))
-    names = available.split(",") if available else None
+    found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
+    for share, first in _placed(topology):
+        if names is not None and first + share.total > len(names):
+            raise ValueError(f"{share.name}: GPUs {first} to {first + share.total - 1} of {len(names)}")
+        for process in range(share.processes):
+            mine = range(first + process * share.each, first + (process + 1) * share.each)
+            found[DEVICE_SERVICE[share.name], process] = ",".join(str(i) if names is None else names[i] for i in mine)
+    return found
+
+
+def wanted(topology: Topology) -> int:
+    """GPUs that the busiest host must have."""
+    ends: dict[str | None, int] = {}
+    for share, first in _placed(topology):
+        ends[share.host] = max(ends.get(share.host, 0), first + share.total)
+    return max(ends.values(), default=0)
+
+
+def described(topology: Topology) -> str:
+    """Who takes how many: `policy-trainer 8, reference 8 (the same), rollout 8`."""
+    together = topology.placement.colocate
+    shares = [share for share, _ in _placed(topology)]
+    sharing = [share.name for share in shares if share.name in together]
+    parts = [f"{each.name} {each.total}{' (the same)' if each.name in sharing[1:] else ''}" for each in shares]
+    return ", ".join(parts)
+
+
+def _placed(topology: Topology) -> list[tuple[_Share, int]]:
+    """Every share and the number of its first GPU on its host."""
     next_free: dict[str | None, int] = {}
     shared_from: dict[str | None, int] = {}
-    found: dict[Key, str] = {}
-    for name, service, instances in places:
-        if not service.gpus:
-            continue
-        each = service.gpus if name == "rollout" else service.gpus // instances
-        first = next_free.get(service.host, 0)
-        if name in topology.placement.colocate:
-            first = shared_from.setdefault(service.host, first)
-        next_free[service.host] = max(next_free.get(service.host, 0), first + each * instances)
-        for instance in range(instances):
-            begin = first + instance * each
-            seen = range(begin, begin + each) if names is None else names[begin : begin + each]
-            text = ",".join(map(str, seen))
-            if name == "policy-trainer":  # a rank picks its own among all of the trainer's
-                found |= {(DEVICE_SERVICE[name], rank): text for rank in range(service.world_size)}
-            else:
-                found[name, instance] = text
-    return found
+    placed: list[tuple[_Share, int]] = []
+    for share in _shares(topology):
+        first = next_free.get(share.host, 0)
+        if share.name in topology.placement.colocate:
+            first = shared_from.setdefault(share.host, first)
+        next_free[share.host] = max(next_free.get(share.host, 0), first + share.total)
+        placed.append((share, first))
+    return placed
+
+
+def _shares(topology: Topology) -> list[_Share]:
+    """The services that the topology gives GPUs. What is colocated takes equally many (`colocate_checks`)."""
+    services = topology.services
+    trainer, reference, rollout = services.policy_trainer, services.reference, services.rollout
+    shares = [_Share("policy-trainer", trainer.host, trainer.world_size, 1)] if trainer.gpus else []
+    if reference is not None and reference.gpus:
+        shares.append(_Share("reference", reference.host, reference.dp, reference.parallel.model_ranks))
+    if rollout.gpus:
+        shares.append(_Share("rollout", rollout.host, rollout.instances, rollout.gpus))
+    return shares

@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch import gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.topology import Topology
@@ -33,6 +34,7 @@ def check(topology: Topology, file: str) -> Findings:
     for key, source in sources.items():
         _check_rows(source, f"{file}: {key}", findings)
     _check_memory(topology, file, findings)
+    _check_gpus(topology, file, findings)
     _check_port(topology, file, findings)
     _check_doors(topology, file, findings)
     return findings
@@ -52,6 +54,19 @@ def threads_of(topology: Topology, service: str) -> int:
         "rollout": topology.services.rollout,
     }.get(service)
     return section.threads or 1 if section is not None else 1
+
+
+def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
+    """What CUDA calls the GPUs that this launcher may use. `visible`: its CUDA_VISIBLE_DEVICES, None when not set.
+
+    Names that CUDA would not know end the list, as they do for CUDA (`-1`, `NoDevFiles`).
+    """
+    if visible is None:
+        count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
+        return [str(index) for index in range(count)]
+    names = [each.strip() for each in visible.split(",")]
+    known = [each.isdigit() or each.startswith(("GPU-", "MIG-")) for each in names]
+    return names[: known.index(False)] if False in known else names
 
 
 def _check_rows(source: str, where: str, findings: Findings) -> None:
@@ -86,6 +101,16 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
         )
     elif not os.access(folder, os.W_OK):
         findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
+
+
+def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
+    names, needed = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")), gpus.wanted(topology)
+    if needed > len(names):
+        seen = "CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
+        findings.errors.append(
+            f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), {seen} {len(names)}; "
+            "lower them, or let services take turns (placement.colocate)"
+        )
 
 
 def _check_port(topology: Topology, file: str, findings: Findings) -> None:

@@ -42,16 +42,19 @@ class Scorer:
         max_tokens: int,
         deterministic: bool = False,
         scratch: Path | None = None,
+        device: str = "cpu",
     ) -> None:
         """`temperature`: the training sampling's; `max_tokens`: of one forward pass; `deterministic`: the same tasks
-        in the same order give the same bits; `scratch`: a file for weights that leave the host's memory (None: they
-        never do)."""
+        in the same order give the same bits; `scratch`: a file for weights that leave the device, when that is the
+        host's memory (None: they never leave); `device`: `cpu`, or `cuda` for the first GPU that the process sees.
+        """
         self._path = model
         self._dtype = dtype
         self._threads = threads
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._deterministic = deterministic
+        self._device = device
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._model: list[nn.Module] = []  # filled by start
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
@@ -114,7 +117,7 @@ class Scorer:
             require_deterministic_algorithms()
         self._version = UNKNOWN
         self._model.clear()  # one copy at a time
-        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False))
+        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
         if self._shelf is not None:
             # As on the way back: memory mapped from a file is aligned otherwise, which changes the last bits.
             own_storages(self._tensors())

@@ -273,6 +273,7 @@ def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
         temperature=loaded.sampling.temperature,
         max_tokens=settings.max_tokens_per_micro_batch,
         deterministic=loaded.run.deterministic,
+        device=settings.device,
         scratch=run.path / "offloaded" / f"{name.replace('/', '-')}.bin" if shared else None,
     )
     kl = loaded.algorithm.kl

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
+from shared.topology.services import Rollout
 
 SERVED_TEMPERATURE = 2.0
 """The highest that vLLM and servers of OpenAI's interface take."""
@@ -26,6 +27,7 @@ def check(topology: Topology) -> Found:
     if rollout.parallel.tp > 1 and rollout.engine != "vllm":
         message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
         yield ("services", "rollout", "parallel", "tp"), message
+    yield from _gpus(rollout)
     hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
         ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
     }
@@ -42,6 +44,18 @@ def check(topology: Topology) -> Found:
     if rollout.in_flight != "wait" and topology.workflow is not None:
         message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
+
+
+def _gpus(rollout: Rollout) -> Found:
+    """GPUs of an instance that would stay idle."""
+    path, gpus = ("services", "rollout", "gpus"), rollout.gpus
+    if not gpus:
+        return
+    if rollout.engine == "openai":
+        yield path, f"{gpus}: the server of engine openai has its own GPUs, leave it out"
+    elif gpus != rollout.parallel.model_ranks:
+        uses = "1" if rollout.engine == "transformers" else f"{rollout.parallel.model_ranks} (parallel.tp)"
+        yield path, f"{gpus} for each instance, but an engine uses {uses}; use that many, and more instances"
 
 
 def _server(topology: Topology) -> Found:

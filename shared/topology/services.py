@@ -33,7 +33,7 @@ class Parallel(Section):
 
 class Placed(Section):
     host: str | None = Field(default=None, description="a host of placement.hosts; left out: this machine")
-    gpus: int = Field(default=0, ge=0, description="GPUs an instance uses; 0: CPU, one copy of the model")
+    gpus: int = Field(default=0, ge=0, description="GPUs in all, for rollout of each instance; 0: it computes on CPU")
     threads: Count | None = Field(
         default=None, description="CPU threads of each process; left out: the launcher's share"
     )
@@ -48,6 +48,11 @@ class Placed(Section):
     def dp(self) -> int:
         """Data-parallel ranks: derived, never written."""
         return self.world_size // self.parallel.model_ranks
+
+    @property
+    def device(self) -> str:
+        """Kind of device that it computes on, as torch names it; of the GPUs a process uses those that it sees."""
+        return "cuda" if self.gpus else "cpu"
 
 
 class Scorer(Placed):
@@ -73,10 +78,6 @@ class PolicyTrainer(Scorer):
     def world_size(self) -> int:
         """Ranks in all: one a GPU, or as many as `workers` says on CPU."""
         return self.gpus or self.workers or self.parallel.model_ranks
-
-    def device(self, rank: int) -> str:
-        """Where a rank of this machine computes, as torch names it."""
-        return f"cuda:{rank % self.gpus}" if self.gpus else "cpu"
 
 
 class Reference(Scorer):

@@ -45,7 +45,6 @@ def _more_items_than(limit: int) -> Callable[[Any], bool]:
 
 UNSUPPORTED = (
     Unsupported("services.reference.backend", _any_of("megatron"), "backend megatron", "torch"),
-    Unsupported("services.*.gpus", _above(1), "an instance on {value} GPUs", "0 or 1"),
     Unsupported("services.reference.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
     Unsupported("services.reference.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),

@@ -47,7 +47,7 @@ def cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
         timeout=30,
         check=False,
     )
@@ -205,6 +205,19 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "services.policy_trainer.worker" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_shows_who_would_see_which_gpu_and_what_the_machine_lacks() -> None:
+    wanted = ("services.policy-trainer.gpus=2", "services.reference.gpus=2", "services.rollout={gpus: 1, instances: 2}")
+    colocate = str(QUICKSTART.with_name("colocate.yaml"))
+    done = cluster(colocate, "--dry-run", *(each for value in wanted for each in ("--set", value)))
+    plan = {line.split()[0]: line.split()[2] for line in done.stdout.splitlines() if "services." in line}
+    assert [plan[f"{name}/1"] for name in ("policy-trainer-worker", "reference", "rollout")] == ["1", "1", "1"]
+    assert plan["scheduler/0"] == "-"
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "2 GPUs wanted (policy-trainer 2, reference 2 (the same), rollout 2 (the same))" in line
+    assert "CUDA_VISIBLE_DEVICES names 0" in line
 
 
 def test_every_topology_error_is_a_line_and_exit_status_2(tmp_path: Path) -> None:

@@ -247,7 +247,6 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
     [
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
         ("services.reference.backend=megatron", "services.reference.backend", "torch"),
-        ("services.policy-trainer.gpus=2", "services.policy-trainer.gpus", "0 or 1"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
         ("placement.engine=ray", "placement.engine", "local"),
     ],

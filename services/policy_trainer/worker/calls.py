@@ -307,7 +307,7 @@ class Calls:
                 advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
-                device = self._topology.services.policy_trainer.device(self._place.rank)
+                device = self._topology.services.policy_trainer.device
                 return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss)
 
             return tokens, await self._on_compute_thread(spread)

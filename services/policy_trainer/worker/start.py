@@ -18,12 +18,15 @@ from shared.topology import Topology
 def make_backend(run: RunDir, topology: Topology, place: Place, generation: int) -> Backend:
     """The model of the topology on this rank; with several ranks, their process group `generation` is open then."""
     options = topology.services.policy_trainer
-    device = options.device(place.rank)
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = options.device
+    if device == "cuda":
+        # The launcher shows a rank one GPU; a rank started by hand may see all of them.
+        index = place.rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        device = f"cuda:{index}"
     if place.layout.world_size > 1:
-        if device == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks on CPU share a host: nothing listens outside it
+        for library in ("GLOO", "NCCL"):  # all ranks are on this host: nothing listens outside it
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         open_group(run.sockets / f"group-{generation:x}", place, device, deadline_s=options.collective_s)
     settings = BackendOptions(
         max_tokens=options.max_tokens_per_micro_batch,

