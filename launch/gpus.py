@@ -32,8 +32,8 @@ class _Share:
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
-    """CUDA_VISIBLE_DEVICES by process: empty for those that the topology gives no GPU, which compute on the CPU whatever
-    the machine has.
+    """CUDA_VISIBLE_DEVICES by process: empty for those that the topology gives no GPU, which compute on the CPU,
+    whatever the machine has.
 
     `names`: what the machine's GPUs are called, in order; None: 0, 1, ... as many as it takes. Raises ValueError when
     there are too few (`wanted` tells beforehand).
