@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from proto.messages import DeviceOrder, ErrorCode, Heartbeat, HoldDevices, Register
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, Ref, TellDevices
-from shared.devices import NOTHING, PARTS_OF, ForbiddenPair, Holder, Ledger, Parts, barred_by, phase_of
+from shared.devices import ALL_AT_ONCE, NOTHING, PARTS_OF, ForbiddenPair, Holder, Ledger, Parts, barred_by, phase_of
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
@@ -149,7 +149,8 @@ class DeviceTurns:
                 if leaves or not self._waits(other):
                     blocking.add(other)
                 recalled[other] = recalled.get(other, NOTHING) | leaves
-            if free and (self._works_already(holder) or barred_by(ahead).isdisjoint(wants)):
+            must_sleep = holder[0] in ALL_AT_ONCE and bool(recalled.get(holder))
+            if free and not must_sleep and (self._works_already(holder) or barred_by(ahead).isdisjoint(wants)):
                 self._ledger.put(holder, self._ledger.of(holder) | wants)
                 self._tell(holder)
                 member.using, member.wants, member.moved_at = wants, NOTHING, now
@@ -180,6 +181,8 @@ class DeviceTurns:
         member = self._members[holder]
         if member.wants and self._places[holder[0]] < self._places[before[0]]:
             return member.wants
+        if member.using and holder[0] in ALL_AT_ONCE:
+            return self._ledger.of(holder)
         return member.using if member.known else PARTS_OF[holder[0]]
 
     def _works_already(self, holder: Holder) -> bool:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
 from services.scheduler.devices import DeviceTurns
-from services.scheduler.events import Answer, Effect, Fail, KillProcess
+from services.scheduler.events import Answer, Effect, Fail, KillProcess, TellDevices
 from shared.devices import (
+    ALL_AT_ONCE,
     FORBIDDEN,
     GRADIENTS,
     KV_CACHE,
@@ -76,6 +77,8 @@ class World:
         self.now = 0.0
         self.lives = 1
         self.killed = 0
+        self.told: list[tuple[str, Parts]] = []
+        """Every change of the ledger: holder, what it has from then on."""
         self.fair = False
         """Everybody who does not hang gets on with it: then only who hangs may be killed."""
         holders = [(service, i) for service, count in services.items() for i in range(count)]
@@ -144,6 +147,8 @@ class World:
                     holder, life, number = ref
                     if self.processes[holder].life == life and self.processes[holder].sent == number:
                         self.processes[holder].sent = 0  # asked again
+                case TellDevices(name, parts):
+                    self.told.append((name, frozenset(parts)))
                 case KillProcess():
                     process = self.processes[effect.holder]
                     if process.life == effect.incarnation:
@@ -164,6 +169,9 @@ class World:
         elif process.answers:
             number, order = process.answers.pop(0)
             process.leaving = own.obey(number, frozenset(order.parts), granted=order.granted)
+            if process.leaving and process.holder[0] in ALL_AT_ONCE:
+                process.leaving = own.holds
+            assert process.leaving.isdisjoint(own.using)
         elif own.using and process.turns:
             stages = process.turns[0]
             if own.using >= stages[process.stage]:
@@ -214,6 +222,12 @@ class World:
         self.settle()
         self.check()
 
+    def any_timing(self) -> None:
+        """Somebody does its next thing, or what it said arrives; nobody is late."""
+        self.chance.choice((self.send, self.act))(self.chance.choice(list(self.processes.values())))
+        self.settle()
+        self.check()
+
     def pass_time(self) -> None:
         self.now += 1.0
         for process in self.processes.values():
@@ -254,6 +268,43 @@ def test_nothing_forbidden_lies_together_and_all_work_is_done(
         rounds += 1
         world.fair = rounds > LIMIT_S
         assert rounds < 200 + 40 * turns, {p.holder: (p.turns, p.holding.__dict__) for p in world.processes.values()}
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_step_has_one_order_whatever_the_timing(seed: int) -> None:
+    """The optimizer leaves, the engine wakes with weights, parameters leave, the key/value memory wakes, it sleeps, the
+    reference scores, the trainer comes back. Only who has work, and in what order the work becomes possible, is given.
+    """
+    world = World(seed, {WORKER: 1, SCORER: 1, ENGINE: 1})
+    for process in world.processes.values():
+        process.turns = []
+
+    def work(service: str, turn: list[Parts]) -> None:
+        process = world.processes[(service, 0)]
+        process.turns = [turn]
+        while process.turns or process.holding.using:
+            world.any_timing()
+
+    train, publish, scoring, sampling = TURNS[WORKER][1], TURNS[WORKER][0], TURNS[SCORER][0], TURNS[ENGINE][0]
+    work(WORKER, train)
+    for _ in range(2):
+        del world.told[:]
+        work(WORKER, publish)  # the parameters are there: nothing moves
+        work(ENGINE, sampling)
+        work(SCORER, scoring)
+        work(WORKER, train)
+        assert world.told == [
+            ("policy-trainer-worker/0", {PARAMETERS}),
+            ("rollout/0", {WEIGHTS}),
+            ("policy-trainer-worker/0", set()),
+            ("rollout/0", {WEIGHTS, KV_CACHE}),
+            ("rollout/0", set()),
+            ("reference/0", {REFERENCE}),
+            ("policy-trainer-worker/0", {PARAMETERS}),
+            ("reference/0", set()),
+            ("policy-trainer-worker/0", {PARAMETERS, GRADIENTS}),
+            ("policy-trainer-worker/0", {PARAMETERS, GRADIENTS, OPTIMIZER}),
+        ]
 
 
 def test_who_hangs_at_work_is_killed_and_who_hangs_idle_once_it_is_in_the_way() -> None:

@@ -90,6 +90,8 @@ class VllmEngine:
         self._caches_older_weights = False
         self._swaps = 0
         self._awake = ENGINE
+        self._lost = False
+        """The weights' memory was given back, and nothing was set since."""
         self._requests = 0
         self._progress = 0
         self._tokens = 0
@@ -135,7 +137,7 @@ class VllmEngine:
     async def sleep(self) -> None:
         """Level 2: weights are dropped, not copied to the host; the next version comes from the trainer anyway."""
         if self._awake:
-            self._awake = NOTHING
+            self._awake, self._lost = NOTHING, True
             await self._compute.run(lambda: self._llm.sleep(level=2))
 
     async def wake(self, parts: Parts) -> None:
@@ -210,6 +212,7 @@ class VllmEngine:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
+        self._must_have_weights()
         self._drop_caches_of_older_weights()
         greedy = sampling.temperature == 0
         swaps = self._swaps
@@ -292,6 +295,7 @@ class VllmEngine:
         else:  # each rank is a process, and a message of vLLM's own would be pickled
             with memory_file(tensors) as path:
                 self._llm.collective_rpc("read_policy_weights", args=(path,))
+        self._lost = False
         self._progress += 1
         self._swaps += 1
         self._llm.set_weight_version(str(self._swaps))
@@ -308,7 +312,15 @@ class VllmEngine:
             raise RpcError(ErrorCode.INTERNAL, "engine vllm: its prefix cache cannot be emptied, requests are running")
         self._caches_older_weights = False
 
+    def _must_have_weights(self) -> None:
+        """After a level-2 sleep vLLM computes with whatever lies there, and says nothing."""
+        if self._lost:
+            raise RpcError(
+                ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"
+            )
+
     def _score(self, token_ids: Array) -> Array:
+        self._must_have_weights()
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
