@@ -34,8 +34,8 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
 """By the service whose processes hold them."""
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
-"""Services whose parts leave together or not at all: an engine sleeps or is awake. So none of them is taken from it while
-it works with another."""
+"""Services whose parts leave together or not at all: an engine sleeps or is awake. So none of them is taken from it
+while it works with another."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
