@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ class StoreFiles:
         self._journal_lines = 0
         self.identity = self._identify(directory / _IDENTITY)
         """Made with the directory: a store that comes up with another one has lost what was put before."""
+        self._sealed_ns = 0
         self._zombies: dict[str, tuple[str, int]] = {}
         """Name -> path and our descriptor, by which we learn that nobody else has one."""
         self._spares: dict[str, tuple[str, int]] = {}
@@ -137,7 +139,11 @@ class StoreFiles:
             os.close(descriptor)
 
     def seal(self, put_id: str) -> None:
-        os.rename(self.path(f"{put_id}.tmp"), self.path(f"{put_id}.blk"))
+        """Give a file its sealed name, and a time after that of every other: the order of the seals outlives us."""
+        path = self.path(f"{put_id}.tmp")
+        self._sealed_ns = max(time.time_ns(), self._sealed_ns + 1)
+        os.utime(path, ns=(self._sealed_ns, self._sealed_ns))
+        os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
         """Does the producer of a grant still hold its lock?"""
@@ -279,7 +285,10 @@ class StoreFiles:
     # ---- after a restart
 
     def scan(self) -> list[Found]:
-        """Every file of the former life, sealed ones verified to the last byte, oldest first. Slow: use a thread."""
+        """Every file of the former life, sealed ones verified to the last byte, in the order of their seals.
+
+        Slow: use a thread.
+        """
         found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
         for place in (Place.DISK, Place.MEMORY)[-len(self._folders) :]:  # of a file in both, the one on disk counts
@@ -290,6 +299,7 @@ class StoreFiles:
                 if place == Place.DISK and one.table is not None:
                     spilled.add(entry.name)
                 found.append((entry.stat().st_mtime_ns, one))
+        self._sealed_ns = max((at for at, _ in found), default=0)
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
 
     def _examine(self, name: str, place: Place, *, doubled: bool) -> Found:

@@ -187,9 +187,10 @@ class StoreState:
     def supersede(self, put_id: str) -> list[Retire]:
         """Drop what a sealed file takes the place of: shards of its tasks that differ in the revision only.
 
-        A task's entry in another file goes when nothing else is in it. Without this a step that is replayed again and
-        again would fill the store with what nobody reads, and wait for room for ever. After a restart nobody can say
-        which of two was sealed last: both stay, until the next one comes or the task is cleared.
+        A task's entry in another file goes when this one has all that is in it. Without this a step that is replayed
+        again and again would fill the store with what nobody reads, and wait for room for ever. Called in the order of
+        the seals after a restart, too, it leaves what it left before: what covered an entry and is gone was covered
+        itself by something later, or was cleared.
         """
         effects: list[Retire] = []
         table = self._sealed[put_id].table
@@ -205,7 +206,7 @@ class StoreState:
             for other in [each for each in files if each != put_id]:
                 theirs = self._sealed[other].table
                 keys = theirs.checksums(theirs.index[task_id, fence])
-                if all(revised_name(key) in names and key not in mine for key in keys):
+                if all(revised_name(key) in names for key in keys):
                     files.remove(other)
                     effects.extend(self._kill(other, task_id, fence))
         return effects
@@ -391,9 +392,9 @@ class StoreState:
             self.tombstones[task.task_id] = fence
 
     def recover(self, put_id: str, nbytes: int, table: Table, place: Place = Place.MEMORY) -> list[Retire]:
-        """A sealed file of the former life, its checksums verified. Its cleared tasks stay cleared.
+        """A sealed file of the former life, its checksums verified. What was cleared or superseded stays so.
 
-        Oldest first. A file that was found on disk and in memory is recovered once: the other one is refused.
+        In the order of the seals. A file that was found on disk and in memory is recovered once: the other is refused.
         """
         self._used[place] += held_bytes(nbytes)
         alive = {
@@ -404,7 +405,7 @@ class StoreState:
         if not alive:
             return [self._retire(f"{put_id}.blk", nbytes, place)]
         self._index(put_id, nbytes, table, alive, place)
-        return []
+        return self.supersede(put_id)
 
     def recover_refuse(self, name: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
         """An unsealed, damaged, dead or doubled file of the former life, which somebody may still map."""

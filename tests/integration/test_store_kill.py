@@ -147,3 +147,32 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
             await check(peer, bad)
 
     asyncio.run(main())
+
+
+def test_superseded_shards_stay_gone_after_a_kill_although_their_file_lives_on(store: StoreProcess) -> None:
+    def revised(names: list[int], revision: str, value: float) -> list[TaskShards]:
+        return [TaskShards(f"train/0/{n}", 1, {f"p:{revision}": np.full(9, value)}) for n in names]
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+
+            async def shards() -> int:
+                return (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=30)).shards
+
+            for tasks in (
+                revised([1, 2], "a", 1.0),  # task 2 keeps the file alive
+                revised([1], "b", 2.0),
+                revised([1], "a", 3.0),  # the first revision again, with other bytes: nothing of the file before is left
+            ):
+                await peer.data.put(tasks, store=STORE, deadline_s=10)
+                before = await shards()
+                store.kill()
+                store.start()
+                assert await shards() == before
+            assert before == 2
+            handle = TaskHandle("train/0/1", 1, stores=[0])
+            meta = BatchMeta(tasks=[handle], parts=[BatchPart("s", ["p:a"])], stores=[STORE])
+            [found] = await peer.data.fetch(meta, ["p:a"], deadline_s=30)
+            assert found["p:a"].tolist() == [3.0] * 9
+
+    asyncio.run(main())

@@ -191,14 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.zombies[self.state.recover_refuse(name, nbytes, place).target] = (place, nbytes)
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
-        # a file that others keep alive comes back with all of its tasks: former revisions, too
-        self.shards = {
-            (task_id, fence, key): digest
-            for table, _ in self.sealed.values()
-            for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
-            for key, digest in table.checksums(index).items()
-            if not self.buried(task_id, fence)
-        }
+        # and the shards are those of before: nothing lost, nothing cleared or superseded is back
 
     @invariant()
     def bytes_are_exact_and_within_the_limit(self) -> None:

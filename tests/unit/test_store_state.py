@@ -125,3 +125,21 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
     assert put(5, both[1:], ["p:3"]) == [f"{2:032x}.blk"]
     assert state.stats().shards == 4 + 1 + 1 + 1
     assert put(6, ["weights/0/1"], ["w:1"]) == put(7, ["weights/0/1"], ["w:2"]) == []
+
+
+def test_files_are_found_again_in_the_order_of_their_seals_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = StoreFiles("store", tmp_path)
+    for number, clock_ns in ((3, 5_000), (1, 5_000), (2, 4_000)):
+        monkeypatch.setattr("time.time_ns", lambda now=clock_ns: now)
+        files.create(f"{number:032x}", 100)
+        files.seal(f"{number:032x}")
+    assert [int(found.name[:32], 16) for found in files.scan()] == [3, 1, 2]
+    files.close()
+    again = StoreFiles("store", tmp_path)
+    again.scan()
+    again.create("4" * 32, 100)
+    again.seal("4" * 32)
+    assert [found.name[:1] for found in again.scan()][-1] == "4"
+    again.close()
