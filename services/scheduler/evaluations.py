@@ -74,6 +74,16 @@ class Evaluations:
         self.done.setdefault(step, {})[evaluation.name] = evaluation.accuracy
         self.rows.setdefault(step, {}).update(evaluation.metrics())
 
+    def take_back(self, step: int) -> list[Evaluation]:
+        """Forget the evaluations of versions after `step`, done and open; returns the open ones."""
+        gone = [one for one in self.open.values() if one.version[1] > step]
+        for one in gone:
+            del self.open[one.name, one.version[1]]
+        for results in (self.done, self.rows):
+            for later in [each for each in results if each > step]:
+                del results[later]
+        return gone
+
     def dump(self) -> dict[str, Any]:
         return {
             "open": [

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from proto.messages import ErrorCode
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.ledger import FAILURE, TRAIN_SPLIT, Ledger
-from services.scheduler.slot_index import NO_SLOT
 from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 
@@ -82,10 +81,6 @@ class Fixed(Ledger):
                     self.window.mark_unready(each)
                 self._again(other)
 
-    def _again(self, slot: int) -> None:
-        super()._again(slot)
-        self.highest_fence = max(self.highest_fence, self.tasks.fence[slot])
-
     def _check_whole(self) -> None:
         """Raises RpcError(bad_request) when the next step can never be what an undisturbed run would make of it."""
         if self.broken:
@@ -122,20 +117,9 @@ class Fixed(Ledger):
                 self.window.mark_unready(admission)
                 self._again(slot)
         places = range(self.committed_step * self.plan.tasks_per_step, self.window.head)
-        slots = [self._revived(admission) for admission in places]
+        rows = [(admission, *self.order.at(admission)) for admission in places]
+        slots = [self._revived(TRAIN_SPLIT, epoch, row, admission) for admission, epoch, row in rows]
         self.window.reopen(slots)
         for admission, slot in zip(places, slots, strict=True):
             self.ready[0].push(admission)
             self.highest_fence = max(self.highest_fence, self.tasks.fence[slot])
-
-    def _revived(self, admission: int) -> int:
-        epoch, row = self.order.at(admission)
-        slot = self.tasks.slot_of(TRAIN_SPLIT, epoch, row)
-        if slot == NO_SLOT:
-            [slot] = self.tasks.add(TRAIN_SPLIT, epoch, [row], admission)
-            self.tasks.fence[slot] = self.highest_fence + 1
-        else:  # batched, or on its way out
-            self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
-            self.tasks.reset_attempt(slot)
-            self.tasks.clears[slot] = self.tasks.step[slot] = 0
-        return slot

@@ -13,7 +13,7 @@ from services.scheduler.fixed import Fixed
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import FAILURE, TRAIN_SPLIT
 from services.scheduler.plan import stage_index
-from services.scheduler.tasks import TaskState
+from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
@@ -144,9 +144,8 @@ class Granting(Fixed):
         stage = self.plan.stages[lease.stage]
         slots = [slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id]
         split = self.tasks.split[slots[0]] if slots else TRAIN_SPLIT
-        evaluation = next(
-            (e for e in self.evaluations.open.values() if e.split == split and e.version == lease.version), None
-        )
+        evaluated = bool(slots) and self.tasks.admission[slots[0]] == EVALUATION
+        evaluation = self._evaluation_of(slots[0]) if evaluated else None
         exact = self.plan.deterministic or evaluation is not None or lease.stage > 0
         oldest = 0
         if lease.version is not None and slots:

@@ -82,7 +82,7 @@ class Ledger:
         self.finished = False
         self.position = 0
         self.highest_fence = 1
-        """Deterministic mode: of all tasks so far; one that is collected and asked for again goes on above it."""
+        """Of all tasks so far; one that is collected and asked for again goes on above it."""
         self.broken = ""
         """Deterministic mode: why the run cannot go on with the same bits."""
         self.uncovered_bytes = 0
@@ -162,11 +162,27 @@ class Ledger:
         """Back to PENDING under a higher fence; what was made under the old one is cleared."""
         self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
         self.tasks.reset_attempt(slot)
+        self.highest_fence = max(self.highest_fence, self.tasks.fence[slot])
         admission = self.tasks.admission[slot]
         if admission == EVALUATION:
             self._evaluation_of(slot).waiting.append(slot)
         else:
             self.ready[0].push(admission)
+
+    def _revived(self, split: int, epoch: int, row: int, admission: int) -> int:
+        """The slot of a task that may have been asked before: PENDING, under a fence that no store has heard of.
+
+        Clears of earlier fences may still be on their way, and are no end of it.
+        """
+        slot = self.tasks.slot_of(split, epoch, row)
+        if slot == NO_SLOT:
+            [slot] = self.tasks.add(split, epoch, [row], admission)
+            self.tasks.fence[slot] = self.highest_fence + 1
+        else:  # batched, or on its way out
+            self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
+            self.tasks.reset_attempt(slot)
+            self.tasks.clears[slot] = self.tasks.step[slot] = 0
+        return slot
 
     def _drop(self, slot: int, reason: str) -> None:
         """The task can never be trained on or scored."""

@@ -82,13 +82,25 @@ class Stepping(Freshness):
             if (lease.version is not None and lease.version[1] > step) or (trains and self.plan.deterministic):
                 self._give_up(lease, 0)
         if self.plan.deterministic:
-            self._reopen()
-        elif begun != self.plan.reference_version(self.committed_step + 1):
-            self._refer_again()
+            self._reopen()  # the versions to come have the bits of those taken back, and so have their scores
+        else:
+            self._take_back_evaluations(step)
+            if begun != self.plan.reference_version(self.committed_step + 1):
+                self._refer_again()
         for ref in self.versions.after(step):
             self._clear_weights(ref)
         for later in [row for row in self.waiting_rows if row > step]:
             del self.waiting_rows[later]
+
+    def _take_back_evaluations(self, step: int) -> None:
+        """Versions after `step` come with other weights: no score of the old ones may stand beside one of the new.
+
+        No task of theirs may be leased. Each set is asked anew, as a whole, when its version is published again.
+        """
+        for one in self.evaluations.take_back(step):
+            for slot in one.waiting:
+                self.tasks.move(slot, TaskState.DROPPED)
+                self._collect(slot)
 
     def _refer_again(self) -> None:
         """A refresh of the reference was taken back: what waits was scored for later steps, by a version to come."""
@@ -223,7 +235,11 @@ class Stepping(Freshness):
             split = self.tasks.splits.index(each.name)
             one = Evaluation(each.name, split, version, len(each.rows), each.samples)
             self.evaluations.open[each.name, version[1]] = one
-            one.waiting = deque(self.tasks.add(split, version[1], each.rows, EVALUATION))
+            if self.lineage:  # maybe asked before, of a version that was taken back
+                one.waiting = deque(self._revived(split, version[1], row, EVALUATION) for row in each.rows)
+                self.highest_fence = max([self.highest_fence, *(self.tasks.fence[slot] for slot in one.waiting)])
+            else:
+                one.waiting = deque(self.tasks.add(split, version[1], each.rows, EVALUATION))
 
     def checkpoint(self, request: CheckpointSaved) -> bool:
         """Collect what the oldest checkpoint that recovery may fall back to covers."""

@@ -47,7 +47,8 @@ class StoreLoss(Stepping):
         """Versions before `step` (in deterministic mode: that nobody samples with any more) are not published again:
         what was not scored stays unknown.
 
-        Later ones go on with the version's next publication; rows that were scored keep their score.
+        Those that were not taken back with their version go on with its next publication; rows that were scored keep
+        their score.
         """
         first = step - self.plan.staleness if self.plan.deterministic else step
         for one in list(self.evaluations.open.values()):

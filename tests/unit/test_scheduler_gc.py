@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, LeaseGrant, NextBatch, RunInfo, StepBatch
+from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, LeaseGrant, NextBatch, RunInfo, StepBatch, WaitEvals
+from services.scheduler import snapshot
+from services.scheduler.core import Core
 from services.scheduler.events import Configure, SaveStep, WriteRow
 from services.scheduler.plan import EvalPlan
 from tests.unit.test_scheduler import Bench, plan
@@ -170,3 +172,65 @@ def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves(
     train(3, 0.5)
     rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
     assert rows[3]["loss/policy"] == 0.5
+
+
+def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_no_scores() -> None:
+    """Version 2 is open with some rows scored, version 4 done; both are taken back and trained again."""
+    made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))
+    bench = Bench(made, Configure(5, 3, 2, True)).start()
+
+    def train(step: int) -> None:
+        while not isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch):
+            grant = bench.granted(most=8)
+            if grant.split == "train":
+                bench.complete(grant)
+            else:
+                held.append(grant)
+        bench.ask(CommitStep(driver=1, step=step, metrics={}))
+        bench.publish(step)
+
+    def evaluation(most: int) -> LeaseGrant:
+        grant = bench.granted(most=most)
+        assert grant.split == "held"
+        return grant
+
+    held: list[LeaseGrant] = []
+    bench.complete(evaluation(8), samples=1)  # of version 0, which stays
+    train(1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    train(2)
+    bench.complete(evaluation(1), samples=1, reward=1.0)
+    held.append(evaluation(1))
+    train(3)
+    train(4)
+    done = evaluation(8)
+    assert [task.task_id for task in done.batch.tasks] == [f"held/4/{row}" for row in range(6)]
+    bench.complete(done, samples=1, reward=1.0)
+    assert bench.ask(WaitEvals(driver=1, step=4)).accuracy == {"held": 1.0}
+    assert reload(bench, 1).committed_step == 1
+    bench.publish(1)
+    assert held
+    while held:
+        late = held.pop()
+        assert len(bench.complete(late, samples=1, reward=1.0)) == len(late.batch.tasks)
+    for step in (2, 3, 4):
+        train(step)
+        if step % 2 == 0:
+            again = evaluation(8)
+            assert [task.task_id for task in again.batch.tasks] == [f"held/{step}/{row}" for row in range(6)]
+            assert again.weights is not None
+            assert (again.weights.lineage, again.weights.step) == (1, step)
+            # no store refuses what is put now as a late put of the first pass
+            cleared = dict(bench.acknowledge())
+            assert all(task.fence > cleared.get(task.task_id, 0) for task in again.batch.tasks)
+            bench.complete(again, samples=1, reward=0.0)
+            assert bench.ask(WaitEvals(driver=1, step=step)).accuracy == {"held": 0.0}
+    assert not held
+    rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
+    assert rows[2]["eval/held/accuracy"] == 0.0
+    bench.acknowledge()
+    assert not bench.machine.core.evaluations.open
+    copy = Core(bench.plan)
+    for event in bench.journal:
+        copy.apply(event)
+    assert snapshot.dump(copy) == snapshot.dump(bench.machine.core)
