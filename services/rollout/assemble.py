@@ -89,6 +89,22 @@ def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
     return {key: made[key] for key in ROLLOUT.makes}
 
 
+def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
+    """Positions of `block.results`, by the put that they are made in: one a block.
+
+    With `filters` (`algorithm.filter_zero_variance`) tasks whose rewards are all equal are put apart. The scheduler
+    may drop them at once, and a file is freed with its last task: in one file with tasks that live on they would take
+    room that admission has given away again.
+    """
+    if not filters:
+        return [list(range(len(block.results)))]
+    ends = np.cumsum([result.samples for result in block.results])
+    files: tuple[list[int], list[int]] = ([], [])
+    for position, group in enumerate(np.split(block.scalars["reward"], ends)[: len(ends)]):
+        files[bool((group == group[0]).all())].append(position)
+    return [file for file in files if file]
+
+
 def with_receipt(result: TaskResult, receipt: Receipt) -> TaskResult:
     """`result` with where its shards lie."""
     return msgspec.structs.replace(

@@ -131,6 +131,7 @@ class RolloutService(Service):
             turns=turns,
             store=await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host))),
             block_tasks=settings.block_tasks,
+            filters=topology.algorithm.filter_zero_variance is not None,
             on_text=self._on_text,
         )
 

@@ -4,16 +4,17 @@ weights older than a lease allows.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import LeaseGrant, WeightsRef
+from proto.messages import LeaseGrant, TaskResult, WeightsRef
 from proto.tensors import Array
 from services.rollout.answers import AnswerSampler
-from services.rollout.assemble import Assembled, assemble, with_receipt
+from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
 from services.rollout.in_flight import InFlight
 from services.rollout.prompts import messages_of
@@ -73,10 +74,12 @@ class RolloutWorker:
         turns: Turns,
         store: str,
         block_tasks: int,
+        filters: bool,
         on_text: OnText,
     ) -> None:
         """`workflow` None: a sample is one answer to its prompt. `turns`: on the engine's devices.
-        `store`: where shards go (`batch-store/0`); `block_tasks`: the most tasks of a lease."""
+        `store`: where shards go (`batch-store/0`); `block_tasks`: the most tasks of a lease.
+        `filters`: whether the scheduler drops tasks whose rewards are all equal."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -89,6 +92,7 @@ class RolloutWorker:
         self._turns = turns
         self._sampling = False
         self._store = store
+        self._filters = filters
         self._on_text = on_text
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
         self.leases.stands = lambda: turns.waiting
@@ -215,20 +219,23 @@ class RolloutWorker:
         scores = await self._scores(lease, sampled.made)
         samples = [[each.rolled for each in group] for group in sampled.made]
         block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors)
-        results = []
-        if block.results:
-            puts = [
-                TaskShards(result.task_id, result.fence, shards)
-                for result, shards in zip(block.results, block.shards, strict=True)
-            ]
-            receipts = await self.leases.persist(
-                lease, "put", lambda: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
-            )
-            results = [with_receipt(*pair) for pair in zip(block.results, receipts, strict=True)]
+        results = await self._put(lease, block)
         brought = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
         await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars | brought)
         self._answer_sampler.forget(tasks.ready)
         self._tell(lease.grant.split, tasks, sampled, block, scores)
+
+    async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
+        """The results of a block, each with where its shards now lie."""
+        results = list(block.results)
+        for file in in_files(block, filters=self._filters) if results else ():
+            puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
+            receipts = await self.leases.persist(
+                lease, "put", functools.partial(self._data.put, puts, store=self._store, deadline_s=DATA_CALL_S)
+            )
+            for i, receipt in zip(file, receipts, strict=True):
+                results[i] = with_receipt(results[i], receipt)
+        return results
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:
         """What reward functions read of single answers, decoded while the next lease is sampled."""

@@ -38,6 +38,7 @@ class Accepting(Freshness):
         stage = stage_index(self.plan, request.stage)
         self._check_scalars(request, stage)
         layout = self._layout(request.scalars)
+        filters = stage == 0 and self._filters(request)
         refused: list[Refusal] = []
         first = 0
         for result in request.results:
@@ -51,7 +52,8 @@ class Accepting(Freshness):
             elif lease is not None and not self.tasks.done[slot] >> stage & 1:
                 lease.open -= 1
                 if result.outcome == Outcome.DONE:
-                    self._accept(slot, stage, result, layout, scalars.pack(request.scalars, first, result.samples))
+                    packed = scalars.pack(request.scalars, first, result.samples)
+                    self._accept(slot, stage, result, layout, packed, filters=filters)
                 elif result.outcome == Outcome.RETRY:
                     self._retry(slot, FAILURE, result.reason)
                 else:
@@ -114,7 +116,7 @@ class Accepting(Freshness):
             return ErrorCode.LOST, f"{result.task_id}: the lease is no longer held"
         return None
 
-    def _accept(self, slot: int, stage: int, result: TaskResult, layout: int, packed: bytes) -> None:
+    def _accept(self, slot: int, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool) -> None:
         table = self.tasks
         table.lease[slot] = 0
         table.done[slot] |= 1 << stage
@@ -134,7 +136,7 @@ class Accepting(Freshness):
         if stage == 0 and result.samples < min(2, self.plan.group_size):
             self._drop(slot, f"{result.samples} of {self.plan.group_size} samples are left")
             return
-        if stage == 0 and self.filtered < self.plan.filter_limit and self._filter(slot):
+        if filters and self._filter(slot):
             return
         table.move(slot, TaskState.ROLLED_OUT)
         if table.done[slot] == (1 << len(self.plan.stages)) - 1:
@@ -157,6 +159,16 @@ class Accepting(Freshness):
         columns |= {name: scalars.column(layout, name, samples, packed) for name, _ in layout}
         joined = {name: values for name, values in columns.items() if values is not None}
         self.tasks.scalars[slot] = self._layout(joined).to_bytes(2, "little") + scalars.pack(joined, 0, samples)
+
+    def _filters(self, request: Complete) -> bool:
+        """Whether this step's filter takes all tasks of the request whose rewards are equal; a part of them it never
+        takes: they lie in one file, which a store frees with its last task, and what it keeps nobody has counted."""
+        rewards = request.scalars.get("reward")
+        if rewards is None or self.filtered >= self.plan.filter_limit:
+            return False
+        samples = [result.samples for result in request.results if result.outcome == Outcome.DONE and result.samples]
+        groups = np.split(rewards, np.cumsum(samples))[: len(samples)]
+        return self.filtered + sum(bool((group == group[0]).all()) for group in groups) <= self.plan.filter_limit
 
     def _filter(self, slot: int) -> bool:
         """Drop a task whose rewards are all equal: no group estimator learns from it. Admission puts another in.

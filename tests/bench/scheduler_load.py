@@ -126,7 +126,7 @@ def lease_request(life: int, most: int) -> LeaseRequest:
 
 
 def registration(service: str, life: int) -> Register:
-    return Register(service=service, instance=0, incarnation=life, pid=1, host="here", endpoint="", limit_bytes=1 << 60)
+    return Register(service=service, instance=0, incarnation=life, pid=1, host="here", endpoint="", limit_bytes=1 << 50)
 
 
 # ---------------------------------------------------------------------------------------------- the state machine

@@ -67,7 +67,7 @@ data:
 reward: {{function: "builtin:exact_match"}}
 sampling: {{max_new_tokens: {new}}}
 staleness: 1
-algorithm: {{tasks_per_step: {tasks}, group_size: {group}, kl: {{coef: 0.001}}, loss: {{anchor: proximal}}}}
+algorithm: {{tasks_per_step: {tasks}, group_size: {group}, kl: {{coef: 0.001}}, loss: {{anchor: proximal}}{filter}}}
 optimizer: {{lr: 1.0e-3}}
 lease: {{lease_s: 2}}
 checkpoint: {{every: 1000}}
@@ -76,7 +76,15 @@ services: {{batch-store: {{{store}}}, rollout: {{block_tasks: 2}}}}
 """
 
 
-def make_run(folder: Path, *, store: str, steps: int = 4, evaluate: bool = False, gc: str = "checkpoint") -> RunDir:
+def make_run(
+    folder: Path,
+    *,
+    store: str,
+    steps: int = 4,
+    evaluate: bool = False,
+    gc: str = "checkpoint",
+    filter_zero_variance: bool = False,
+) -> RunDir:
     """`store`: the settings of the batch-store, as in a topology."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
@@ -95,6 +103,7 @@ def make_run(folder: Path, *, store: str, steps: int = 4, evaluate: bool = False
             store=store,
             evaluation=evaluation,
             gc=gc,
+            filter=", filter_zero_variance: {max_refill: 3}" if filter_zero_variance else "",
         )
     )
     return run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import Outcome, TaskHandle
-from services.rollout.assemble import assemble, task_shards
+from proto.messages import Outcome, TaskHandle, TaskResult
+from services.rollout.assemble import Assembled, assemble, in_files, task_shards
 from services.rollout.engine import Generation
 from services.rollout.partial import answer_of
 from services.rollout.rewards.score import Score
@@ -94,3 +94,11 @@ def test_a_sample_of_several_sequences_and_versions_counts_once() -> None:
     assert block.scalars["truncated"].tolist() == [1, 0]
     assert block.scalars["version_min"].tolist() == [4, 3]
     assert block.scalars["version_max"].tolist() == [6, 3]
+
+
+def test_tasks_that_the_filter_may_drop_are_put_apart() -> None:
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0]
+    results = [TaskResult(f"train/0/{i}", 1, Outcome.DONE, samples=samples) for i, samples in enumerate((2, 2, 1, 3))]
+    block = Assembled(results, [{}] * 4, [], {"reward": np.array(rewards, np.float32)})
+    assert in_files(block, filters=True) == [[1], [0, 2, 3]]
+    assert in_files(block, filters=False) == [[0, 1, 2, 3]]

@@ -67,7 +67,7 @@ def test_without_the_filter_such_a_group_is_trained_on() -> None:
 
 def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
     bench = Bench(plan(filter_limit=2)).start()
-    done = roll_out(bench, *[(1.0, 1.0)] * 6)
+    done = [name for _ in range(6) for name in roll_out(bench, (1, 1))]
     batch = next_batch(bench)
     assert batch is not None
     assert [task.task_id for task in batch.batch.tasks] == done[2:]
@@ -75,6 +75,19 @@ def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
     again = roll_out(bench, (1, 1))
     assert bench.machine.core.filtered == 1
     assert bench.acknowledge() == {(task, 1) for task in (*done[:2], *again)}
+
+
+def test_of_tasks_that_came_together_all_are_dropped_or_none() -> None:
+    """They lie in one file, of which a store frees nothing while one of them lives."""
+    bench = Bench(plan(filter_limit=3)).start()
+    first = roll_out(bench, (1, 1), (1, 0), (0, 0))
+    second = roll_out(bench, (1, 1), (0, 0), (0, 1))
+    assert [bench.machine.core.filtered, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
+    [third] = roll_out(bench, (0, 0))
+    assert bench.acknowledge() == {(third, 1)}
+    batch = next_batch(bench)
+    assert batch is not None
+    assert [task.task_id for task in batch.batch.tasks] == [first[1], *second]
 
 
 def test_asking_again_gives_the_same_unfiltered_mean_also_after_a_restart() -> None:
