@@ -40,7 +40,7 @@ def needed_bytes(folder: Path) -> int:
 
 
 async def roll_out(worker: Actor) -> int:
-    """As `work` of a rollout service, of every block of whose tasks the filter drops one; returns how many were left."""
+    """As a rollout service works; the filter drops one task of every block. Returns how many were left."""
     left = 0
     while (grant := await worker.lease()) is not None:
         rewards = np.ones((len(grant.batch.tasks), GROUP), np.float32)

@@ -162,9 +162,7 @@ def test_superseded_shards_stay_gone_after_a_kill_although_their_file_lives_on(s
             for tasks in (
                 revised([1, 2], "a", 1.0),  # task 2 keeps the file alive
                 revised([1], "b", 2.0),
-                revised(
-                    [1], "a", 3.0
-                ),  # the first revision again, with other bytes: nothing of the file before is left
+                revised([1], "a", 3.0),  # the first revision with other bytes: the file before is gone
             ):
                 await peer.data.put(tasks, store=STORE, deadline_s=10)
                 before = await shards()
