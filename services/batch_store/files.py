@@ -93,9 +93,7 @@ class StoreFiles:
         try:
             return path.read_text()
         except FileNotFoundError:
-            scratch = path.with_suffix(".new")
-            scratch.write_text(secrets.token_hex(16))
-            scratch.replace(path)
+            _replace(path, secrets.token_hex(16))
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
@@ -261,9 +259,8 @@ class StoreFiles:
         """Rewrite the list when most of its lines are out of date."""
         if self._journal_lines <= 2 * len(tombstones) + 4096:
             return
-        scratch = self._directory / f"{_TOMBSTONES}.new"
-        scratch.write_text("".join(f"{fence} {task_id}\n" for task_id, fence in tombstones.items()))
-        scratch.replace(self._directory / _TOMBSTONES)
+        lines = (f"{fence} {task_id}\n" for task_id, fence in tombstones.items())
+        _replace(self._directory / _TOMBSTONES, "".join(lines))
         os.close(self._journal)
         self._journal = os.open(self._directory / _TOMBSTONES, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._journal_lines = len(tombstones)
@@ -327,6 +324,15 @@ class StoreFiles:
         os.close(self._lock)
         self._zombies.clear()
         self._spares.clear()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file as a whole, or leave the one that is there."""
+    scratch = path.with_name(f"{path.name}.new")
+    descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as stream:
+        stream.write(text)
+    scratch.replace(path)
 
 
 def _copy(source: int, target: int) -> None:

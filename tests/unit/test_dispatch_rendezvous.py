@@ -82,3 +82,17 @@ def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:
     ranks = Ranks(2).formed()
     ranks.come(1, END, generation=GENERATION - 1)
     assert "has ended" in str(ranks.answers[1, END][0])
+
+
+def test_a_rank_that_cannot_be_is_refused_and_harms_no_round() -> None:
+    ranks = Ranks(2).formed()
+    ranks.come(0, "a")
+    for rank in (-1, 2, 10**9):
+        for name in (JOIN, END, "a"):
+            ranks.come(rank, name, failure="x")
+            [answer] = ranks.answers[rank, name]
+            assert isinstance(answer, RpcError)
+            assert answer.code == "bad_request"
+    assert not ranks.rendezvous.ended
+    ranks.come(1, "a")
+    assert ranks.answers[1, "a"] == [Met(generation=GENERATION)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from proto import blockfile
 from proto.blockfile import Layout
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
-from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, StoreState
+from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, Retire, StoreState
 from shared.rpc.errors import RpcError
 
 
@@ -143,3 +145,32 @@ def test_files_are_found_again_in_the_order_of_their_seals_whatever_the_clock_sa
     again.seal("4" * 32)
     assert [found.name[:1] for found in again.scan()][-1] == "4"
     again.close()
+
+
+def test_nobody_else_may_read_any_file_of_a_store_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        memory, disk = tmp_path / "memory", tmp_path / "disk"
+        files = StoreFiles("store", memory, disk)
+        put_id = "0" * 32
+        layout = Layout([("t/0/1", 1, {"k": np.arange(9)})])
+        path = Path(files.create(put_id, layout.file_bytes))
+        body = np.arange(9).tobytes()
+        path.write_bytes((head := layout.head([xxhash.xxh3_64_intdigest(body)])) + bytes(layout.offsets[0] - len(head)))
+        with path.open("ab") as stream:
+            stream.write(body)
+        files.seal(put_id)
+        assert files.copy_to_disk(put_id)
+        files.finish_copy(put_id)
+        for fence in range(6000):
+            files.entomb([PutTask("t/0/1", fence)])
+        files.compact({"t/0/1": 5999})
+        files.retire(Retire(f"{put_id}.blk", "a.1-1.dead"))
+        files.close()
+    finally:
+        os.umask(before)
+    found = {path.name: path.stat().st_mode & 0o777 for path in (memory, disk, *memory.iterdir(), *disk.iterdir())}
+    assert {"identity", "tombstones", "store.lock", "a.1-1.dead", f"{put_id}.blk"} <= found.keys()
+    assert {
+        name: mode for name, mode in found.items() if mode != (0o700 if name in ("memory", "disk") else 0o600)
+    } == {}

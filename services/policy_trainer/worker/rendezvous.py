@@ -43,7 +43,10 @@ class Rendezvous:
 
     def arrive(self, request: Meet, answer: Answer, now: float) -> None:
         """A rank came to a round. `answer` is called once, now or when the round is decided."""
-        if self.ended:
+        if not 0 <= request.rank < self._world_size:
+            text = f"rank {request.rank} of a group of {self._world_size}: ranks count from 0"
+            answer(RpcError(ErrorCode.BAD_REQUEST, text))
+        elif self.ended:
             answer(self._lost())
         elif request.round == JOIN:
             self._join(request, answer)
