@@ -1,0 +1,261 @@
+"""A whole run under attack: peers that misbehave at the mailbox of every one of its processes, one kind after another.
+
+Nobody dies, everybody counts them and stops listening to those who insist, and the run goes on training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket as sockets
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from proto import codec, envelope
+from proto.errors import WireError
+from proto.limits import CONTROL
+from proto.messages import (
+    Error,
+    ErrorCode,
+    FinishRun,
+    GetInventory,
+    GetLog,
+    GetSnapshot,
+    GetWorkerState,
+    Meet,
+    Ping,
+    Pong,
+    RestartService,
+    Snapshot,
+    StopRun,
+    Telemetry,
+)
+from proto.registry import Message, Request, all_messages
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.offenders import STRIKES
+from tests.fuzz.test_hostile_requests import Attacker
+from tests.integration.tiny.harness import QUICKSTART
+from tests.integration.whole_cluster import Cluster, cluster
+
+PROCESSES = (
+    "scheduler", "batch-store", "monitor", "rollout", "reference", "policy-trainer", "policy-trainer-worker/0",
+    "policy-trainer-worker/1", "supervisor",
+)  # fmt: skip
+ORDERS = (FinishRun, StopRun, RestartService, GetWorkerState)
+"""What a peer with the key of a service may ask for, and gets: the end of the run, or of a driver."""
+REQUESTS = 40
+FLOOD = 3000
+SILENT = 40
+LIFE = 4711
+ANSWER_S = 30.0
+
+
+def endpoint_of(run: Cluster, name: str) -> str:
+    service, _, instance = name.partition("/")
+    return run.run.endpoint(service, int(instance or 0))
+
+
+def message(body: Message, request_id: int) -> list[bytes]:
+    return [bytes(frame) for frame in codec.encode(body, request_id=request_id, incarnation=LIFE, remaining_s=9)]
+
+
+def header(kind: int, body: bytes, request_id: int = 1) -> bytes:
+    return envelope.Envelope(
+        type=kind, request_id=request_id, incarnation=LIFE, body_bytes=len(body), total_bytes=len(body)
+    ).pack()
+
+
+def garbage() -> Iterator[list[bytes]]:
+    """Messages that no decoder takes, each of another kind."""
+    good, body = message(Ping(), 1)
+    nested = b"\x91" * 3000
+    yield [os.urandom(64), b"body"]
+    yield [b""] * 5000
+    yield [good]
+    yield [good[:-1], body]
+    yield [good, body, b"a frame too many"]
+    yield [good, body + b"\xc0"]
+    yield [header(Ping.TYPE, nested), nested]
+    yield [header(GetInventory.TYPE, b"\x81\xa6cursor\xa1x"), b"\x81\xa6cursor\xa1x"]
+    yield [bytes(frame) for frame in codec.encode(Ping(), request_id=1, incarnation=LIFE, flags=envelope.FLAG_REPLY)]
+
+
+@contextlib.contextmanager
+def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, **options: int) -> Iterator[zmq.Socket[bytes]]:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    for name, value in options.items():
+        socket.setsockopt(getattr(zmq, name), value)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+
+
+def answer_of(socket: zmq.Socket[bytes]) -> list[bytes]:
+    assert socket.poll(int(ANSWER_S * 1000)), "no answer"
+    return socket.recv_multipart()
+
+
+def replay_an_id(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    """The same request again gets the same answer, another one under its id none of its own."""
+    with dealer(context, endpoint) as peer:
+        answers = []
+        for body in (Ping(), Ping(), GetInventory(cursor=3)):
+            peer.send_multipart(message(body, 77))
+            answers.append(answer_of(peer))
+    assert answers[0] == answers[1]
+    refused = codec.decode(answers[2]).body
+    assert isinstance(refused, Error)
+    assert refused.code == ErrorCode.CONFLICT
+
+
+def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    kinds = list(garbage())
+    with dealer(context, endpoint) as peer:
+        for number in range(STRIKES + 8):
+            peer.send_multipart(kinds[number % len(kinds)])
+        peer.send_multipart(message(Ping(), 99))
+        heard = [codec.decode(answer_of(peer)).body for _ in range(2)]  # some of them are told what was wrong
+        while peer.poll(300):
+            heard.append(codec.decode(peer.recv_multipart()).body)
+    assert not any(isinstance(each, Pong) for each in heard)
+
+
+def send_what_is_too_large(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    """One frame over the limit ends the connection; many that are under it are not kept."""
+    with dealer(context, endpoint, SNDHWM=2) as peer:
+        peer.send_multipart([header(Ping.TYPE, b""), bytes(CONTROL.total_bytes + 1)])
+    with dealer(context, endpoint) as peer:
+        peer.send_multipart([header(Ping.TYPE, b""), *[bytes(1 << 20)] * 12])
+        peer.send_multipart([*message(Ping(), 5), *[b""] * 100_000])
+
+
+@contextlib.contextmanager
+def peers_that_hang_on(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Iterator[None]:
+    """Some say nothing, one half a greeting, one asks thousands of times and never reads an answer."""
+    with contextlib.ExitStack() as stack:
+        for number in range(SILENT):
+            half = stack.enter_context(sockets.socket(sockets.AF_UNIX))
+            half.connect(endpoint.removeprefix("ipc://"))
+            if number % 2:
+                half.sendall(b"\xff\0\0\0")
+        deaf = stack.enter_context(dealer(context, endpoint, RCVHWM=1, SNDHWM=100, SNDTIMEO=int(ANSWER_S * 1000)))
+        for number in range(FLOOD):
+            deaf.send_multipart(message(Ping(), 1000 + number))
+        yield
+
+
+async def send_hostile_values(clients: dict[str, Client]) -> list[str]:
+    """Well-formed requests of every type with values at random; returns the defects."""
+    dice = random.Random(11)
+    known: dict[str, list[Any]] = {
+        "service": ["rollout", "supervisor", "scheduler"],
+        "instance": [0, -1, 10**6],
+        "round": ["join", "end", "x"],
+        "rank": [-1, 2, 10**9],
+    }
+    attacker = Attacker(dice, known)
+    every = all_messages().values()
+    kinds = [kind for kind in every if issubclass(kind, Request) and kind not in ORDERS]
+    kinds += [Telemetry, *(GetLog, Meet) * 5]
+    outcomes: Counter[str] = Counter()
+    defects: set[str] = set()
+
+    async def one(name: str, kind: type[Message]) -> None:
+        body = attacker.body(kind)
+        try:
+            if isinstance(body, Request):
+                await clients[name].exchange(body, deadline_s=2.0)
+            else:
+                clients[name].tell(body)
+            outcomes["answered"] += 1
+        except WireError:
+            outcomes["unsendable"] += 1
+        except RpcError as error:
+            outcomes[error.code] += 1
+            if error.code == ErrorCode.INTERNAL:
+                defects.add(f"{name}: {error} <- {body!r:.300}")
+
+    for _ in range(REQUESTS):
+        await asyncio.gather(*(one(name, dice.choice(kinds)) for name in clients))
+    assert min(outcomes["answered"], outcomes[ErrorCode.BAD_REQUEST]) > 10, outcomes
+    return sorted(defects)
+
+
+async def lives(clients: dict[str, Client]) -> dict[str, int]:
+    found = {}
+    for name, client in clients.items():
+        found[name] = (await client.call(Ping(), Pong, deadline_s=ANSWER_S)).incarnation
+    return found
+
+
+async def attack(run: Cluster) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    clients = {name: Client(context, endpoint_of(run, name), name, LIFE + 1) for name in PROCESSES}
+    try:
+        before = await lives(clients)
+        with contextlib.ExitStack() as hanging:
+            for name in PROCESSES:
+                hanging.enter_context(peers_that_hang_on(context, endpoint_of(run, name)))
+            for name in PROCESSES:
+                for hurt in (replay_an_id, send_garbage_until_unheard, send_what_is_too_large):
+                    await asyncio.to_thread(hurt, context, endpoint_of(run, name))
+            assert await lives(clients) == before
+            assert not await send_hostile_values(
+                {name: client for name, client in clients.items() if name not in ("scheduler", "batch-store")}
+            )
+        assert await lives(clients) == before
+        async with asyncio.timeout(ANSWER_S):
+            while quiet := PROCESSES_SET - await offended(clients["monitor"]):
+                await asyncio.sleep(0.2)
+        assert not quiet
+    finally:
+        for client in clients.values():
+            client.close()
+        await asyncio.to_thread(context.destroy, 0)
+
+
+PROCESSES_SET = {name if "/" in name else f"{name}/0" for name in PROCESSES}
+
+
+async def offended(monitor: Client) -> set[str]:
+    """Who has told the monitor that it counted offences and put somebody into quarantine."""
+    snapshot = await monitor.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S)
+    return {
+        f"{row.service}/{row.instance}"
+        for row in snapshot.rows
+        if row.topic == "security"
+        and float(row.values["malformed"]) >= STRIKES
+        and float(row.values["quarantines"]) >= 1
+        and float(row.values["unread"]) >= 1
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_peers_that_misbehave_at_every_process_of_a_run_stop_nothing(tmp_path: Path) -> None:
+    settings = (
+        "run.steps=100000", "algorithm.tasks_per_step=8", "algorithm.group_size=4", "services.policy-trainer.workers=2",
+        "data.eval={}",
+    )  # fmt: skip
+    with cluster(QUICKSTART, tmp_path, *settings, limit_s=240) as run:
+        run.wait_for("steps", lambda: len(run.rows()) >= 2)
+        rows = run.status()["services"]
+        asyncio.run(attack(run))
+        trained = len(run.rows())
+        run.wait_for("more steps", lambda: len(run.rows()) >= trained + 3)
+        after = run.status()["services"]
+        assert [(row["service"], row["pid"], row["restarts"]) for row in after] == [
+            (row["service"], row["pid"], 0) for row in rows
+        ]
+        assert len(rows) >= len(PROCESSES) - 1
