@@ -1,17 +1,13 @@
-"""What service and reward process say to one another: msgpack structs, each behind its length, over a socket pair."""
+"""What service and reward process say to one another (`services.rollout.user_frames`)."""
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
 
 from services.rollout.rewards.score import Score
 from shared.sample import Sample
-
-LENGTH = struct.Struct("<I")
-LIMIT_BYTES = 1 << 30
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -43,11 +39,3 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     scores: list[Score]
     last: bool = False
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Raises TypeError, ValueError or OverflowError for what msgpack cannot carry, ValueError past LIMIT_BYTES."""
-    body = msgspec.msgpack.encode(message)
-    if len(body) > LIMIT_BYTES:
-        raise ValueError(f"{len(body)} bytes for one call of a reward, at most {LIMIT_BYTES}")
-    return LENGTH.pack(len(body)) + body

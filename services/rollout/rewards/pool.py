@@ -8,33 +8,23 @@ late or dies, the call it was at is the culprit: that sample fails, the others g
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import msgspec
 
 from proto.messages import ErrorCode
-from services.rollout.rewards.frames import LENGTH, LIMIT_BYTES, Answer, Ready, Setup, Work, frame
+from services.rollout.rewards.frames import Answer, Ready, Setup, Work
 from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
 from services.rollout.rewards.score import ANSWER, CRASHED, RAISED, TIMEOUT, Score, add_all, failed, totals
-from shared.data.gym_process import HASH_SEED
+from services.rollout.user_frames import UNFIT, frame
+from services.rollout.user_process import GONE, START_ATTEMPTS, UserProcess, decoded
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
 GRACE_S = 0.5  # a call on a busy machine is not hung yet
-START_S = 60.0  # importing a user's libraries
-START_ATTEMPTS = 3
+MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
-_UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
-_PACKAGES = Path(__file__).parents[3]
 
 
 @dataclass(eq=False)
@@ -53,62 +43,6 @@ class _Call:
         self.scores = scores
         self.done.set()
         self.told()
-
-
-class _Process:
-    """The service's end of one reward process."""
-
-    def __init__(
-        self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._child = child
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def start(cls) -> _Process:
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
-        try:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.rollout.rewards.process",
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # killed with whatever a function has started
-                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
-            )
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(child, reader, writer)
-
-    async def send(self, message: bytes) -> None:
-        self._writer.write(message)
-        await self._writer.drain()
-
-    async def read(self) -> bytes:
-        """Raises IncompleteReadError or ConnectionError once the process is gone."""
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > LIMIT_BYTES:
-            raise ConnectionError(f"a reward process announced {length} bytes")
-        return await self._reader.readexactly(length)
-
-    async def end(self, grace_s: float = 0.0) -> str:
-        """Kill it and all it started; says how it had ended by itself within `grace_s`, if it had."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._child.wait()
-        status = self._child.returncode
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        await self._child.wait()
-        self._writer.close()
-        if status is None:
-            return "was killed"
-        return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class RewardPool:
@@ -235,7 +169,7 @@ class RewardPool:
 
     # ---- one task a process
 
-    async def _work(self, process: _Process | None) -> None:
+    async def _work(self, process: UserProcess | None) -> None:
         try:
             while True:
                 # Before there is work for it: the others take what comes while this one starts.
@@ -264,7 +198,7 @@ class RewardPool:
             calls.append(self._waiting.popleft())
         return calls
 
-    async def _run(self, process: _Process, calls: list[_Call]) -> bool:
+    async def _run(self, process: UserProcess, calls: list[_Call]) -> bool:
         """Have `calls` done; False when the process was ended."""
         function = calls[0].function
         name, timeout_s = self._terms[function].function, self._setup.timeout_s
@@ -276,12 +210,12 @@ class RewardPool:
             await process.send(message)
             while pending and not ended:
                 async with asyncio.timeout(timeout_s + GRACE_S * (2 if self._is_async[function] else 1)):
-                    answer = msgspec.msgpack.decode(await process.read(), type=Answer)
+                    answer = decoded(await process.read(), Answer)
                 pending.pop(answer.number).finish(answer.scores)
                 ended = answer.last
         except TimeoutError:
             failure, why = TIMEOUT, f"no answer within {timeout_s:g} s (reward.timeout_s)"
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, KeyError):
+        except (*GONE, KeyError):
             failure = CRASHED
         except asyncio.CancelledError:
             await process.end()
@@ -307,7 +241,7 @@ class RewardPool:
         else:
             left[0].finish([score] * len(left[0].samples))
 
-    async def _spawn_again(self) -> _Process:
+    async def _spawn_again(self) -> UserProcess:
         for attempt in range(START_ATTEMPTS):
             try:
                 return await self._spawn()
@@ -316,22 +250,10 @@ class RewardPool:
                     raise
         raise AssertionError("unreachable")
 
-    async def _spawn(self) -> _Process:
-        process = await _Process.start()
-        try:
-            async with asyncio.timeout(START_S):
-                await process.send(frame(self._setup))
-                ready = msgspec.msgpack.decode(await process.read(), type=Ready)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            status = await process.end()
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"reward functions {', '.join(term.function for term in self._terms)}: their process {status} while "
-                f"it loaded them ({type(error).__name__}, limit {START_S:g} s)",
-            ) from None
-        except asyncio.CancelledError:
-            await process.end()
-            raise
+    async def _spawn(self) -> UserProcess:
+        process = await UserProcess.start(MODULE)
+        what = f"reward functions {', '.join(term.function for term in self._terms)}"
+        ready = decoded(await process.ready(frame(self._setup), what), Ready)
         if ready.error:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
@@ -348,13 +270,13 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
     """The calls that a process can be handed, and the Work of them; the others fail here."""
     try:
         return calls, frame(Work(calls[0].function, [call.samples for call in calls]))
-    except _UNFIT:
+    except UNFIT:
         pass
     fit: list[_Call] = []
     for call in calls:
         try:
             frame(Work(call.function, [call.samples]))
-        except _UNFIT as error:
+        except UNFIT as error:
             call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
         else:
             fit.append(call)

@@ -5,50 +5,35 @@ never be trusted to end itself, and must never import torch: `python -m services
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import resource
-import signal
 import socket
 import sys
-from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from services.rollout.rewards.frames import LENGTH, Answer, Ready, Setup, Work, frame
+from services.rollout.confined import confine, limit_memory, read
+from services.rollout.rewards.frames import Answer, Ready, Setup, Work
 from services.rollout.rewards.load import RewardFunction, load_reward
 from services.rollout.rewards.score import MEMORY, RAISED, TIMEOUT, Score, failed, totals
+from services.rollout.user_frames import frame
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
 MAX_CONCURRENT_CALLS = 64
-_PR_SET_PDEATHSIG = 1
-_LIKELY_VICTIM = b"700"
-M = TypeVar("M", bound=msgspec.Struct)
 
 
 def main(descriptor: int) -> None:
     """Serve the service at the other end of the socket until it goes away."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # before the engine, if it comes to that
-    os.dup2(2, 1)  # what a function prints is for people
-    link = socket.socket(fileno=descriptor)
-    setup = _read(link, Setup)
-    if setup is None:
+    link = confine(descriptor)
+    setup = read(link, Setup) if link is not None else None
+    if link is None or setup is None:
         return
     try:
         functions = [load_reward(name, params) for name, params in setup.functions]
     except RpcError as error:
         link.sendall(frame(Ready([], [], str(error))))
         return
-    _limit_memory(setup.memory_bytes)
+    limit_memory(setup.memory_bytes)
     link.sendall(frame(Ready([each.group for each in functions], [each.is_async for each in functions])))
-    while (work := _read(link, Work)) is not None:
+    while (work := read(link, Work)) is not None:
         function = functions[work.function]
         if function.is_async:
             asyncio.run(_serve_async(link, function, work, setup.timeout_s))
@@ -98,32 +83,6 @@ def _send(link: socket.socket, number: int, scores: list[Score]) -> None:
     link.sendall(frame(Answer(number, scores, last)))
     if last:
         os._exit(0)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit private writable memory (RLIMIT_DATA): libraries mapped from files, which RLIMIT_AS counts, are shared."""
-    held = 0
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            held = int(line.split()[1]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (held + memory_bytes, held + memory_bytes))
-
-
-def _read(link: socket.socket, kind: type[M]) -> M | None:
-    head = _exactly(link, LENGTH.size)
-    body = _exactly(link, LENGTH.unpack(head)[0]) if head else b""
-    return msgspec.msgpack.decode(body, type=kind) if body else None
-
-
-def _exactly(link: socket.socket, count: int) -> bytes:
-    """`count` bytes, or none when the service is gone."""
-    parts = bytearray()
-    while len(parts) < count:
-        part = link.recv(count - len(parts))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)
 
 
 if __name__ == "__main__":
