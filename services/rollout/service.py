@@ -24,7 +24,7 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import TaskSets
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
-from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
@@ -52,14 +52,14 @@ class RolloutService(Service):
         self._data = DataClient(self.client)
         self._engine: Engine | None = None
         self._rewards: RewardPool | None = None
-        self._workflow: WorkflowRunner | None = None
+        self._workflows: WorkflowPool | None = None
         self._endpoint: OpenAIEndpoint | None = None
         self._answers: AnswerSampler | None = None
         self._worker: RolloutWorker | None = None
         self._in_flight: InFlight | None = None
 
     async def start(self) -> None:
-        """Rewards first: a function that cannot be imported ends the start within a second, not after the model."""
+        """Users' code first: what cannot be imported ends the start within a second, not after the model."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
         self._data.streams.plain = not topology.transport.encrypt_bulk
@@ -72,8 +72,19 @@ class RolloutService(Service):
         )
         await rewards.start()
         chosen = topology.workflow
-        found = await self._on_text(lambda: load_workflow(chosen.function, chosen.params)) if chosen else None
         model = Path(topology.policy.model)
+        if chosen is not None:
+            self._endpoint = OpenAIEndpoint(model.name)
+            await self._endpoint.start()
+            self._workflows = WorkflowPool(
+                chosen.function,
+                chosen.params,
+                timeout_s=chosen.timeout_s,
+                memory_bytes=chosen.memory,
+                processes=chosen.processes,
+                endpoint=self._endpoint,
+            )
+            await self._workflows.start()
         # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
@@ -100,17 +111,14 @@ class RolloutService(Service):
         add_prompt = topology.policy.chat_template.add_generation_prompt
         prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
-        if chosen is not None and found is not None:
-            self._endpoint = OpenAIEndpoint(model.name)
-            await self._endpoint.start()
-            self._workflow = WorkflowRunner(
+        workflow: WorkflowRunner | None = None
+        if chosen is not None and self._workflows is not None:
+            workflow = WorkflowRunner(
                 chosen.function,
-                found,
+                self._workflows,
                 engine=engine,
                 prompts=prompts,
-                endpoint=self._endpoint,
                 on_text=self._on_text,
-                timeout_s=chosen.timeout_s,
                 max_tokens=chosen.max_tokens,
             )
         every_s = settings.partial_s
@@ -124,7 +132,7 @@ class RolloutService(Service):
             sync=sync,
             tasks=tasks,
             rewards=rewards,
-            workflow=self._workflow,
+            workflow=workflow,
             answers=self._answers,
             data=self._data,
             in_flight=in_flight,
@@ -138,8 +146,10 @@ class RolloutService(Service):
     async def serve(self) -> None:
         if self._worker is None or self._rewards is None:
             return
-        # A reward process that cannot be replaced ends the service aloud.
+        # A process of users' code that cannot be replaced ends the service aloud.
         work = {asyncio.create_task(self._worker.run()), asyncio.create_task(self._rewards.watch())}
+        if self._workflows is not None:
+            work.add(asyncio.create_task(self._workflows.watch()))
         if self._in_flight is not None:
             work.add(asyncio.create_task(self._in_flight.run()))
         try:
@@ -162,8 +172,8 @@ class RolloutService(Service):
             await asyncio.to_thread(self._answers.close)
         if self._rewards is not None:
             await self._rewards.close()
-        if self._workflow is not None:
-            self._workflow.close()
+        if self._workflows is not None:
+            await self._workflows.close()
         if self._endpoint is not None:
             await self._endpoint.stop()
         self._text.shutdown(wait=False, cancel_futures=True)

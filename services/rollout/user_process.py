@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -110,10 +110,9 @@ class UserProcess:
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def decoded(body: bytes, kind: type[T] | Any) -> T:
+def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """Raises ConnectionError for bytes that are no message: users' code has written into the socket."""
     try:
-        message: T = msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConnectionError(f"a process of users' code sent what is no message: {error}") from None
-    return message

@@ -295,7 +295,11 @@ class RolloutWorker:
             return
         flat = [each for group in made for each in group]
         lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
-        values: dict[str, float | str] = {"samples": len(flat), "samples_failed": len(lost)}
+        values: dict[str, float | str] = {
+            "samples": len(flat),
+            "samples_failed": len(lost),
+            "total/processes_lost": self._workflow.lost_processes,
+        }
         if lost:
             values["last_failure"] = lost[-1]
         kept = [each for each in flat if each.rolled.sequences]

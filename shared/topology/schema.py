@@ -118,6 +118,14 @@ class Workflow(Section):
         description="most tokens of one sample, prompts and tools included, in all its sequences; past them the "
         "model is not called",
     )
+    memory: Size = Field(
+        default=4 * 1024**3,
+        description="bytes that the samples of a workflow process may take together beyond what its libraries take, "
+        "as 4GiB; the sample that needs more fails",
+    )
+    processes: Count = Field(
+        default=2, description="processes of each rollout instance that run the workflow, 1 or more"
+    )
 
 
 class Sampling(Section):

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from services.rollout.workflows.runner import Made
-from shared.workflow import LLM, Context, ContextFull, Trajectory
 from tests.unit.workflow_rig import VERSION, Rig, logprob_error, rig, run
 
 openai = pytest.importorskip("openai")
 
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "calculator", "description": "adds", "parameters": {"type": "object"}}}
+AGENTS = "tests.integration.agents"
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"n": 2}, "a call makes one choice", None),
+    ({"response_format": {"type": "json_object"}}, "response_format", None),
+    ({"logit_bias": {"5": 100}}, "logit_bias", None),
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", None),
+    ({"max_tokens": 0}, "max_tokens is 0", None),
+    ({"messages": []}, "at least one message", None),
+    (
+        {"messages": [{"role": "user", "content": "1" * 600}]},
+        "leaves no room in the model's context of 512",
+        "context_length_exceeded",
+    ),
 ]
-
-
-async def agent(base_url: str, question: str) -> list[str]:
-    """A plain agent of two turns. It imports nothing of ours."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
-        messages: list[Any] = [{"role": "user", "content": question}]
-        answers = []
-        for _ in range(2):
-            answer = await client.chat.completions.create(
-                model="gpt-4o", messages=messages, temperature=0.2, logprobs=True
-            )
-            choice = answer.choices[0]
-            messages += [choice.message, {"role": "user", "content": "again"}]
-            answers.append(choice.message.content)
-            assert choice.finish_reason in ("stop", "length")
-            assert len(choice.logprobs.content) == answer.usage.completion_tokens
-        return answers
-
-
-async def with_agent(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-    ctx.state["answers"] = await agent(ctx.base_url, row["prompt"])
-    return llm.trajectory()
 
 
 def only(made: list[list[Made]]) -> Made:
@@ -49,7 +36,7 @@ def only(made: list[list[Made]]) -> Made:
 
 
 def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample() -> None:
-    made, blocks, _ = run(with_agent, tasks=2, samples=4, timeout_s=60)
+    made, blocks, _ = run(f"{AGENTS}:two_turns", tasks=2, samples=4, timeout_s=60)
     assert sum(blocks) == 16
     for group in made:
         for each in group:
@@ -64,85 +51,42 @@ def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample
 
 
 def test_a_stream_says_the_same_as_the_whole_answer() -> None:
-    async def workflow(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-        async with openai.AsyncOpenAI(base_url=ctx.base_url, api_key="any") as client:
-            stream = await client.chat.completions.create(
-                model="m",
-                messages=[{"role": "user", "content": row["prompt"]}],
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-        ctx.state["text"] = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        ctx.state["finish"] = [c.choices[0].finish_reason for c in chunks if c.choices][-1]
-        ctx.state["usage"] = chunks[-1].usage.completion_tokens
-        return llm.trajectory()
-
-    made = only(run(workflow, tasks=1, samples=1)[0])
+    made = only(run(f"{AGENTS}:streaming", tasks=1, samples=1)[0])
     assert made.sample.state["text"] == made.sample.completion
     assert made.sample.state["finish"] == made.sample.finish_reason
     assert made.sample.state["usage"] == made.rolled.sampled
 
 
 def test_max_tokens_and_stop_shorten_an_answer_and_sampling_is_the_topologys() -> None:
-    async def workflow(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-        async with openai.AsyncOpenAI(base_url=ctx.base_url, api_key="any") as client:
-            raw = await client.chat.completions.with_raw_response.create(
-                model="m",
-                messages=[{"role": "user", "content": row["prompt"]}],
-                max_tokens=2,
-                temperature=0.1,
-                top_p=0.5,
-                seed=1,
-            )
-            ctx.state["overridden"] = raw.headers["x-overridden"]
-            ctx.state["tokens"] = raw.parse().usage.completion_tokens
-            assert (await client.models.list()).data[0].id == "tiny"
-        return llm.trajectory()
-
-    made = only(run(workflow, tasks=1, samples=1)[0])
+    made = only(run(f"{AGENTS}:shortened", tasks=1, samples=1)[0])
     assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": made.rolled.sampled}
     assert made.rolled.sampled <= 2
     assert logprob_error(made.rolled.sequences[0]) < 1e-4  # at the topology's temperature, 1.0
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"n": 2}, "a call makes one choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 100}}, "logit_bias"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": "1" * 600}]}, "leaves no room in the model's context of 512"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(asked: dict[str, Any], says: str) -> None:
-    async def workflow(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-        async with openai.AsyncOpenAI(base_url=ctx.base_url, api_key="any") as client:
-            fields = {"model": "m", "messages": [{"role": "user", "content": row["prompt"]}], **asked}
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(**fields)
-            ctx.state["error"] = str(caught.value)
-        await llm.chat([{"role": "user", "content": "1"}])
-        return llm.trajectory()
+def test_what_cannot_be_done_is_refused_by_name_in_openais_form() -> None:
+    made = only(run(f"{AGENTS}:refused", params={"asked": [each for each, _, _ in REFUSED]}, tasks=1, samples=1)[0])
+    for (asked, says, code), (message, kind, got) in zip(REFUSED, made.sample.state["errors"], strict=True):
+        assert says in message, asked
+        assert (kind, got) == ("invalid_request_error", code), asked
+    assert made.sample.turns == 1  # nothing that was refused has been sampled
 
-    assert says in only(run(workflow, tasks=1, samples=1)[0]).sample.state["error"]
+
+def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
+    made, blocks, _ = run(f"{AGENTS}:blocking", tasks=1, samples=4, timeout_s=60)
+    assert sum(blocks) == 4
+    for each in made[0]:
+        assert each.score is None, each.score
+        assert each.sample.state["answer"] == each.sample.completion
 
 
 def test_a_url_is_worth_nothing_to_others_and_after_the_sample() -> None:
-    urls: list[str] = []
-
-    async def workflow(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-        urls.append(ctx.base_url)
-        assert ctx.base_url == urls[-1]
-        await llm.chat([{"role": "user", "content": "1"}])
-        return llm.trajectory()
-
     async def scenario() -> None:
         async with rig() as made:
-            await made.make(workflow, tasks=1, samples=2)
+            (group,) = await made.make(f"{AGENTS}:notes_url", tasks=1, samples=2)
+            noted = [each.sample.state["urls"] for each in group]
+            assert all(first == second for first, second in noted)
+            urls = [first for first, _ in noted]
             assert len(set(urls)) == 2
             assert all(url.startswith("http://127.0.0.1:") for url in urls)
             for url in (urls[0], urls[0].rpartition("/s/")[0] + "/s/guess/v1"):
@@ -188,22 +132,6 @@ def test_bytes_that_are_no_request_end_their_connection_only(data: bytes) -> Non
 
 
 def test_an_agent_that_goes_away_leaves_nothing_behind() -> None:
-    async def workflow(row: dict[str, Any], llm: LLM, ctx: Context) -> Trajectory:
-        body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
-        host, _, rest = ctx.base_url.removeprefix("http://").partition("/")
-        for _ in range(3):
-            _, writer = await asyncio.open_connection(*host.split(":"))
-            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            await writer.drain()
-            writer.close()
-        while True:
-            try:
-                await llm.chat([{"role": "user", "content": row["prompt"]}])
-                return llm.trajectory()
-            except ContextFull:  # the calls that were left still hold their room
-                await asyncio.sleep(0.02)
-
     # Room for one call only: those that were left have given theirs back, and nothing of theirs is trained on.
-    made = only(run(workflow, tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
+    made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
     assert len(made.rolled.sequences) == 1

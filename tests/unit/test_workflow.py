@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.prompts import PromptBuilder, tool_calls
-from services.rollout.workflows.builtin import calculator, compute
+from services.rollout.workflows.builtin import compute
 from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.runner import Made
 from shared.lease import LeaseLost
 from shared.rpc.errors import RpcError
-from shared.workflow import LLM, Context, ContextFull, Trajectory, Turn
 from tests.unit.rollout_engine import MODEL
-from tests.unit.workflow_rig import VERSION, logprob_error, prompt_of, rig, run, shown
+from tests.unit.workflow_rig import VERSION, Rig, logprob_error, rig, shown
 
 Row = dict[str, Any]
 
@@ -27,6 +30,31 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def prompts() -> PromptBuilder:
     return PromptBuilder(MODEL, add_generation_prompt=True)
+
+
+class Bench:
+    """One engine for all tests of this file."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.rig = Rig()
+        self._loop.run_until_complete(self.rig.start())
+
+    def run(self, workflow: str, **options: Any) -> list[list[Made]]:
+        """Samples in the shape [tasks][samples]."""
+        self.rig.blocks.clear()
+        return self._loop.run_until_complete(self.rig.make(workflow, **options))
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self.rig.stop())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
 
 
 def only(made: list[list[Made]]) -> Made:
@@ -38,17 +66,8 @@ def failures(made: list[list[Made]]) -> list[str]:
     return [each.score.failure for group in made for each in group if each.score is not None]
 
 
-async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    messages = prompt_of(row)
-    first = await llm.chat(messages)
-    messages += [first.message, {"role": "tool", "content": "again"}]
-    second = await llm.chat(messages)
-    ctx.state["texts"] = [first.text, second.text]
-    return llm.trajectory(metrics={"first": len(first.token_ids)})
-
-
-def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(prompts: PromptBuilder) -> None:
-    made, _, _ = run(two_turns)
+def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(bench: Bench, prompts: PromptBuilder) -> None:
+    made = bench.run("two_turns")
     for group in made:
         for each in group:
             (sequence,) = each.rolled.sequences
@@ -66,9 +85,9 @@ def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(prompts: 
             assert [message["role"] for message in each.sample.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_samples_of_a_group_differ_and_the_same_seed_gives_them_again() -> None:
-    once, _, _ = run(two_turns, tasks=1, samples=6)
-    again, _, _ = run(two_turns, tasks=1, samples=6)
+def test_samples_of_a_group_differ_and_the_same_seed_gives_them_again(bench: Bench) -> None:
+    once = bench.run("two_turns", tasks=1, samples=6)
+    again = bench.run("two_turns", tasks=1, samples=6)
     texts = [each.sample.state["texts"] for each in once[0]]
     assert len({tuple(each) for each in texts}) > 1
     # Blocks may differ in shape from run to run, so the last bits may; the draws may not.
@@ -76,24 +95,17 @@ def test_samples_of_a_group_differ_and_the_same_seed_gives_them_again() -> None:
     assert same >= 5
 
 
-def test_calls_of_many_samples_share_blocks() -> None:
-    made, blocks, _ = run(two_turns, tasks=4, samples=8)
+def test_calls_of_many_samples_share_blocks(bench: Bench) -> None:
+    made = bench.run("two_turns", tasks=4, samples=8)
+    blocks = bench.rig.blocks
     assert sum(blocks) == 64
     assert len(blocks) <= 16
     assert max(blocks) >= 16
     assert len(made) == 4
 
 
-def test_a_history_that_is_no_prefix_opens_a_new_sequence() -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        first = await llm.chat(prompt_of(row))
-        await llm.chat(
-            [*prompt_of(row), {"role": "assistant", "content": first.text + "!"}, {"role": "user", "content": "1"}]
-        )
-        await llm.chat([*prompt_of(row), first.message, {"role": "user", "content": "2"}])
-        return llm.trajectory()
-
-    made = only(run(workflow, tasks=1, samples=1)[0])
+def test_a_history_that_is_no_prefix_opens_a_new_sequence(bench: Bench) -> None:
+    made = only(bench.run("no_prefix", tasks=1, samples=1))
     one, other = made.rolled.sequences
     assert logprob_error(one) < 1e-4
     assert logprob_error(other) < 1e-4
@@ -102,20 +114,12 @@ def test_a_history_that_is_no_prefix_opens_a_new_sequence() -> None:
     assert stretches == [2, 1]
 
 
-def test_calls_at_once_each_get_a_sequence() -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        await asyncio.gather(*(llm.chat(prompt_of(row)) for _ in range(3)))
-        return llm.trajectory()
-
-    assert len(only(run(workflow, tasks=1, samples=1)[0]).rolled.sequences) == 3
+def test_calls_at_once_each_get_a_sequence(bench: Bench) -> None:
+    assert len(only(bench.run("three_at_once", tasks=1, samples=1)).rolled.sequences) == 3
 
 
-def test_raw_text_is_completed_as_it_is(prompts: PromptBuilder) -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        turn = await llm.complete(row["prompt"])
-        return llm.trajectory(reward=float(turn.text == row["answer"]))
-
-    made = only(run(workflow, tasks=1, samples=1)[0])
+def test_raw_text_is_completed_as_it_is(bench: Bench, prompts: PromptBuilder) -> None:
+    made = only(bench.run("raw_text", tasks=1, samples=1))
     (sequence,) = made.rolled.sequences
     assert shown(prompts, sequence).startswith(made.sample.row["prompt"])
     assert logprob_error(sequence) < 1e-4
@@ -123,8 +127,8 @@ def test_raw_text_is_completed_as_it_is(prompts: PromptBuilder) -> None:
     assert made.score.value in (0.0, 1.0)
 
 
-def test_the_calculator_corrects_wrong_answers(prompts: PromptBuilder) -> None:
-    made, _, _ = run(calculator, tasks=3, samples=8)
+def test_the_calculator_corrects_wrong_answers(bench: Bench, prompts: PromptBuilder) -> None:
+    made = bench.run("builtin:calculator", tasks=3, samples=8)
     flat = [each for group in made for each in group]
     assert not failures(made)
     calls = [each.metrics["calculator_calls"] for each in flat]
@@ -147,127 +151,117 @@ def test_the_calculator_runs_nothing_else(expression: str) -> None:
         compute(expression)
 
 
-def bad(kind: str) -> Any:
-    """A workflow whose sample 1 is bad."""
-
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Any:
-        if ctx.sample == 1:
-            if kind == "raise":
-                raise ValueError("no such tool")
-            if kind == "hang":
-                await asyncio.sleep(60)
-            if kind == "deaf":
-                while True:
-                    try:
-                        await asyncio.sleep(60)
-                    except asyncio.CancelledError:
-                        continue
-            if kind == "block":
-                time.sleep(30)  # noqa: ASYNC251  # the thread that everyone needs
-            if kind == "tool":
-                await ctx.call(time.sleep, 60, timeout_s=0.3)
-            if kind == "nothing":
-                return None
-            if kind == "empty":
-                return llm.trajectory()
-            if kind == "exit":
-                raise SystemExit(3)
-        turn: Turn = await llm.chat(prompt_of(row))
-        trajectory = llm.trajectory()
-        if ctx.sample == 1:
-            if kind == "uneven":
-                trajectory.sequences[0].logprobs.pop()
-            if kind == "forged":
-                trajectory.sequences[0].loss_mask[0] = 1
-            if kind == "copies":
-                trajectory.sequences *= 200
-            if kind == "long":
-                await llm.chat([{"role": "user", "content": "1" * 600}])
-            if kind == "nan":
-                trajectory.reward = float("nan")
-        del turn
-        return trajectory
-
-    return workflow
+NONSENSE = {
+    "raise": "raised ValueError: no such tool",
+    "exit": "raised SystemExit: 3",
+    "tool": "gave no answer within 0.3 s",
+    "long": "leaves no room in the model's context of 512",
+    "nothing": "returned NoneType, must return a Trajectory",
+    "empty": "returned a trajectory without a sampled token",
+    "uneven": "must be equally long",
+    "forged": "trains on tokens that no policy version sampled",
+    "text": "must hold numbers",
+    "state": "cannot be handed over",
+    "nan": "must be finite",
+    "copies": "workflow.max_tokens allows 2048",
+}
+HANGS = {
+    "hang": "no trajectory within 2 s (workflow.timeout_s)",
+    "deaf": "no trajectory within 2 s (workflow.timeout_s)",
+    "spin": "kept the loop of its process for 2 s",
+    "task": "kept the loop of its process for 2 s",
+}
+DEATHS = {
+    "death": "took its process down: it ended with status 7",
+    "fault": "took its process down: it died of SIGSEGV",
+    "tool's death": "took its process down: it ended with status 7",
+    "memory": "met the limit of memory of its process (workflow.memory)",
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("raise", "raised ValueError: no such tool"),
-        ("hang", "no trajectory within 2 s (workflow.timeout_s)"),
-        ("deaf", "no trajectory within 2 s (workflow.timeout_s)"),
-        ("block", "kept the thread of all workflows for 2 s"),
-        ("tool", "gave no answer within 0.3 s"),
-        ("nothing", "returned NoneType, must return a Trajectory"),
-        ("empty", "returned a trajectory without a sampled token"),
-        ("exit", "SystemExit(3)"),
-        ("uneven", "must be equally long"),
-        ("forged", "trains on tokens that no policy version sampled"),
-        ("long", "leaves no room in the model's context of 512"),
-        ("nan", "must be finite"),
-        ("copies", "workflow.max_tokens allows 2048"),
-    ],
-)
-def test_a_bad_sample_is_lost_alone(kind: str, says: str) -> None:
-    started = time.monotonic()
-    made, _, progress = run(bad(kind), tasks=2, samples=3, timeout_s=2.0)
-    assert time.monotonic() - started < 15
-    assert progress > 0
-    assert [len(group) for group in made] == [3, 3]
-    for group in made:
+def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
+    """Sample 1 of every task is lost for its own reason, and no other one."""
+    for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
-        lost = [each for each in group if each.score is not None]
-        assert len(good) == 2
-        assert len(lost) == 1
-        assert lost[0].score is not None
-        assert says in lost[0].score.failure
+        lost = [each.score.failure for each in group if each.score is not None]
+        assert len(lost) == 1, (kind, lost)
+        assert lost[0].startswith("my:workflow sample 1: "), (kind, lost)
+        assert why in lost[0], kind
         assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
 
 
-def test_a_tool_that_answers_late_may_be_caught_by_the_workflow() -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        with pytest.raises(TimeoutError, match=r"gave no answer within 0\.1 s"):
-            await ctx.call(time.sleep, 60, timeout_s=0.1)
-        assert await ctx.call(pow, 2, 5) == 32
-        assert 0 < ctx.remaining_s < 20
-        await llm.chat(prompt_of(row))
-        return llm.trajectory()
-
-    assert not failures(run(workflow)[0])
+def test_a_sample_of_nonsense_is_lost_alone(bench: Bench) -> None:
+    made = bench.run("bad", params={"kinds": list(NONSENSE)}, tasks=len(NONSENSE), samples=3)
+    check_lost_alone(made, NONSENSE)
+    assert bench.rig.lost_processes == 0
 
 
-def test_a_sample_has_at_most_max_tokens() -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        calls = 0
-        while True:
-            try:
-                await llm.chat(prompt_of(row))
-            except ContextFull as error:
-                ctx.state["why"] = str(error)
-                return llm.trajectory(metrics={"calls": calls})
-            calls += 1
+def test_a_sample_that_hangs_is_lost_alone(bench: Bench) -> None:
+    before = bench.rig.lease.progress
+    made = bench.run("bad", params={"kinds": list(HANGS)}, tasks=len(HANGS), samples=3, timeout_s=2.0)
+    check_lost_alone(made, HANGS)
+    assert bench.rig.lost_processes == 2
+    assert bench.rig.lease.progress > before
 
-    made = only(run(workflow, tasks=1, samples=1, max_tokens=100)[0])
+
+def test_a_sample_that_takes_its_process_down_is_lost_alone(bench: Bench) -> None:
+    options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
+    made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
+    check_lost_alone(made, DEATHS)
+    assert bench.rig.lost_processes >= len(DEATHS) + 1  # each of them alone, after at least one among others
+
+
+def test_samples_that_were_only_near_are_made_again_until_they_are_had(bench: Bench, tmp_path: Path) -> None:
+    made = bench.run("once_bad", params={"folder": str(tmp_path)}, tasks=1, samples=3)
+    assert not failures(made)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert bench.rig.lost_processes >= 1
+    # An attempt that broke is not trained on: one call, one sequence.
+    assert all(len(each.rolled.sequences) == 1 for each in made[0])
+
+
+def test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool(bench: Bench) -> None:
+    made = bench.run("process_of", tasks=2, samples=4, processes=2)
+    states = [each.sample.state for group in made for each in group]
+    pids = {state["pid"] for state in states}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert not any(state["torch"] for state in states)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_agent_on_a_thread_with_a_loop_of_its_own_may_call_the_policy(bench: Bench) -> None:
+    made = bench.run("from_a_thread", tasks=1, samples=3)
+    assert not failures(made)
+    assert [each.sample.state["text"] for each in made[0]] == [each.sample.completion for each in made[0]]
+
+
+def test_a_tool_that_answers_late_may_be_caught_by_the_workflow(bench: Bench) -> None:
+    made = bench.run("late_tool")
+    assert not failures(made)
+    for each in (each.sample.state for group in made for each in group):
+        assert "gave no answer within 0.1 s" in each["why"]
+        assert each["pow"] == 32
+        assert 0 < each["remaining_s"] < 20
+
+
+def test_a_sample_has_at_most_max_tokens(bench: Bench) -> None:
+    made = only(bench.run("until_full", tasks=1, samples=1, max_tokens=100))
     assert "workflow.max_tokens (100)" in made.sample.state["why"]
     assert made.metrics["calls"] >= 2
     assert sum(len(each.token_ids) for each in made.rolled.sequences) <= 100
 
 
 def test_a_lost_lease_ends_the_block_while_tools_are_waited_for() -> None:
-    async def workflow(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-        await asyncio.sleep(60)
-        return llm.trajectory()
-
     async def scenario() -> None:
         async with rig() as made:
-            asyncio.get_running_loop().call_later(0.3, made.lease.cancel.set)
+            asyncio.get_running_loop().call_later(1.5, made.lease.cancel.set)
             with pytest.raises(LeaseLost):
-                await made.make(workflow, timeout_s=30)
+                await made.make("asleep", timeout_s=30)
 
     started = time.monotonic()
     asyncio.run(scenario())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(

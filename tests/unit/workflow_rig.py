@@ -18,9 +18,9 @@ from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.trajectory import Tokens
-from services.rollout.workflows.load import Workflow
+from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import Made, WorkflowRunner
-from shared.data import Row, open_source
+from shared.data import open_source
 from shared.lease import Lease
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
@@ -28,6 +28,7 @@ from shared.tensors_torch import to_numpy
 from tests.unit.rollout_engine import MODEL
 
 VERSION = 7
+FLOWS = "tests.unit.flows"
 
 
 class Rig:
@@ -38,6 +39,7 @@ class Rig:
         self.engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False)
         self.endpoint = OpenAIEndpoint("tiny")
         self.blocks: list[int] = []
+        self.lost_processes = 0
         self.lease = Lease(
             LeaseGrant(
                 lease_id=1,
@@ -73,36 +75,47 @@ class Rig:
 
     async def make(
         self,
-        workflow: Workflow,
+        workflow: str,
         *,
+        params: dict[str, Any] | None = None,
         tasks: int = 2,
         samples: int = 3,
         timeout_s: float = 20.0,
         max_tokens: int = 2048,
         max_new_tokens: int = 8,
         temperature: float = 1.0,
+        memory_bytes: int = 1 << 30,
+        processes: int = 1,
     ) -> list[list[Made]]:
-        """The first `tasks` rows of builtin:addition."""
+        """The first `tasks` rows of builtin:addition, by a workflow of `tests.unit.flows` or of an import path."""
         source = open_source("builtin:addition", where="test")
         ready = [
             ReadyTask(TaskHandle(f"train/0/{at}", 1), source.row(at), self.prompts.token_ids(source.row(at)))
             for at in range(tasks)
         ]
         sampling = SamplingParams(samples, temperature, max_new_tokens, seed=3)
+        pool = WorkflowPool(
+            workflow if ":" in workflow else f"{FLOWS}:{workflow}",
+            params or {},
+            timeout_s=timeout_s,
+            memory_bytes=memory_bytes,
+            processes=processes,
+            endpoint=self.endpoint,
+        )
         runner = WorkflowRunner(
             "my:workflow",
-            workflow,
+            pool,
             engine=self.engine,
             prompts=self.prompts,
-            endpoint=self.endpoint,
             on_text=self.on_text,
-            timeout_s=timeout_s,
             max_tokens=max_tokens,
         )
+        await pool.start()
         try:
             return await runner.run(self.lease, PreparedTasks(ready, [], sampling, 2), VERSION)
         finally:
-            runner.close()
+            self.lost_processes = runner.lost_processes
+            await pool.close()
 
 
 @asynccontextmanager
@@ -115,7 +128,7 @@ async def rig() -> AsyncIterator[Rig]:
         await made.stop()
 
 
-def run(workflow: Callable[..., Any], **options: Any) -> tuple[list[list[Made]], list[int], int]:
+def run(workflow: str, **options: Any) -> tuple[list[list[Made]], list[int], int]:
     """(samples in the shape [tasks][samples], sizes of the engine's blocks, progress that the lease was told)."""
 
     async def scenario() -> tuple[list[list[Made]], list[int], int]:
@@ -139,7 +152,3 @@ def shown(prompts: PromptBuilder, sequence: Tokens) -> str:
     """The text of a sequence, special tokens included."""
     text: str = prompts._tokenizer.decode(sequence.token_ids.tolist())
     return text
-
-
-def prompt_of(row: Row) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": row["prompt"]}]

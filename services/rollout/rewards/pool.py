@@ -12,6 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from proto.messages import ErrorCode
 from services.rollout.rewards.frames import Answer, Ready, Setup, Work
 from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
@@ -25,6 +27,8 @@ GRACE_S = 0.5  # a call on a busy machine is not hung yet
 MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
+_READY = msgspec.msgpack.Decoder(Ready)
+_ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass(eq=False)
@@ -210,7 +214,7 @@ class RewardPool:
             await process.send(message)
             while pending and not ended:
                 async with asyncio.timeout(timeout_s + GRACE_S * (2 if self._is_async[function] else 1)):
-                    answer = decoded(await process.read(), Answer)
+                    answer = decoded(await process.read(), _ANSWER)
                 pending.pop(answer.number).finish(answer.scores)
                 ended = answer.last
         except TimeoutError:
@@ -253,7 +257,7 @@ class RewardPool:
     async def _spawn(self) -> UserProcess:
         process = await UserProcess.start(MODULE)
         what = f"reward functions {', '.join(term.function for term in self._terms)}"
-        ready = decoded(await process.ready(frame(self._setup), what), Ready)
+        ready = decoded(await process.ready(frame(self._setup), what), _READY)
         if ready.error:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)

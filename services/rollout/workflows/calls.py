@@ -8,13 +8,15 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder, tool_calls
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.conversation import Call, Conversation
-from shared.workflow import Message, Turn, WorkflowError
+from shared.workflow import Message, Sequence, Turn, WorkflowError
+
+T = TypeVar("T")
 
 
 class OnText(Protocol):
@@ -71,6 +73,11 @@ class SampleCalls:
         self._check_open()
         call = await self._begun(lambda: self.conversation.begin_text(prompt))
         return await self._sampled(call, None, ())
+
+    async def captured(self, take: Callable[[list[Sequence]], T]) -> T:
+        """What `take` makes of everything sampled so far, on the text thread."""
+        taken: T = await self._on_text(lambda: take(self.conversation.sequences()))
+        return taken
 
     async def _begun(self, begin: Callable[[], Call]) -> Call:
         """What `begin` returns. A caller that goes away while the text thread is at it leaves no call behind."""

@@ -1,0 +1,299 @@
+"""The service's side of one workflow process: hands it samples, answers their calls, notices when it hangs or dies, and
+says who may have been the cause. Must never lose a sample to another one's doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from proto.messages import ErrorCode
+from services.rollout.user_frames import UNFIT, frame
+from services.rollout.user_process import GONE, UserProcess, decoded
+from services.rollout.workflows.calls import SampleCalls
+from services.rollout.workflows.frames import (
+    SLOTS,
+    Ask,
+    Begin,
+    Captured,
+    Chat,
+    Complete,
+    Failed,
+    GiveUp,
+    Leave,
+    NoMemory,
+    Ping,
+    Pong,
+    Ready,
+    Returned,
+    Said,
+    Setup,
+    ToProcess,
+    ToService,
+)
+from services.rollout.workflows.marks import Marks, make_marks
+from shared.rpc.errors import RpcError
+from shared.workflow import ContextFull, Turn, WorkflowError
+
+MODULE = "services.rollout.workflows.process"
+WATCH_S = 0.25
+GRACE_S = 1.0  # for what a workflow does when its time is over
+STALL_S = 10.0
+_READY = msgspec.msgpack.Decoder(Ready)
+_MESSAGE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
+LEFT_TOOLS = 64
+"""Tools that were left behind, after which the process is replaced: each holds a thread."""
+
+
+class Endpoint(Protocol):
+    """Where agents of their own call the policy: `services.rollout.openai_endpoint`."""
+
+    def open(self, calls: SampleCalls) -> str:
+        """The base URL of one sample's calls, the same for each call. From any thread."""
+
+    def close(self, calls: SampleCalls) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sample to be made. `calls` makes its side of the policy, anew for each attempt."""
+
+    task_id: str
+    sample: int
+    row: dict[str, Any]
+    calls: Callable[[], SampleCalls]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task_id}/{self.sample}"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The process ended over its samples. `suspect`: this one may be why; `certain`: it is."""
+
+    why: str
+    suspect: bool
+    certain: bool = False
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt ended, and what was sampled in it."""
+
+    ended: Returned | Failed | Broken
+    calls: SampleCalls
+
+
+@dataclass(eq=False)
+class _Live:
+    job: Job
+    calls: SampleCalls
+    deadline: float
+    ended: asyncio.Future[Returned | Failed | Broken]
+    under_way: dict[int | None, asyncio.Task[None]] = field(default_factory=dict)
+
+
+class WorkflowProcess:
+    """One process and the samples in it. Belongs to the service's loop."""
+
+    def __init__(self, process: UserProcess, marks: Marks, setup: Setup, endpoint: Endpoint) -> None:
+        self._process = process
+        self._marks = marks
+        self._setup = setup
+        self._endpoint = endpoint
+        self._live: dict[int, _Live] = {}
+        self._slot = 0
+        self._left_tools = 0
+        self._asked_at: float | None = None
+        self._no_memory: int | None = None
+        self.broken = False
+        """Whether it ended over its samples."""
+        self.leaving = asyncio.Event()
+        """Set once it takes no more samples."""
+        self.task = asyncio.create_task(self._serve())
+        """Ends with the process."""
+
+    @classmethod
+    async def start(cls, setup: Setup, endpoint: Endpoint) -> WorkflowProcess:
+        """Raises RpcError(bad_request), one line, for a workflow that cannot be had."""
+        descriptor = make_marks()
+        try:
+            marks = Marks(descriptor)
+            process = await UserProcess.start(MODULE, [descriptor])
+        finally:
+            os.close(descriptor)
+        ready = decoded(await process.ready(frame(setup), f"workflow {setup.function!r}"), _READY)
+        if ready.error:
+            await process.end()
+            raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
+        return cls(process, marks, setup, endpoint)
+
+    @property
+    def load(self) -> int:
+        """Samples in it."""
+        return len(self._live)
+
+    @property
+    def served(self) -> int:
+        """Samples that it was ever given."""
+        return self._slot
+
+    async def make(self, job: Job) -> Attempt:
+        """One attempt of one sample. Cancelled, the sample is given up."""
+        self._slot += 1
+        slot = self._slot
+        if slot == SLOTS:
+            self.leaving.set()
+        calls = job.calls()
+        loop = asyncio.get_running_loop()
+        live = _Live(job, calls, loop.time() + self._setup.timeout_s + GRACE_S, loop.create_future())
+        try:
+            begin = frame(Begin(slot, job.task_id, job.sample, job.row, self._endpoint.open(calls)))
+        except UNFIT as error:
+            return Attempt(Failed(slot, f"the row cannot be handed to a process: {error}"), calls)
+        self._live[slot] = live
+        self._process.write(begin)
+        try:
+            return Attempt(await live.ended, calls)
+        finally:
+            self._close(slot, live)
+
+    async def end(self) -> None:
+        """Kill it; its samples are broken, none of them a suspect."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    # ---- what the process says
+
+    async def _serve(self) -> None:
+        """Until it dies, hangs, or has nothing left to do and leaves."""
+        reading = asyncio.create_task(self._read())
+        why, hung = "", False
+        try:
+            while not why and not reading.done() and not (self.leaving.is_set() and not self._live):
+                await asyncio.wait({reading}, timeout=WATCH_S)
+                why = "" if reading.done() else self._watch()
+                hung = bool(why)
+        finally:
+            self.leaving.set()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            suspects = self._suspects()
+            status = await self._process.end(0.0 if hung else GRACE_S)
+            if self._no_memory is not None:
+                why = "met the limit of memory of its process (workflow.memory)"
+            why = why or f"took its process down: it {status}"
+            self.broken = bool(self._live)
+            for slot, live in list(self._live.items()):
+                certain = hung and suspects == {slot}
+                if not live.ended.done():
+                    live.ended.set_result(Broken(why, slot in suspects, certain))
+            self._marks.close()
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message = decoded(await self._process.read(), _MESSAGE)
+            except GONE:
+                return
+            if isinstance(message, Pong):
+                self._asked_at = None
+            elif isinstance(message, NoMemory):
+                self._no_memory = message.slot
+            elif (live := self._live.get(message.slot)) is not None:
+                self._take(live, message)
+            elif isinstance(message, Ask):
+                self._send(Captured(message.slot, []))
+            elif isinstance(message, Chat | Complete):
+                why = "the sample has ended"
+                self._send(Said(message.slot, message.call, refused=WorkflowError.__name__, why=why))
+
+    def _take(self, live: _Live, message: Chat | Complete | Leave | Ask | Returned | Failed) -> None:
+        if isinstance(message, Chat | Complete):
+            self._begin(live, message.call, self._answer(live, message))
+        elif isinstance(message, Leave):
+            if message.call in live.under_way:
+                live.under_way[message.call].cancel()
+        elif isinstance(message, Ask):
+            self._begin(live, None, self._show(live, message.slot))
+        elif not live.ended.done():
+            live.ended.set_result(message)
+
+    def _begin(self, live: _Live, call: int | None, work: Coroutine[Any, Any, None]) -> None:
+        task = live.under_way[call] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: live.under_way.pop(call, None))
+
+    async def _show(self, live: _Live, slot: int) -> None:
+        try:
+            shown = await live.calls.captured(lambda sequences: frame(Captured(slot, sequences)))
+        except asyncio.CancelledError:
+            shown = frame(Captured(slot, []))  # given up; the whole process waits for this answer
+        self._process.write(shown)
+
+    async def _answer(self, live: _Live, asked: Chat | Complete) -> None:
+        turn: Turn | None = None
+        refused = why = ""
+        try:
+            if isinstance(asked, Chat):
+                turn = await live.calls.chat(asked.messages, asked.tools)
+            else:
+                turn = await live.calls.complete(asked.prompt)
+        except (ContextFull, WorkflowError) as error:
+            refused, why = type(error).__name__, str(error)
+        except Exception as error:  # the workflow's to bear, as a call that it made
+            refused, why = "", f"{type(error).__name__}: {error}"
+        self._send(Said(asked.slot, asked.call, turn, refused, why))
+
+    def _send(self, message: ToProcess) -> None:
+        self._process.write(frame(message))
+
+    # ---- what the process does not say
+
+    def _watch(self) -> str:
+        """Why the process must end, empty while it need not."""
+        now = asyncio.get_running_loop().time()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._send(Ping())
+            silent_s = 0.0
+        else:
+            silent_s = now - self._asked_at
+        limit_s = min(STALL_S, self._setup.timeout_s)
+        if silent_s > limit_s:
+            return f"kept the loop of its process for {limit_s:g} s; await ctx.call(tool, ...) instead of calling it"
+        if silent_s <= 2 * WATCH_S:  # else the loop is held, and whoever is late cannot help it
+            for slot, live in self._live.items():
+                if now > live.deadline and not live.ended.done():
+                    self.leaving.set()  # its coroutine does not hear that its time is over
+                    why = f"no trajectory within {self._setup.timeout_s:g} s (workflow.timeout_s)"
+                    live.ended.set_result(Failed(slot, why))
+        return ""
+
+    def _suspects(self) -> set[int]:
+        """Of the samples in the process, who may have ended it: whose code or tools run; else everyone."""
+        if self._no_memory is not None:
+            return {self._no_memory}
+        found = {slot for slot in self._live if self._marks.tools(slot)}
+        current = self._marks.current()
+        if current is not None and current in self._live:
+            found.add(current)
+        return found or set(self._live)
+
+    def _close(self, slot: int, live: _Live) -> None:
+        live.calls.closed = f"the sample {live.job.name} has ended"
+        self._endpoint.close(live.calls)
+        for call in list(live.under_way.values()):
+            call.cancel()
+        del self._live[slot]
+        if self.task.done():
+            return
+        self._send(GiveUp(slot))
+        self._left_tools += self._marks.tools(slot)
+        if self._left_tools >= LEFT_TOOLS:
+            self.leaving.set()

@@ -1,0 +1,91 @@
+"""The workflow process's end of its socket: messages to the loop as they come, messages to the service from any
+thread. Must never outlive the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from services.rollout.user_frames import LENGTH, frame
+from services.rollout.workflows.frames import Ask, Captured, ToProcess, ToService
+from shared.workflow import Sequence
+
+READ_BYTES = 1 << 18
+
+
+class Link:
+    """Belongs to the loop it was made on."""
+
+    def __init__(self, socket_: socket.socket, take: Callable[[ToProcess], None]) -> None:
+        """`take` is called on the loop with every message that is no answer to `captured`."""
+        self._socket = socket_
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
+        self._buffer = bytearray()
+        self._inbox: deque[ToProcess] = deque()
+        self._reading = threading.RLock()
+        self._writing = threading.Lock()
+        self._loop.add_reader(socket_.fileno(), self._readable)
+
+    def send(self, message: ToService) -> None:
+        """From any thread. Raises what `frame` raises."""
+        data = frame(message)
+        with self._writing:
+            self._socket.sendall(data)
+
+    def captured(self, slot: int) -> list[Sequence]:
+        """Everything sampled for `slot`. From any thread; other messages wait meanwhile."""
+        with self._reading:
+            self.send(Ask(slot))
+            while True:
+                self._receive(0)
+                answer: Captured | None = None
+                for message in self._whole():
+                    if isinstance(message, Captured):
+                        answer = message
+                    else:
+                        self._inbox.append(message)
+                if answer is not None:
+                    self._loop.call_soon_threadsafe(self._drain)
+                    return answer.sequences
+
+    def _readable(self) -> None:
+        with self._reading:
+            try:
+                self._receive(socket.MSG_DONTWAIT)
+            except BlockingIOError:  # `captured` was faster
+                return
+            self._inbox.extend(self._whole())
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._inbox:
+            self._take(self._inbox.popleft())
+
+    def _receive(self, flags: int) -> None:
+        data = self._socket.recv(READ_BYTES, flags)
+        if not data:
+            os._exit(0)  # the service is gone; no user's code has a say in it
+        self._buffer += data
+
+    def _whole(self) -> list[ToProcess]:
+        """The messages that are there as a whole."""
+        found: list[ToProcess] = []
+        at = 0
+        while len(self._buffer) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer, at)
+            if len(self._buffer) - at - LENGTH.size < length:
+                break
+            at += LENGTH.size
+            found.append(self._decoder.decode(memoryview(self._buffer)[at : at + length]))
+            at += length
+        del self._buffer[:at]
+        return found

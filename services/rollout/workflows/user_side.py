@@ -1,0 +1,127 @@
+"""What a workflow sees of the service, in its own process. Must never hold anything that outlives a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from services.rollout.confined import grow_limit
+from services.rollout.user_frames import UNFIT
+from services.rollout.workflows.frames import Begin, Chat, Complete, Leave, Said
+from services.rollout.workflows.link import Link
+from services.rollout.workflows.marks import Marks
+from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowError
+
+T = TypeVar("T")
+TOOL_STACK_BYTES = 4 << 20
+REFUSALS: dict[str, type[Exception]] = {each.__name__: each for each in (ContextFull, WorkflowError)}
+"""What the service may refuse a call with; anything else is a RuntimeError."""
+
+
+class ProcessLLM:
+    """See `shared.workflow.LLM`. Calls may come from any thread and any loop."""
+
+    def __init__(self, slot: int, link: Link) -> None:
+        self._slot = slot
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Turn]] = {}
+
+    async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
+        return await self._over(lambda call: Chat(self._slot, call, messages, tools))
+
+    async def complete(self, prompt: str) -> Turn:
+        return await self._over(lambda call: Complete(self._slot, call, prompt))
+
+    def trajectory(
+        self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
+    ) -> Trajectory:
+        return Trajectory(self._link.captured(self._slot), reward, dict(metrics or {}))
+
+    def said(self, answer: Said) -> None:
+        """The service has answered a call."""
+        waiting = self._waiting.get(answer.call)
+        if waiting is None or waiting.done():
+            return
+        if answer.turn is not None:
+            waiting.set_result(answer.turn)
+        else:
+            waiting.set_exception(REFUSALS.get(answer.refused, RuntimeError)(answer.why))
+
+    async def _over(self, make: Callable[[int], Chat | Complete]) -> Turn:
+        if asyncio.get_running_loop() is self._loop:
+            return await self._here(make)
+        turn: Turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._here(make), self._loop))
+        return turn
+
+    async def _here(self, make: Callable[[int], Chat | Complete]) -> Turn:
+        call = next(self._numbers)
+        try:
+            self._link.send(make(call))
+        except UNFIT as error:
+            raise WorkflowError(f"a message holds what no JSON has: {error}") from None
+        answer = self._waiting[call] = self._loop.create_future()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._link.send(Leave(self._slot, call))
+            raise
+        finally:
+            del self._waiting[call]
+
+
+class ProcessContext:
+    """See `shared.workflow.Context`."""
+
+    def __init__(self, begin: Begin, timeout_s: float, marks: Marks) -> None:
+        self.task_id = begin.task_id
+        self.sample = begin.sample
+        self.base_url = begin.base_url
+        self.state: dict[str, Any] = {}
+        self._slot = begin.slot
+        self._marks = marks
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    async def call(self, tool: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def tell(take: Callable[[], None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if answer.done() else take())
+
+        def work() -> None:
+            try:
+                result = tool(*args)
+            except Exception as error:
+                failure = error
+                tell(lambda: answer.set_exception(failure))
+            except BaseException as error:
+                failure = RuntimeError(f"{tool!r:.60} raised {error!r:.100}")
+                tell(lambda: answer.set_exception(failure))
+            else:
+                tell(lambda: answer.set_result(result))
+            finally:
+                self._marks.tool(self._slot, -1)
+                loop.call_soon_threadsafe(grow_limit, -TOOL_STACK_BYTES)
+
+        # A thread each, not a pool: one that never answers must not keep a place. Its stack is reserved, not used.
+        grow_limit(TOOL_STACK_BYTES)
+        self._marks.tool(self._slot, 1)
+        threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
+        limit_s = self.remaining_s if timeout_s is None else min(timeout_s, self.remaining_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            raise TimeoutError(f"tool {tool!r:.60} gave no answer within {limit_s:.3g} s") from None

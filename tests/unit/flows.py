@@ -1,0 +1,169 @@
+"""Workflows for tests, found by import path in the workflow processes. Must import nothing that takes a second."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from shared.workflow import LLM, Context, ContextFull, Message, Trajectory
+
+Row = dict[str, Any]
+
+
+def prompt_of(row: Row) -> list[Message]:
+    return [{"role": "user", "content": row["prompt"]}]
+
+
+async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    messages = prompt_of(row)
+    first = await llm.chat(messages)
+    messages += [first.message, {"role": "tool", "content": "again"}]
+    second = await llm.chat(messages)
+    ctx.state["texts"] = [first.text, second.text]
+    return llm.trajectory(metrics={"first": len(first.token_ids)})
+
+
+async def no_prefix(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    first = await llm.chat(prompt_of(row))
+    await llm.chat(
+        [*prompt_of(row), {"role": "assistant", "content": first.text + "!"}, {"role": "user", "content": "1"}]
+    )
+    await llm.chat([*prompt_of(row), first.message, {"role": "user", "content": "2"}])
+    return llm.trajectory()
+
+
+async def three_at_once(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    await asyncio.gather(*(llm.chat(prompt_of(row)) for _ in range(3)))
+    return llm.trajectory()
+
+
+async def raw_text(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    turn = await llm.complete(row["prompt"])
+    return llm.trajectory(reward=float(turn.text == row["answer"]))
+
+
+async def from_a_thread(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    """An agent that is not async, with a loop of its own."""
+
+    def agent() -> Trajectory:
+        turn = asyncio.run(llm.chat(prompt_of(row)))
+        ctx.state["text"] = turn.text
+        return llm.trajectory()
+
+    return await ctx.call(agent)
+
+
+async def bad(row: Row, llm: LLM, ctx: Context, *, kinds: list[str]) -> Any:
+    """Sample 1 of task n is bad in the way kinds[n]; the others make their calls meanwhile."""
+    kind = kinds[int(ctx.task_id.rpartition("/")[2])]
+    first = await llm.chat(prompt_of(row))
+    if ctx.sample == 1:
+        return await _bad(kind, row, llm, ctx)
+    await llm.chat([*prompt_of(row), first.message, {"role": "tool", "content": "again"}])
+    return llm.trajectory()
+
+
+async def _bad(kind: str, row: Row, llm: LLM, ctx: Context) -> Any:
+    if kind == "raise":
+        raise ValueError("no such tool")
+    if kind == "hang":
+        await asyncio.sleep(60)
+    if kind == "deaf":
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+    if kind == "spin":
+        while True:
+            pass
+    if kind == "task":
+        await asyncio.gather(asyncio.create_task(_spin()))
+    if kind == "tool":
+        await ctx.call(time.sleep, 60, timeout_s=0.3)
+    if kind == "death":
+        os._exit(7)
+    if kind == "fault":
+        ctypes.string_at(0)
+    if kind == "tool's death":
+        await ctx.call(os._exit, 7)
+    if kind == "memory":
+        ctx.state["held"] = [bytearray(1 << 24) for _ in range(1000)]
+    if kind == "nothing":
+        return None
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "state":
+        ctx.state["what"] = object()
+    trajectory = llm.trajectory()
+    if kind == "empty":
+        trajectory.sequences = []
+    if kind == "uneven":
+        trajectory.sequences[0].logprobs.pop()
+    if kind == "forged":
+        trajectory.sequences[0].loss_mask[0] = 1
+    if kind == "copies":
+        trajectory.sequences *= 200
+    if kind == "long":
+        await llm.chat([{"role": "user", "content": "1" * 600}])
+    if kind == "nan":
+        trajectory.reward = float("nan")
+    if kind == "text":
+        trajectory.sequences[0].token_ids[0] = "a"  # type: ignore[call-overload]
+    return trajectory
+
+
+async def _spin() -> None:
+    while True:
+        pass
+
+
+async def once_bad(row: Row, llm: LLM, ctx: Context, *, folder: str) -> Trajectory:
+    """Every sample takes its process down on its first attempt, and is fine on the next."""
+    done = Path(folder) / f"{row['prompt']}-{ctx.sample}"
+    await llm.chat(prompt_of(row))
+    if not done.exists():
+        done.touch()
+        os._exit(7)
+    return llm.trajectory()
+
+
+async def late_tool(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    try:
+        await ctx.call(time.sleep, 60, timeout_s=0.1)
+    except TimeoutError as error:
+        ctx.state["why"] = str(error)
+    ctx.state["pow"] = await ctx.call(pow, 2, 5)
+    ctx.state["remaining_s"] = ctx.remaining_s
+    await llm.chat(prompt_of(row))
+    return llm.trajectory()
+
+
+async def until_full(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    calls = 0
+    while True:
+        try:
+            await llm.chat(prompt_of(row))
+        except ContextFull as error:
+            ctx.state["why"] = str(error)
+            return llm.trajectory(metrics={"calls": calls})
+        calls += 1
+
+
+async def asleep(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    await asyncio.sleep(60)
+    return llm.trajectory()
+
+
+async def process_of(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    """Which process a sample was made in, and what it has loaded."""
+    import sys
+
+    ctx.state["pid"] = os.getpid()
+    ctx.state["torch"] = "torch" in sys.modules
+    await llm.chat(prompt_of(row))
+    return llm.trajectory(reward=1.0)
