@@ -5,6 +5,9 @@ own tests.
 
 `llm.chat` calls the policy; its tokens are kept as they were sampled. A history that begins with the one of an earlier
 call (the policy's answer included) continues that call's sequence; any other history opens a new one.
+
+Workflows run in processes of their own, many samples in one loop: nothing is shared between samples but what a module
+holds, and a sample whose process broke is made again from its start.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ class Context(Protocol):
     task_id: str
     sample: int
     state: dict[str, Any]
-    """The workflow's own; reward functions get it as `sample.state`."""
+    """The workflow's own; reward functions get it as `sample.state`. What JSON has, nothing else."""
 
     @property
     def base_url(self) -> str: ...

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,17 +114,34 @@ def overwrite(file: Path, offset: int, values: Array) -> None:
 
 
 @contextlib.contextmanager
-def cluster(topology: Path, folder: Path, *overrides: str, limit_s: float, resume: bool = False) -> Iterator[Cluster]:
-    """Runs `topology`, or goes on with the run that `folder` holds; whatever is left at the end is killed."""
+def cluster(
+    topology: Path,
+    folder: Path,
+    *overrides: str,
+    limit_s: float,
+    resume: bool = False,
+    launcher: str = "launch.cluster",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Cluster]:
+    """Runs `topology`, or goes on with the run that `folder` holds; whatever is left at the end is killed.
+
+    `launcher`: the module that launches it; `environment`: beyond this process's.
+    """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)
-    command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(path)]
+    command = [sys.executable, "-m", launcher, str(topology), "--run-dir", str(path)]
     command += ["--resume"] if resume else []
     for override in overrides:
         command += ["--set", override]
     with (path / "cluster.out").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield Cluster(process, path, time.monotonic() + limit_s)

@@ -35,7 +35,8 @@ class PolicyWeights:
         """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
         self._policy_mark = ""
         with safe_open(path, framework="pt") as file:
-            self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+            names = file.keys()  # it is no mapping: going through the file itself fails
+            self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
         rebuilt = rebuild_tied_heads(self.model_runner.get_model())
         self._policy_mark = mark
         return rebuilt

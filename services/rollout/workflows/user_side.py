@@ -66,7 +66,8 @@ class ProcessLLM:
             self._link.send(make(call))
         except UNFIT as error:
             raise WorkflowError(f"a message holds what no JSON has: {error}") from None
-        answer = self._waiting[call] = self._loop.create_future()
+        answer: asyncio.Future[Turn] = self._loop.create_future()
+        self._waiting[call] = answer
         try:
             return await answer
         except asyncio.CancelledError:

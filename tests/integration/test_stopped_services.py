@@ -1,0 +1,113 @@
+"""Processes of a real run that are stopped (SIGSTOP), not killed: nothing of theirs ends by itself, so each has to be
+noticed. One run serves all tests; its supervisor and its leases are less patient than a user's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.whole_cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+STEPS = 22
+TASKS = 8
+SILENCE_S = 15.0
+QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
+OVERRIDES = [
+    f"run.steps={STEPS}",
+    "data.eval={}",
+    f"algorithm.tasks_per_step={TASKS}",
+    "algorithm.group_size=4",
+    "services.rollout.block_tasks=2",
+    "services.policy-trainer.workers=2",
+    "services.policy-trainer.collective_s=5",
+    "lease.lease_s=6",
+    "checkpoint.every=2",
+]
+STOPPED = ("policy-trainer-worker/1", "rollout/0", "reference/0", "batch-store/0", "scheduler/0", "policy-trainer/0")
+
+
+@dataclass
+class Seen:
+    run: Cluster
+    status: int = -1
+    rows_at: dict[str, int] = field(default_factory=dict)
+    """Rows written when it was stopped."""
+
+
+def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
+    """(process id, restarts) of a READY service."""
+    for row in run.status().get("services", []):
+        if f"{row['service']}/{row['instance']}" == name and row["state"] == "READY":
+            return int(row["pid"]), int(row["restarts"])
+    return None
+
+
+def _stop(run: Cluster, name: str, seen: Seen) -> None:
+    """Stop it in the midst of its work; wait until another stands in its place and the run has gone on."""
+    pid, restarts = run.wait_for(f"a ready {name}", lambda: _ready(run, name))
+    os.kill(pid, signal.SIGSTOP)
+    seen.rows_at[name] = len(run.rows())
+    try:
+        found = run.wait_for(
+            f"another {name}", lambda: again if (again := _ready(run, name)) and again[0] != pid else None
+        )
+        assert found[1] > restarts
+        # Two more: one may have been under way without it.
+        run.wait_for(f"steps after {name}", lambda: len(run.rows()) >= seen.rows_at[name] + 2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    folder = tmp_path_factory.mktemp("stopped")
+    environment = {"TINY": "", "TINY_PING_EVERY_S": "1", "TINY_SILENCE_S": str(SILENCE_S)}
+    with cluster(
+        QUICKSTART,
+        folder,
+        *OVERRIDES,
+        limit_s=580,
+        launcher="tests.integration.tiny.launcher",
+        environment=environment,
+    ) as run:
+        result = Seen(run)
+        for name in STOPPED:
+            run.wait_for("a step", lambda: len(run.rows()) >= 1)
+            _stop(run, name, result)
+        result.status = run.end()
+        yield result
+
+
+def test_the_run_goes_on_without_each_and_ends_well(seen: Seen) -> None:
+    assert seen.status == 0, seen.run.output()
+    assert set(seen.rows_at) == set(STOPPED)
+    assert max(seen.rows_at.values()) < STEPS
+    assert [int(row["step"]) for row in seen.run.rows()] == list(range(1, STEPS + 1))
+
+
+def test_every_task_is_trained_once(seen: Seen) -> None:
+    steps = seen.run.journaled_steps()
+    assert {state for state, _ in steps.values()} == {"TRAINED"}
+    trained = [task for _, tasks in steps.values() for task in tasks]
+    assert len(trained) == len(set(trained)) == STEPS * TASKS
+
+
+def test_the_rank_that_did_not_come_to_the_collective_is_named(seen: Seen) -> None:
+    said = (seen.run.run.log_file("policy-trainer-worker", 0)).read_text()
+    assert "policy-trainer-worker/1 did not come within 5 s" in said
+
+
+def test_the_launcher_says_who_gave_no_answer(seen: Seen) -> None:
+    lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
+    silent = {line["name"] for line in lines if line.get("cause") == f"no answer for {SILENCE_S:g} s"}
+    assert silent == set(STOPPED)
