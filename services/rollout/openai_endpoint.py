@@ -29,6 +29,7 @@ HOST = "127.0.0.1"
 BODY_LIMIT_BYTES = 16 << 20
 READ_BYTES = 1 << 16
 IDLE_S = 600.0
+MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = ("content-type", "application/json")
@@ -126,10 +127,10 @@ class OpenAIEndpoint:
                 asked = _asked(body)
                 overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
                 headers = [("x-overridden", ",".join(overridden))] if overridden else []
-                turn = await link.unless_gone(_chat(session, asked))
-                if turn is None:
+                turns = await link.unless_gone(_choices(session, asked))
+                if turns is None:
                     return False
-                whole = self._completion(session, turn, asked)
+                whole = self._completion(session, turns, asked)
                 if asked.get("stream"):
                     await link.stream(_chunks(whole, asked), headers)
                 else:
@@ -151,14 +152,30 @@ class OpenAIEndpoint:
             raise _Refused(404, "no sample is made at this address (any more): use ctx.base_url of a running workflow")
         return session, parts[4]
 
-    def _completion(self, session: _Session, turn: Turn, asked: dict[str, Any]) -> dict[str, Any]:
+    def _completion(self, session: _Session, turns: list[Turn], asked: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
+        choices = [self._choice(session, turn, asked, f"{number}_{index}", index) for index, turn in enumerate(turns)]
+        prompted, sampled = turns[0].prompt_tokens, sum(len(turn.token_ids) for turn in turns)
+        return {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": prompted,
+                "completion_tokens": sampled,
+                "total_tokens": prompted + sampled,
+            },
+        }
+
+    def _choice(self, session: _Session, turn: Turn, asked: dict[str, Any], name: str, index: int) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
         finish = turn.finish_reason
         if turn.tool_calls and asked.get("tools"):
             message["tool_calls"] = [
                 {
-                    "id": f"call_{number}_{at}",
+                    "id": f"call_{name}_{at}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
                 }
@@ -175,19 +192,7 @@ class OpenAIEndpoint:
                 for token, value in pairs
             ]
             logprobs = {"content": tokens, "refusal": None}
-        sampled = len(turn.token_ids)
-        return {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self._model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": logprobs}],
-            "usage": {
-                "prompt_tokens": turn.prompt_tokens,
-                "completion_tokens": sampled,
-                "total_tokens": turn.prompt_tokens + sampled,
-            },
-        }
+        return {"index": index, "message": message, "finish_reason": finish, "logprobs": logprobs}
 
 
 class _Link:
@@ -274,8 +279,9 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise _Refused(400, "the request has no list of messages")
     if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):
         raise _Refused(400, "a message is an object with a role")
-    if asked.get("n") not in (None, 1):
-        raise _Refused(400, f"n is {asked['n']}: a call makes one choice")
+    choices = asked.get("n")
+    if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
+        raise _Refused(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
     if asked.get("top_logprobs"):
         raise _Refused(400, "top_logprobs: only the sampled token's log-prob is known")
     if asked.get("logit_bias"):
@@ -287,6 +293,17 @@ def _asked(body: bytes) -> dict[str, Any]:
     if asked.get("functions"):
         raise _Refused(400, "functions: use tools")
     return asked
+
+
+async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
+    """`n` answers to the same messages, each in a sequence of its own but for one that may continue what is there."""
+    calls = [asyncio.create_task(_chat(session, asked)) for _ in range(asked.get("n") or 1)]
+    try:
+        return list(await asyncio.gather(*calls))
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
@@ -324,16 +341,16 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
 
 async def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> AsyncIterator[bytes]:
     """A finished completion as a stream: its text in one piece, since it is sampled in a block with others."""
-    choice = whole["choices"][0]
-    delta = {key: value for key, value in choice["message"].items() if value is not None}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
-    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
-    for part in (first, last):
-        yield msgspec.json.encode({**head, "choices": [part]})
+    for choice in whole["choices"]:
+        delta = {key: value for key, value in choice["message"].items() if value is not None}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+        first = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+        for part in (first, last):
+            yield msgspec.json.encode({**head, "choices": [part]})
     if (asked.get("stream_options") or {}).get("include_usage"):
         yield msgspec.json.encode({**head, "choices": [], "usage": whole["usage"]})
     yield b"[DONE]"

@@ -74,6 +74,18 @@ async def streaming(row: Row, llm: LLM, ctx: Context) -> Trajectory:
     return llm.trajectory()
 
 
+async def choices(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    """Three answers at once; goes on from the second."""
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    async with client_of(ctx) as client:
+        answer = await client.chat.completions.create(model="m", messages=messages, n=3)
+        ctx.state["indices"] = [choice.index for choice in answer.choices]
+        ctx.state["texts"] = [choice.message.content for choice in answer.choices]
+        again = {"role": "user", "content": "again"}
+        await client.chat.completions.create(model="m", messages=[*messages, answer.choices[1].message, again])
+    return llm.trajectory()
+
+
 async def shortened(row: Row, llm: LLM, ctx: Context) -> Trajectory:
     async with client_of(ctx) as client:
         raw = await client.chat.completions.with_raw_response.create(

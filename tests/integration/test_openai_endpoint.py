@@ -15,7 +15,7 @@ openai = pytest.importorskip("openai")
 
 AGENTS = "tests.integration.agents"
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"n": 2}, "a call makes one choice", None),
+    ({"n": 0}, "n is 0, must be a whole number from 1 to 128", None),
     ({"response_format": {"type": "json_object"}}, "response_format", None),
     ({"logit_bias": {"5": 100}}, "logit_bias", None),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", None),
@@ -55,6 +55,17 @@ def test_a_stream_says_the_same_as_the_whole_answer() -> None:
     assert made.sample.state["text"] == made.sample.completion
     assert made.sample.state["finish"] == made.sample.finish_reason
     assert made.sample.state["usage"] == made.rolled.sampled
+
+
+def test_several_choices_are_a_sequence_each_and_any_of_them_may_be_gone_on_with() -> None:
+    made = only(run(f"{AGENTS}:choices", tasks=1, samples=1)[0])
+    texts, indices = made.sample.state["texts"], made.sample.state["indices"]
+    assert indices == [0, 1, 2]
+    assert len(made.rolled.sequences) == 3
+    assert all(logprob_error(sequence) < 1e-4 for sequence in made.rolled.sequences)
+    stretches = [int((np.diff(each.loss_mask.astype(int)) == 1).sum()) for each in made.rolled.sequences]
+    assert sorted(stretches) == [1, 1, 2]
+    assert made.sample.messages[1]["content"] == texts[1]
 
 
 def test_max_tokens_and_stop_shorten_an_answer_and_sampling_is_the_topologys() -> None:

@@ -52,9 +52,16 @@ def log_of(processes: Processes, event: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["event"] == event]
 
 
-def reward_processes(processes: Processes) -> list[psutil.Process]:
+def user_processes(processes: Processes, kind: str) -> list[psutil.Process]:
     children = psutil.Process(processes.running["rollout"].pid).children(recursive=True)
-    return [each for each in children if "services.rollout.rewards.process" in each.cmdline()]
+    return [each for each in children if f"services.rollout.{kind}.process" in each.cmdline()]
+
+
+def check_killed_with_the_service(processes: Processes, children: list[psutil.Process]) -> None:
+    processes.end("rollout", 9)
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert len(gone) == len(children)
 
 
 @pytest.mark.timeout(240)
@@ -84,13 +91,9 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
                 says = ["no answer within 1 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
                 assert kind < 4
                 assert says[kind] in line["first"]
-            children = reward_processes(processes)
+            children = user_processes(processes, "rewards")
             assert 1 <= len(children) <= 2
-            # Killed with the service, however it ends.
-            processes.end("rollout", 9)
-            gone, alive = psutil.wait_procs(children, timeout=5)
-            assert not alive
-            assert len(gone) == len(children)
+            check_killed_with_the_service(processes, children)
 
     asyncio.run(scenario())
 
@@ -128,6 +131,9 @@ def test_a_workflow_of_two_turns_goes_through_the_whole_service(tmp_path: Path) 
                 for line in failed
             )
             assert all(line["count"] == 1 for line in failed)
+            children = user_processes(processes, "workflows")
+            assert len(children) >= 2  # one that is being replaced may be there still
+            check_killed_with_the_service(processes, children)
 
     asyncio.run(scenario())
 

@@ -97,6 +97,7 @@ class _Live:
     deadline: float
     ended: asyncio.Future[Returned | Failed | Broken]
     under_way: dict[int | None, asyncio.Task[None]] = field(default_factory=dict)
+    late: bool = False
 
 
 class WorkflowProcess:
@@ -110,12 +111,13 @@ class WorkflowProcess:
         self._live: dict[int, _Live] = {}
         self._slot = 0
         self._left_tools = 0
-        self._asked_at: float | None = None
+        self._silent_rounds = 0
         self._no_memory: int | None = None
         self.broken = False
         """Whether it ended over its samples."""
         self.leaving = asyncio.Event()
         """Set once it takes no more samples."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve())
         """Ends with the process."""
 
@@ -165,27 +167,32 @@ class WorkflowProcess:
             self._close(slot, live)
 
     async def end(self) -> None:
-        """Kill it; its samples are broken, none of them a suspect."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        """Kill it, whatever is in it."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+        await asyncio.wait({self.task})
 
     # ---- what the process says
 
     async def _serve(self) -> None:
         """Until it dies, hangs, or has nothing left to do and leaves."""
         reading = asyncio.create_task(self._read())
+        either: set[asyncio.Future[Any]] = {reading, self._ended}
         why, hung = "", False
         try:
-            while not why and not reading.done() and not (self.leaving.is_set() and not self._live):
-                await asyncio.wait({reading}, timeout=WATCH_S)
-                why = "" if reading.done() else self._watch()
+            while not hung and not (self.leaving.is_set() and not self._live):
+                if (await asyncio.wait(either, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    break
+                why = self._watch()
                 hung = bool(why)
         finally:
             self.leaving.set()
+            gone = reading.done()
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             suspects = self._suspects()
-            status = await self._process.end(0.0 if hung else GRACE_S)
+            # The socket closes a moment before the exit status is there.
+            status = await self._process.end(GRACE_S if gone else 0.0)
             if self._no_memory is not None:
                 why = "met the limit of memory of its process (workflow.memory)"
             why = why or f"took its process down: it {status}"
@@ -203,7 +210,7 @@ class WorkflowProcess:
             except GONE:
                 return
             if isinstance(message, Pong):
-                self._asked_at = None
+                self._silent_rounds = 0
             elif isinstance(message, NoMemory):
                 self._no_memory = message.slot
             elif (live := self._live.get(message.slot)) is not None:
@@ -257,23 +264,29 @@ class WorkflowProcess:
 
     def _watch(self) -> str:
         """Why the process must end, empty while it need not."""
-        now = asyncio.get_running_loop().time()
-        if self._asked_at is None:
-            self._asked_at = now
+        if not self._silent_rounds:
             self._send(Ping())
-            silent_s = 0.0
-        else:
-            silent_s = now - self._asked_at
+        # By rounds, not by the clock: if this process has slept itself, the answer may lie in the socket.
+        silent_s = self._silent_rounds * WATCH_S
+        self._silent_rounds += 1
         limit_s = min(STALL_S, self._setup.timeout_s)
         if silent_s > limit_s:
             return f"kept the loop of its process for {limit_s:g} s; await ctx.call(tool, ...) instead of calling it"
         if silent_s <= 2 * WATCH_S:  # else the loop is held, and whoever is late cannot help it
+            now = asyncio.get_running_loop().time()
             for slot, live in self._live.items():
                 if now > live.deadline and not live.ended.done():
-                    self.leaving.set()  # its coroutine does not hear that its time is over
-                    why = f"no trajectory within {self._setup.timeout_s:g} s (workflow.timeout_s)"
-                    live.ended.set_result(Failed(slot, why))
+                    self._late(slot, live)
         return ""
+
+    def _late(self, slot: int, live: _Live) -> None:
+        """Its coroutine has not heard that its time is over, unless its answer lies in the socket."""
+        if not live.late:
+            live.late = True
+            return
+        self.leaving.set()
+        why = f"no trajectory within {self._setup.timeout_s:g} s (workflow.timeout_s)"
+        live.ended.set_result(Failed(slot, why))
 
     def _suspects(self) -> set[int]:
         """Of the samples in the process, who may have ended it: whose code or tools run; else everyone."""
@@ -281,7 +294,7 @@ class WorkflowProcess:
             return {self._no_memory}
         found = {slot for slot in self._live if self._marks.tools(slot)}
         current = self._marks.current()
-        if current is not None and current in self._live:
+        if current is not None:  # maybe what an ended sample left behind
             found.add(current)
         return found or set(self._live)
 

@@ -73,10 +73,14 @@ class WorkflowRunner:
         batcher = CallBatcher(self._engine, lease.cancel, self._generated)
         pump = asyncio.create_task(batcher.run())
         groups = [
-            [asyncio.create_task(self._one(task, number, tasks, version, batcher)) for number in range(samples)]
-            for task, samples in ((task, tasks.sampling.samples) for task in tasks.ready)
+            [
+                asyncio.create_task(self._one(task, number, tasks, version, batcher))
+                for number in range(tasks.sampling.samples)
+            ]
+            for task in tasks.ready
         ]
-        everything = asyncio.gather(*(one for group in groups for one in group))
+        each = [one for group in groups for one in group]
+        everything = asyncio.gather(*each)
         either: set[asyncio.Future[Any]] = {everything, pump}
         try:
             while not everything.done():
@@ -85,13 +89,14 @@ class WorkflowRunner:
                     pump.result()
                 lease.check()
                 lease.advance()  # every wait of a sample is bounded by its time
+            everything.result()
             return [[one.result() for one in group] for group in groups]
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
         finally:
-            everything.cancel()
-            pump.cancel()
-            await asyncio.gather(everything, pump, return_exceptions=True)
+            for task in (*each, pump):
+                task.cancel()
+            await asyncio.gather(*each, pump, everything, return_exceptions=True)
 
     def _generated(self, seconds: float) -> None:
         self.generate_s += seconds
