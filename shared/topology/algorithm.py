@@ -73,7 +73,7 @@ class Loss(Section):
     clip: Pair | None = Field(
         default=None,
         description="[low, high]: the ratio is clipped to [1 - low, 1 + high]; default [0.2, 0.2] for ppo_clip, "
-        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; others have none",
+        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; others have none, nor has anchor proximal with one update a step",
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="ppo_clip: bound of the ratio where the advantage is negative, above 1, as 3.0"
@@ -135,7 +135,7 @@ class Algorithm(Section):
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; left out: none")
     filter_zero_variance: FilterZeroVariance | None = Field(
-        default=None, description="drop tasks whose rewards are all equal; left out: keep them"
+        default=None, description="drop tasks whose rewards, as the functions gave them, are all equal; left out: keep"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="factor of the entropy bonus, 0 or more")
     overlong: Literal["keep", "mask"] = Field(
@@ -151,7 +151,12 @@ class Algorithm(Section):
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps of one training step."""
-        return self.num_iterations * (self.tasks_per_step // self.mini_batch_tasks)
+        return self.num_iterations * -(-self.tasks_per_step // self.mini_batch_tasks)
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether exp(cur - prox) is 1 at every update: the only one is of the weights that `prox` was computed with."""
+        return self.loss.anchor == "proximal" and self.updates_per_step == 1
 
 
 class Optimizer(Section):

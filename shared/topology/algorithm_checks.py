@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.topology.algorithm import CLIPS, GROUP_ADVANTAGES, INVARIANT_ADVANTAGES, is_function
+from shared.topology.algorithm import (
+    CLIPS,
+    GROUP_ADVANTAGES,
+    INVARIANT_ADVANTAGES,
+    SAPO_TEMPERATURES,
+    Advantage,
+    is_function,
+)
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 
 Found = Iterator[tuple[Path, str]]
 
+_RATIO_IS_ONE = (
+    "with anchor proximal and one update a step the ratio is 1; remove it, set anchor rollout, or make several updates "
+    "(mini_batch_tasks, num_iterations)"
+)
+
 
 def check(topology: Topology) -> Found:
     """Every option of `algorithm` that is out of range beside the others, or has no effect beside them."""
-    yield from _advantage(topology)
     yield from _rewards(topology)
     yield from _clip(topology)
     yield from _loss_options(topology)
@@ -25,6 +36,7 @@ def check(topology: Topology) -> Found:
     if topology.algorithm.loss.name == "cross_entropy":
         yield from _cross_entropy(topology)
     else:
+        yield from _advantage(topology)
         yield from _normalisation(topology)
 
 
@@ -32,7 +44,7 @@ def _advantage(topology: Topology) -> Found:
     algorithm = topology.algorithm
     advantage = algorithm.advantage
     path = ("algorithm", "advantage")
-    if algorithm.group_size == 1 and advantage.name in GROUP_ADVANTAGES and algorithm.loss.name != "cross_entropy":
+    if algorithm.group_size == 1 and advantage.name in GROUP_ADVANTAGES:
         message = f"1 leaves advantage {advantage.name} nothing to compare, at least 2"
         yield ("algorithm", "group_size"), message
     if advantage.scale is not None and advantage.name != "grpo":
@@ -50,6 +62,9 @@ def _rewards(topology: Topology) -> Found:
     if penalty is not None and penalty.tokens > topology.sampling.max_new_tokens:
         message = f"{penalty.tokens} exceeds sampling.max_new_tokens ({topology.sampling.max_new_tokens}), use less"
         yield ("algorithm", "overlong_penalty", "tokens"), message
+    if penalty is not None and topology.workflow is not None:
+        message = "counts against sampling.max_new_tokens, the limit of one answer, and a workflow's sample has several"
+        yield ("algorithm", "overlong_penalty"), f"{message}; remove it, and punish length in the reward function"
     if algorithm.filter_zero_variance is not None and algorithm.group_size == 1:
         message = "would drop every task: the reward of a group of 1 has no variance; remove it, or set group_size"
         yield ("algorithm", "filter_zero_variance"), message
@@ -75,6 +90,9 @@ def _clip(topology: Topology) -> Found:
         yield path, f"{list(loss.clip)} has no effect with loss {loss.name}; remove it, or use {' or '.join(CLIPS)}"
         return
     low, high = loss.clip
+    if topology.algorithm.ratio_is_one:
+        yield path, f"{list(loss.clip)} has no effect: {_RATIO_IS_ONE}"
+        return
     if loss.clamp == "upper":
         if low != 1:
             message = f"{low} has no effect with clamp upper, use 1.0 (no lower bound), or set clamp both"
@@ -93,7 +111,12 @@ def _loss_options(topology: Topology) -> Found:
         value = getattr(loss, key)
         if value is not None and loss.name != owner:
             yield (*path, key), f"{value} has no effect with loss {loss.name}; remove it, or use {owner}"
-    if loss.dual_clip is not None and loss.name == "ppo_clip" and loss.clip and loss.dual_clip <= 1 + loss.clip[1]:
+    if topology.algorithm.ratio_is_one:
+        given = {key: getattr(loss, key) for key in ("dual_clip", "clamp", "temperatures")}
+        for key, value in given.items():
+            if loss.name == owners[key] and value not in (None, SAPO_TEMPERATURES):
+                yield (*path, key), f"{value} has no effect: {_RATIO_IS_ONE}"
+    elif loss.dual_clip is not None and loss.name == "ppo_clip" and loss.clip and loss.dual_clip <= 1 + loss.clip[1]:
         yield (*path, "dual_clip"), f"{loss.dual_clip} must exceed 1 + clip[1] ({1 + loss.clip[1]}), as 3.0"
     for index, temperature in enumerate(loss.temperatures or ()):
         if temperature <= 0:
@@ -128,6 +151,9 @@ def _refresh(topology: Topology) -> Found:
     if kl is None or kl.refresh_every is None:
         return
     path, every = ("algorithm", "kl", "refresh_every"), kl.refresh_every
+    if every >= topology.run.steps:
+        message = f"{every} has no effect in {topology.run.steps} steps (run.steps), whose last one it would come after"
+        yield path, f"{message}; use less, or leave it out"
     if kl.coef == 0:
         yield path, f"{every} has no effect with coef 0, which starts no reference; remove it"
     if topology.consume == "completion":
@@ -151,14 +177,22 @@ def _cross_entropy(topology: Topology) -> Found:
     """Its gradient asks for no advantage, hence for no reward: nothing that shapes either can act."""
     algorithm = topology.algorithm
     kl = algorithm.kl
+    none_given = Advantage()
+    for name, value in algorithm.advantage:
+        if value != getattr(none_given, name):
+            shown = "" if name == "params" else f"{value} "
+            message = f"{shown}has no effect with loss cross_entropy, which asks for no advantage; remove it"
+            yield ("algorithm", "advantage", name), message
     given = {
+        "overlong": algorithm.overlong != "keep",
         "filter_zero_variance": algorithm.filter_zero_variance is not None,
         "overlong_penalty": algorithm.overlong_penalty is not None,
         "normalise_rewards": algorithm.normalise_rewards != "none",
     }
     for key, is_given in given.items():
         if is_given:
-            yield ("algorithm", key), "has no effect with loss cross_entropy, which looks at no reward; remove it"
+            why = "cuts no answer" if key == "overlong" else "looks at no reward"
+            yield ("algorithm", key), f"has no effect with loss cross_entropy, which {why}; remove it"
     if algorithm.group_size > 1:
         message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy, use 1"
         yield ("algorithm", "group_size"), message

@@ -71,27 +71,29 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     loss = _section(algorithm, "loss")
     if loss is None:
         return
+    one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get("mini_batch_tasks") == algorithm.get(
+        "tasks_per_step"
+    )
     if "anchor" not in loss:
-        one_update = algorithm.get("num_iterations", 1) == 1 and algorithm.get("mini_batch_tasks") == algorithm.get(
-            "tasks_per_step"
-        )
         on_policy = one_update and data.get("staleness", 1) == 0
         # cross_entropy has no ratio: the forward pass for one would be for nothing
         loss["anchor"] = "rollout" if on_policy or loss.get("name") == "cross_entropy" else "proximal"
     if loss["anchor"] == "proximal" and loss.get("tis_cap") is None and loss.get("ratio_mask") is None:
         loss["tis_cap"] = _TIS_CAP
     name = loss.get("name", "ppo_clip")
-    if name == "cispo" and loss.get("clamp") is None:
+    ratio_is_one = one_update and loss["anchor"] == "proximal"  # then nothing is there to be clipped, but for rounding
+    if name == "cispo" and loss.get("clamp") is None and not ratio_is_one:
         loss["clamp"] = "upper"
-    if isinstance(name, str) and name in CLIPS and loss.get("clip") is None:
+    if isinstance(name, str) and name in CLIPS and loss.get("clip") is None and not ratio_is_one:
         loss["clip"] = list(CLIPS["ppo_clip" if loss.get("clamp") == "both" else name])
     if name == "sapo" and loss.get("temperatures") is None:
         loss["temperatures"] = list(SAPO_TEMPERATURES)
 
 
 def _fill_advantage(algorithm: dict[str, Any]) -> None:
-    advantage = _section(algorithm, "advantage")
-    if advantage is None or advantage.get("name", "grpo") != "grpo":
+    advantage, loss = _section(algorithm, "advantage"), algorithm.get("loss")
+    supervised = isinstance(loss, dict) and loss.get("name") == "cross_entropy"
+    if advantage is None or supervised or advantage.get("name", "grpo") != "grpo":
         return
     if advantage.get("scale") is None:
         advantage["scale"] = "std"

@@ -30,7 +30,7 @@ sampling:
 algorithm:
   tasks_per_step: 6
   group_size: 4
-  loss: {clip: [0.2, 0.28]}
+  loss: {aggregation: token_mean}
   kl:
     coef: 0.001
 optimizer:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from services.policy_trainer.driver import loss_spec
 from shared.topology import Topology, load
 from tests.unit.small_topology import make, problems, write
 
+TWO_UPDATES = "algorithm.num_iterations=2"
 SFT = ["algorithm.loss={name: cross_entropy}", "algorithm.group_size=1"]
 
 
@@ -42,9 +44,19 @@ def loaded(folder: Path, *overrides: str) -> Topology:
 def test_each_loss_has_the_options_it_uses_and_no_others(
     folder: Path, loss: str, clip: tuple[float, float] | None, tis_cap: float | None
 ) -> None:
-    topology = loaded(folder, f"algorithm.loss={loss}")
+    topology = loaded(folder, f"algorithm.loss={loss}", TWO_UPDATES)
     assert topology.algorithm.loss.clip == clip
     assert topology.algorithm.loss.tis_cap == tis_cap
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> None:
+    """Its rounding would be: a geometric mean strays from 1 by as much as the bounds of gspo when weights are bf16."""
+    loss = f"algorithm.loss={{name: {name}, aggregation: seq_mean_token_mean}}"
+    topology = loaded(folder, loss)
+    assert (topology.algorithm.loss.clip, topology.algorithm.loss.clamp) == (None, None)
+    assert loss_spec(topology).clip_high == 0
+    assert loaded(folder, loss, "algorithm.loss.anchor=rollout").algorithm.loss.clip is not None
 
 
 def test_supervised_fine_tuning_asks_for_no_proximal_forward(folder: Path) -> None:
@@ -75,12 +87,17 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         (["algorithm.group_size=1", "algorithm.advantage={name: opo}"], "1 leaves advantage opo nothing to compare"),
         (["algorithm.loss={name: importance_sampling, clip: [0.2, 0.2]}"], "has no effect with loss importance_sam"),
         (["algorithm.loss={name: sapo, clip: [0.2, 0.2]}"], "has no effect with loss sapo"),
-        (["algorithm.loss={name: sapo, temperatures: [1.0, 0.0]}"], "0.0 is out of range, above 0"),
-        (["algorithm.loss={name: cispo, clip: [0.2, 4.0]}"], "0.2 has no effect with clamp upper"),
+        (["algorithm.loss={name: sapo, temperatures: [1.0, 0.0]}", TWO_UPDATES], "0.0 is out of range, above 0"),
+        (["algorithm.loss={name: cispo, clip: [0.2, 4.0]}", TWO_UPDATES], "0.2 has no effect with clamp upper"),
         (["algorithm.loss={name: cispo, dual_clip: 3.0}"], "3.0 has no effect with loss cispo"),
         (["algorithm.loss={clamp: both}"], "both has no effect with loss ppo_clip"),
         (["algorithm.loss={temperatures: [1.0, 1.0]}"], "has no effect with loss ppo_clip"),
-        (["algorithm.loss={dual_clip: 1.1}"], "1.1 must exceed 1 + clip[1] (1.2)"),
+        (["algorithm.loss={clip: [0.2, 0.3]}"], "[0.2, 0.3] has no effect: with anchor proximal and one update a step"),
+        (["algorithm.loss={dual_clip: 3.0}"], "3.0 has no effect: with anchor proximal and one update"),
+        (["algorithm.loss={name: cispo, clamp: both}"], "both has no effect: with anchor proximal and one update"),
+        (["algorithm.loss={name: sapo, temperatures: [1.0, 2.0]}"], "(1.0, 2.0) has no effect: with anchor proximal"),
+        (["algorithm.kl.refresh_every=40", "checkpoint.every=20"], "40 has no effect in 3 steps (run.steps)"),
+        (["algorithm.loss={dual_clip: 1.1}", TWO_UPDATES], "1.1 must exceed 1 + clip[1] (1.2)"),
         (["algorithm.loss={params: {a: 1}}"], "have no effect with loss ppo_clip"),
         (["algorithm.loss={anchor: rollout, ratio_mask: {}}"], "has no effect with anchor rollout"),
         (["algorithm.loss={tis_cap: 5.0, ratio_mask: {high: 5.0}}"], "5.0 has no effect, ratio_mask leaves out"),
@@ -88,6 +105,9 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         ([*SFT, "algorithm.group_size=4"], "4 would be copies of one answer"),
         ([*SFT, "algorithm.kl={in: reward, coef: 0.1}"], "reward has no effect with loss cross_entropy"),
         ([*SFT, "algorithm.normalise_rewards=batch"], "looks at no reward"),
+        ([*SFT, "algorithm.overlong=mask"], "has no effect with loss cross_entropy, which cuts no answer"),
+        ([*SFT, "algorithm.advantage.name=rloo"], "rloo has no effect with loss cross_entropy, which asks for no adv"),
+        ([*SFT, "algorithm.advantage.scale=none"], "none has no effect with loss cross_entropy"),
         (["algorithm.normalise_rewards=batch"], "batch has no effect, advantage grpo normalises"),
         (["algorithm.overlong_penalty={tokens: 9}"], "9 exceeds sampling.max_new_tokens (8)"),
         (["algorithm.filter_zero_variance.max_refill=0"], "0 is out of range"),

@@ -89,12 +89,12 @@ def folder(tmp_path: Path) -> Path:
             "(data type of the weights)",
         ),
         (
-            "clip: [0.2, 0.28]",
+            "aggregation: token_mean",
             "clip: [0.2]",
             "t.yaml:16: algorithm.loss.clip.1: missing, required",
         ),
         (
-            "clip: [0.2, 0.28]",
+            "aggregation: token_mean",
             "clip: 0.2",
             "t.yaml:16: algorithm.loss.clip: 0.2 is not a list ([low, high]: the ratio is clipped to "
             "[1 - low, "
@@ -195,24 +195,24 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
             "or leave it out",
         ),
         (
-            "clip: [0.2, 0.28]",
-            "clip: [1.5, 0.28]",
+            "aggregation: token_mean",
+            "anchor: rollout, clip: [1.5, 0.28]",
             "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range, above 0 and below 1, as 0.2",
         ),
         (
-            "clip: [0.2, 0.28]",
-            "clip: [0.2, -0.28]",
+            "aggregation: token_mean",
+            "anchor: rollout, clip: [0.2, -0.28]",
             "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range, above 0, as 0.2",
         ),
         (
-            "clip: [0.2, 0.28]",
+            "aggregation: token_mean",
             "anchor: rollout, tis_cap: 2.0",
             "t.yaml:16: algorithm.loss.tis_cap: 2.0 has no effect with anchor rollout; remove it, or "
             "set anchor "
             "proximal",
         ),
         (
-            "clip: [0.2, 0.28]",
+            "aggregation: token_mean",
             "name: gspo",
             "t.yaml:16: algorithm.loss.aggregation: token_mean does not fit loss gspo, a ratio per "
             "sequence: use "

@@ -32,6 +32,11 @@ def refusal(folder: Path, *overrides: str) -> str:
     return str(problem)
 
 
+def test_a_penalty_for_length_that_knows_one_answer_only_is_refused(tmp_path: Path) -> None:
+    overrides = ("algorithm.overlong_penalty={tokens: 4}", "workflow={function: 'my.module:fn'}")
+    assert "the limit of one answer" in refusal(tmp_path, *overrides)
+
+
 def test_a_workflow_is_optional_and_its_room_counts_all_its_tokens(tmp_path: Path) -> None:
     plain = loaded(tmp_path)
     assert plain.workflow is None

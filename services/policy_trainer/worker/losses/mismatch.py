@@ -28,7 +28,7 @@ def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
 def kept(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
     """bool [M]: whether a token's policy loss counts, its ratio exp(prox - rollout) being within [low, high].
 
-    `ratio_mask` token: the token's own ratio (IcePop's M(k), "Every Step Evolves", arXiv 2510.18855);
+    `ratio_mask` token: the token's own ratio (IcePop: "Every Step Evolves", arXiv 2510.18855, equations 1 and 2);
     sequence: the product over its sequence (as TRL's sequence_mask); geometric: the geometric mean over its sequence
     (as verl's geometric rejection). "": all.
     """

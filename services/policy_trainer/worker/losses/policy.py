@@ -20,7 +20,7 @@ PolicyLoss = Callable[[LossSpec, Tensor, Tensor, TokenData], Terms]
 
 
 def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual_clip` c, -max(that, c A) where A < 0.
+    """-min(r A, clip(r, 1 - low, 1 + high) A), -r A with a high of 0; with `dual_clip` c, -max(that, c A) where A < 0.
 
     Sources: PPO (arXiv 1707.06347), equation 7; low and high apart: DAPO (arXiv 2503.14476), equation 10; dual clip:
     Ye et al. (arXiv 1912.09729), the dual-clip objective.
@@ -35,7 +35,7 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     seq_mean_token_mean is the gradient of s itself. The paper knows one response, which is one sequence; of a sample of
     several (a workflow that begins new contexts) each has a ratio of its own, because each is a likelihood given its
     own context, and the sample's loss is their mean weighted by their trained tokens.
-    Source: GSPO (arXiv 2507.18071), equation 5 and the definition of s below it; the token form is its GSPO-token.
+    Source: GSPO (arXiv 2507.18071), equations 5 (the objective) and 7 (s); the token form is its GSPO-token.
     """
     log_s = data.sequence_mean(cur - anchor) + cur - cur.detach()
     return _clipped(spec, ratio(log_s), data.advantages)
@@ -44,11 +44,12 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
 def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     """-sg[clamp(r)] A cur: every token keeps a gradient, however far its ratio is off.
 
-    `clamp` upper: to at most 1 + high (TRL, whose epsilon_high is our 1 + high); both: to [1 - low, 1 + high] (verl).
+    `clamp` upper: to at most 1 + high (TRL, whose epsilon_high is our 1 + high); both: to [1 - low, 1 + high] (verl);
+    with a high of 0 r is not clamped.
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
     """
     r = ratio(cur - anchor).detach()
-    clamped = r.clamp(max=1.0 + spec.clip_high)
+    clamped = r.clamp(max=1.0 + spec.clip_high) if spec.clip_high > 0 else r
     if spec.clamp == "both":
         clamped = clamped.clamp(min=1.0 - spec.clip_low)
     return -clamped * data.advantages * cur, clamped != r
@@ -57,7 +58,7 @@ def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms
 def sapo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     """-f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (0 counts as negative).
 
-    Source: SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), its soft gate.
+    Source: SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), equations 5 and 6.
     """
     tau = torch.where(
         data.advantages > 0,
@@ -94,8 +95,9 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 
 
 def _clipped(spec: LossSpec, r: Tensor, advantages: Tensor) -> Terms:
-    unclipped = r * advantages
-    gain = torch.minimum(unclipped, r.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high) * advantages)
+    gain = unclipped = r * advantages
+    if spec.clip_high > 0:
+        gain = torch.minimum(unclipped, r.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high) * advantages)
     clipped = gain < unclipped
     if spec.dual_clip > 0:
         floor = spec.dual_clip * advantages
