@@ -155,7 +155,7 @@ class Algorithm(Section):
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether exp(cur - prox) is 1 at every update: the only one is of the weights that `prox` was computed with."""
+        """Whether exp(cur - prox) is 1 at every update: the only one is of the weights that `prox` is of."""
         return self.loss.anchor == "proximal" and self.updates_per_step == 1
 
 
