@@ -36,7 +36,7 @@ from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.landing import MIN_BYTES as LANDING_BYTES
 from shared.dataplane.landing import Landings
-from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
 from shared.dataplane.write import copy_block, write_block
@@ -69,12 +69,13 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Want:
-    """One task to read from one store; `at`: its place in the result; `keys` None: whatever is there."""
+class _Wants:
+    """Tasks to read the same keys of, from one store; `keys` None: whatever is there; `at`: places in the result."""
 
-    at: int
-    task: PutTask
+    store: str
     keys: tuple[str, ...] | None
+    at: Sequence[int]
+    tasks: list[PutTask]
 
 
 class DataClient:
@@ -164,20 +165,16 @@ class DataClient:
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
         deadline = asyncio.get_running_loop().time() + deadline_s
-        jobs = [
-            asyncio.ensure_future(self._fetch(store, wants[first : first + LOCATE_TASKS], results, deadline))
-            for store, wants in wanted.items()
-            for first in range(0, len(wants), LOCATE_TASKS)
-        ]
+        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline)) for wants in wanted]
         try:
             await asyncio.gather(*jobs)
         finally:
             for job in jobs:
                 job.cancel()
-        if not keys:
+        order = tuple(keys)
+        if all(wants.keys in (None, order) for wants in wanted):
             return results
-        order = list(keys)
-        return [found if list(found) == order else {key: found[key] for key in keys} for found in results]
+        return [{key: found[key] for key in order} for found in results]
 
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
         if store not in self._shares:
@@ -241,54 +238,43 @@ class DataClient:
 
     # ---- fetch
 
-    async def _fetch(
-        self, store: str, wants: Sequence[_Want], results: list[dict[str, Array]], deadline: float
-    ) -> None:
+    async def _fetch(self, wants: _Wants, results: list[dict[str, Array]], deadline: float) -> None:
+        client = self._client_of(*parse_service_name(wants.store))
+        if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
+            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline)
+        else:
+            found = await self._map(client, wants, deadline)
+            _check_whole(found, wants)
+        for at, arrays in zip(wants.at, found, strict=True):
+            results[at] = merged(results[at], arrays, ()) if results[at] else arrays
+
+    async def _map(self, client: Client, wants: _Wants, deadline: float) -> list[dict[str, Array]]:
         loop = asyncio.get_running_loop()
-        client = self._client_of(*parse_service_name(store))
-        if self._reach is Reach.STREAM or not await self._shares_memory(store, client, deadline):
-            wanted = [(want.task, want.keys or ()) for want in wants]
-            for want, arrays in zip(wants, await self.streams.fetch(store, wanted, deadline), strict=True):
-                results[want.at].update(arrays)
-            return
-        request = Locate(tasks=[want.task for want in wants])
         while True:
             try:
-                located = await client.call(request, Located, deadline_s=deadline - loop.time())
+                located = await client.call(Locate(tasks=wants.tasks), Located, deadline_s=deadline - loop.time())
             except RpcError as error:
-                raise _with_shard_names(error, store, wants) from None
+                raise _with_shard_names(error, wants) from None
             found = await loop.run_in_executor(self._threads, self._read, located, wants)
-            if found is None:
-                continue  # collected between the answer and the mapping; the store now says so
-            missing = [
-                f"{want.task.task_id}#{key}"
-                for want, arrays in zip(wants, found, strict=True)
-                if want.keys and len(arrays) < len(want.keys)
-                for key in want.keys
-                if key not in arrays
-            ]
-            if missing:
-                raise _missing(store, missing)
-            for want, arrays in zip(wants, found, strict=True):
-                results[want.at].update(arrays)
-            return
+            if found is not None:  # else collected between the answer and the mapping; the store now says so
+                return found
 
-    def _read(self, located: Located, wants: Sequence[_Want]) -> list[dict[str, Array]] | None:
-        found: list[dict[str, Array]] = [{} for _ in wants]
+    def _read(self, located: Located, wants: _Wants) -> list[dict[str, Array]] | None:
+        found: list[dict[str, Array]] = [{} for _ in wants.tasks]
         mapped = 0
         try:
-            for place, at_of in _by_file(located, wants).items():
+            for place, ats in _by_file(located).items():
                 mapping = BlockMapping(located.files[place], self._cache)
                 mapped += 1
                 index = mapping.table.index
-                if None in at_of:  # all of it will be read: weights, by a service that samples meanwhile
+                if wants.keys is None:  # all of it will be read: weights, by a service that samples meanwhile
                     mapping.touch(self._helper)
-                for keys, ats in at_of.items():
-                    here = [at for at in ats if (wants[at].task.task_id, wants[at].task.fence) in index]
-                    tasks = [index[wants[at].task.task_id, wants[at].task.fence] for at in here]
-                    for at, arrays in zip(here, mapping.arrays(tasks, keys), strict=True):
-                        # a key put twice has the same bytes: the first file will do
-                        found[at] = arrays | found[at] if found[at] else arrays
+                rows = [index.get((wants.tasks[at].task_id, wants.tasks[at].fence), -1) for at in ats]
+                if -1 in rows:
+                    ats = [at for at, row in zip(ats, rows, strict=True) if row >= 0]
+                    rows = [row for row in rows if row >= 0]
+                for at, arrays in zip(ats, mapping.arrays(rows, wants.keys), strict=True):
+                    found[at] = merged(found[at], arrays, wants.keys or ()) if found[at] else arrays
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -302,13 +288,22 @@ class DataClient:
         return found
 
 
-def _by_file(located: Located, wants: Sequence[_Want]) -> dict[int, dict[tuple[str, ...] | None, list[int]]]:
-    """File -> keys -> places in `wants`, files in the order in which they are named."""
-    by_file: dict[int, dict[tuple[str, ...] | None, list[int]]] = {}
-    for at, (want, places) in enumerate(zip(wants, located.places, strict=True)):
+def _by_file(located: Located) -> dict[int, list[int]]:
+    """File -> places of the tasks that it holds shards of, files in the order in which they are named."""
+    by_file: dict[int, list[int]] = {}
+    for at, places in enumerate(located.places):
         for place in places:
-            by_file.setdefault(place, {}).setdefault(want.keys, []).append(at)
+            by_file.setdefault(place, []).append(at)
     return by_file
+
+
+def _check_whole(found: list[dict[str, Array]], wants: _Wants) -> None:
+    """Raises RpcError(missing) naming the shards that no file has."""
+    keys = wants.keys or ()
+    lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
+    if lacking:
+        names = [f"{wants.tasks[at].task_id}#{key}" for at in lacking for key in keys if key not in found[at]]
+        raise _missing(wants.store, names)
 
 
 def _plan(tasks: Sequence[TaskShards]) -> Layout:
@@ -349,7 +344,7 @@ def _receipts(tasks: Sequence[TaskShards], checksums: list[int], store: str) -> 
     return receipts
 
 
-def _by_store(meta: BatchMeta, keys: Sequence[str]) -> dict[str, list[_Want]]:
+def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
     part_of = {key: number for number, part in enumerate(meta.parts) for key in part.keys}
     unknown = [key for key in keys if key not in part_of]
     if unknown:
@@ -358,22 +353,24 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> dict[str, list[_Want]]:
             f"the batch has no {', '.join(unknown)}: its keys are {', '.join(part_of)}",
             names=unknown,
         )
-    wanted: dict[str, list[_Want]] = {}
-    splits: dict[tuple[int, ...], dict[int, tuple[str, ...] | None]] = {}
+    places: dict[tuple[int, ...], list[int]] = {}
     for at, handle in enumerate(meta.tasks):
-        stores = tuple(handle.stores)
-        split = splits.get(stores)
-        if split is None:
-            if keys and len(stores) != len(meta.parts):
-                raise WireError(f"task {handle.task_id}: {len(stores)} stores for {len(meta.parts)} parts")
-            for number in stores:
-                if not 0 <= number < len(meta.stores):
-                    raise WireError(f"task {handle.task_id}: store {number} of {len(meta.stores)}")
-            split = splits[stores] = _split(stores, keys, part_of)
-        task = PutTask(handle.task_id, handle.fence)
-        for number, mine in split.items():
-            wanted.setdefault(meta.stores[number], []).append(_Want(at, task, mine))
-    return wanted
+        places.setdefault(tuple(handle.stores), []).append(at)
+    wanted: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}
+    for stores, ats in places.items():
+        first = meta.tasks[ats[0]].task_id
+        if keys and len(stores) != len(meta.parts):
+            raise WireError(f"task {first}: {len(stores)} stores for {len(meta.parts)} parts")
+        for number, mine in _split(stores, keys, part_of).items():
+            if not 0 <= number < len(meta.stores):
+                raise WireError(f"task {first}: store {number} of {len(meta.stores)}")
+            wanted.setdefault((number, mine), []).extend(ats)
+    tasks = [PutTask(handle.task_id, handle.fence) for handle in meta.tasks]
+    return [
+        _Wants(meta.stores[number], mine, page, [tasks[at] for at in page])
+        for (number, mine), ats in wanted.items()
+        for page in (ats[first : first + LOCATE_TASKS] for first in range(0, len(ats), LOCATE_TASKS))
+    ]
 
 
 def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
@@ -386,15 +383,13 @@ def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]
     return {number: tuple(mine) for number, mine in by_store.items()}
 
 
-def _with_shard_names(error: RpcError, store: str, wants: Sequence[_Want]) -> RpcError:
+def _with_shard_names(error: RpcError, wants: _Wants) -> RpcError:
     """The store names tasks it lacks; a reader asked for shards."""
     if error.code != ErrorCode.MISSING:
         return error
     lacking = set(error.names)
-    names = [
-        f"{want.task.task_id}#{key}" for want in wants if want.task.task_id in lacking for key in want.keys or ("*",)
-    ]
-    return _missing(store, names)
+    names = [f"{task.task_id}#{key}" for task in wants.tasks if task.task_id in lacking for key in wants.keys or ("*",)]
+    return _missing(wants.store, names)
 
 
 def _missing(store: str, names: list[str]) -> RpcError:

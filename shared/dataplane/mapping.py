@@ -161,6 +161,15 @@ def views(table: Table, data: mmap.mmap, tasks: Sequence[int], keys: Sequence[st
     return found
 
 
+def merged(first: dict[str, Array], second: dict[str, Array], order: Sequence[str]) -> dict[str, Array]:
+    """Arrays of one task from two places; of a key that was put twice (the same bytes) the first will do.
+
+    In `order`, if there is one.
+    """
+    both = second | first
+    return {key: both[key] for key in order if key in both} if order else both
+
+
 def _flat(data: mmap.mmap, code: int) -> Array:
     """All of a mapping as elements of one type; slices of it keep it alive, and nothing copies."""
     dtype = dtypes.by_code(code).numpy

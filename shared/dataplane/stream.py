@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from proto.errors import WireError
 from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, StreamOpened
 from proto.tensors import Array
+from shared.dataplane.mapping import merged
 from shared.dataplane.stream_arrival import Arrival, Arrived
-from shared.dataplane.stream_cache import StreamCache, absent, sources
+from shared.dataplane.stream_cache import StreamCache
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
 from shared.rpc.client import Client
@@ -40,8 +42,8 @@ CORRUPT_TRIES = 3
 AGAIN_S = 0.05
 """Between a lost stream and its next life: who makes streams get lost must not make us spin."""
 
-Wanted = tuple[PutTask, tuple[str, ...]]
-"""A task and the keys to fetch; no keys: all there are."""
+Held = tuple[Arrived, tuple[str, ...]]
+"""Some keys of what arrived; no keys: all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +53,15 @@ class Load:
     store: str
     tasks: list[PutTask]
     keys: tuple[str, ...]
+    arrived: Callable[[Arrived, tuple[str, ...]], None]
+    """Is told of each stream that is complete, by whoever began the load."""
     waiters: int = 0
     work: asyncio.Task[None] | None = None
     _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
 
-    def add(self, tasks: Sequence[PutTask], arrived: Arrived) -> None:
-        for task in tasks:
-            self._where[task.task_id, task.fence] = arrived
+    def add(self, arrived: Arrived) -> None:
+        self._where.update(dict.fromkeys(arrived.table.index, arrived))
+        self.arrived(arrived, self.keys)
 
     def where(self, task: PutTask) -> Arrived | None:
         return self._where.get((task.task_id, task.fence))
@@ -108,18 +112,21 @@ class StreamReader:
         self._receiver.close()
         self._regions.clear()
 
-    async def fetch(self, store: str, wanted: Sequence[Wanted], deadline: float) -> list[dict[str, Array]]:
-        """The arrays of each wanted task, private to the caller; `deadline` in loop time.
+    async def fetch(
+        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], deadline: float
+    ) -> list[dict[str, Array]]:
+        """The arrays under `keys` (none: all there are) of each task, private to the caller; `deadline` in loop time.
 
         Raises RpcError (missing and collected with `names`), DeadlineExceeded.
         """
         client = self._client_of(store)
         await self._learn_cleared(store, client, deadline)
-        held: list[list[tuple[Arrived, tuple[str, ...]]]] = [[] for _ in wanted]
-        lacking: Sequence[int] = range(len(wanted))
+        copies = _Copies(self._threads)
+        by_source: dict[Held, list[int]] = {}
+        lacking: Sequence[int] = range(len(tasks))
         while lacking:
-            mine = self._begin(store, client, wanted, lacking)
-            found = [sources(self.cache.parts(store, wanted[at][0]), wanted[at][1]) for at in lacking]
+            mine = self._begin(store, client, tasks, keys, lacking, copies)
+            found = self.cache.sources(store, [tasks[at] for at in lacking], keys)
             everywhere = {where for each in found for where, _ in each}
             for where in everywhere:
                 if isinstance(where, Arrived):
@@ -127,32 +134,39 @@ class StreamReader:
             await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
             again: list[int] = []
             for at, each in zip(lacking, found, strict=True):
-                task = wanted[at][0]
-                here = [(where.where(task) if isinstance(where, Load) else where, keys) for where, keys in each]
-                whole = [(arrived, keys) for arrived, keys in here if arrived is not None]
-                if len(whole) == len(each):
-                    held[at] = whole
+                task = tasks[at]
+                here = [(where.where(task) if isinstance(where, Load) else where, part) for where, part in each]
+                if all(arrived is not None for arrived, _ in here):
+                    for arrived, part in here:
+                        if arrived is not None:
+                            by_source.setdefault((arrived, part), []).append(at)
                 else:  # that load failed, for reasons of its own: fetch this task ourselves
                     again.append(at)
             lacking = again
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, _views, wanted, held)
+        return await copies.arrays(tasks, keys, by_source)
 
     # ---- loads
 
-    def _begin(self, store: str, client: Client, wanted: Sequence[Wanted], lacking: Iterable[int]) -> set[Load]:
+    def _begin(
+        self,
+        store: str,
+        client: Client,
+        tasks: Sequence[PutTask],
+        keys: tuple[str, ...],
+        lacking: Iterable[int],
+        copies: _Copies,
+    ) -> set[Load]:
         """Start to fetch what is neither here nor under way; returns the loads begun."""
         groups: dict[tuple[str, ...], dict[tuple[str, int], PutTask]] = {}
-        for at in lacking:
-            task, keys = wanted[at]
-            parts = self.cache.parts(store, task)
-            missing = absent(parts, keys) if parts else keys
+        absent = self.cache.absent(store, [tasks[at] for at in lacking], keys)
+        for at, missing in zip(lacking, absent, strict=True):
             if missing is not None:
+                task = tasks[at]
                 groups.setdefault(missing, {})[task.task_id, task.fence] = task
         mine: set[Load] = set()
-        for keys, tasks in groups.items():
-            load = Load(store, list(tasks.values()), keys)
-            self.cache.expect(store, load.tasks, keys, load)
+        for part, wanted in groups.items():
+            load = Load(store, list(wanted.values()), part, copies.begin)
+            self.cache.expect(store, load.tasks, part, load)
             load.work = asyncio.create_task(self._load(load, client))
             load.work.add_done_callback(_seen)
             self._loads.add(load)
@@ -209,7 +223,8 @@ class StreamReader:
                     group.create_task(self._stream(load, client, at, opened))
                     at += opened.covered
                     # what does not fit is looked up for nothing, what fits should not be cut up
-                    ask = min(OPEN_TASKS, opened.covered * (4 if opened.covered == len(tasks) else 1) + FIRST_TASKS)
+                    more = opened.covered if opened.covered == len(tasks) else opened.covered // 16
+                    ask = min(OPEN_TASKS, opened.covered + more + 1)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:
@@ -292,7 +307,7 @@ class StreamReader:
             raise
 
     def _keep(self, load: Load, tasks: list[PutTask], arrived: Arrived) -> None:
-        load.add(tasks, arrived)
+        load.add(arrived)
         self.cache.keep(load.store, tasks, load.keys, load, arrived)
 
     def _watch_idle(self) -> None:
@@ -340,31 +355,54 @@ class StreamReader:
             self._watchers.pop(store, None)
 
 
-def _views(
-    wanted: Sequence[Wanted], held: Sequence[Sequence[tuple[Arrived, tuple[str, ...]]]]
+class _Copies:
+    """Makes the arrays of one fetch, of each stream while the next ones are under way."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._whole: dict[Held, asyncio.Future[list[dict[str, Array]]]] = {}
+
+    def begin(self, arrived: Arrived, keys: tuple[str, ...]) -> None:
+        """All of `arrived` will be wanted."""
+        loop = asyncio.get_running_loop()
+        self._whole[arrived, keys] = made = loop.run_in_executor(
+            self._threads, _views, arrived, range(len(arrived.table.task_ids)), keys
+        )
+        made.add_done_callback(_seen)
+
+    async def arrays(
+        self, tasks: Sequence[PutTask], order: tuple[str, ...], by_source: dict[Held, list[int]]
+    ) -> list[dict[str, Array]]:
+        """One dict a task, with keys in that order; `by_source`: places in `tasks` of what each source has."""
+        whole = {held: await made for held, made in self._whole.items() if held in by_source}
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, _assemble, tasks, order, by_source, whole
+        )
+
+
+def _views(arrived: Arrived, rows: Sequence[int], keys: tuple[str, ...]) -> list[dict[str, Array]]:
+    return arrived.copy().arrays(rows, keys or None)
+
+
+def _assemble(
+    tasks: Sequence[PutTask],
+    order: tuple[str, ...],
+    by_source: dict[Held, list[int]],
+    whole: dict[Held, list[dict[str, Array]]],
 ) -> list[dict[str, Array]]:
-    found: list[dict[str, Array]] = [{} for _ in wanted]
-    for (arrived, keys), ats in _by_source(held).items():
-        copy = arrived.copy()
+    found: list[dict[str, Array]] = [{} for _ in tasks]
+    for (arrived, keys), ats in by_source.items():
         index = arrived.table.index
-        tasks = [index[wanted[at][0].task_id, wanted[at][0].fence] for at in ats]
-        for at, arrays in zip(ats, copy.arrays(tasks, keys or None), strict=True):
-            found[at] = arrays | found[at] if found[at] else arrays
+        rows = [index[tasks[at].task_id, tasks[at].fence] for at in ats]
+        made = whole.get((arrived, keys))
+        each = _views(arrived, rows, keys) if made is None else [made[row] for row in rows]
+        for at, arrays in zip(ats, each, strict=True):
+            found[at] = merged(found[at], arrays, order) if found[at] else arrays
     return found
 
 
-def _by_source(
-    held: Sequence[Sequence[tuple[Arrived, tuple[str, ...]]]],
-) -> dict[tuple[Arrived, tuple[str, ...]], list[int]]:
-    by_source: dict[tuple[Arrived, tuple[str, ...]], list[int]] = {}
-    for at, each in enumerate(held):
-        for source in each:
-            by_source.setdefault(source, []).append(at)
-    return by_source
-
-
-def _seen(work: asyncio.Task[None]) -> None:
-    """Whoever began the load reports its failure; if they left, nobody needs to."""
+def _seen(work: asyncio.Future[Any]) -> None:
+    """Whoever began the work reports its failure; if they left, nobody needs to."""
     if not work.cancelled():
         work.exception()
 

@@ -8,9 +8,9 @@ noted by the set that was fetched together, not one by one: a batch has tens of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from proto.messages import Cleared, PutTask
 from shared.dataplane.stream_arrival import Arrived
@@ -28,25 +28,8 @@ class Part(NamedTuple):
 
 Source = tuple["Load | Arrived", tuple[str, ...]]
 """Where some keys of a wanted task are or will be."""
-
-
-def absent(parts: Sequence[Part], keys: tuple[str, ...]) -> tuple[str, ...] | None:
-    """What of `keys` nobody has fetched or begun to fetch; None: nothing. No keys stand for themselves."""
-    if any(part.keys == keys for part in parts):
-        return None
-    lacking = tuple(key for key in keys if not any(key in part.keys for part in parts))
-    return lacking if lacking or not keys else None
-
-
-def sources(parts: Sequence[Part], keys: tuple[str, ...]) -> list[Source]:
-    """Where each of `keys` is, none being absent."""
-    for part in parts:
-        if part.keys == keys:
-            return [(part.where, keys)]
-    by_part: dict[Part, list[str]] = {}
-    for key in keys:
-        by_part.setdefault(next(part for part in parts if key in part.keys), []).append(key)
-    return [(part.where, tuple(mine)) for part, mine in by_part.items()]
+T = TypeVar("T")
+_NOTHING: tuple[Part, ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,10 +64,26 @@ class StreamCache:
         """Is anything of the store kept?"""
         return any(store == name for store, _ in self._kept.values())
 
-    def parts(self, store: str, task: PutTask) -> tuple[Part, ...]:
-        """What is known of the shards of one task."""
-        fences = self.store(store).tasks.get(task.task_id)
-        return fences.get(task.fence, ()) if fences is not None else ()
+    def absent(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...]) -> list[tuple[str, ...] | None]:
+        """Which of `keys` nobody has fetched or begun to fetch, for each task; None: none. No keys are themselves."""
+        return self._of_each(store, tasks, lambda parts: _absent(parts, keys) if parts else keys)
+
+    def sources(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...]) -> list[list[Source]]:
+        """For each task: where its `keys` are or will be, none being absent."""
+        return self._of_each(store, tasks, lambda parts: _sources(parts, keys))
+
+    def _of_each(self, store: str, tasks: Sequence[PutTask], of: Callable[[tuple[Part, ...]], T]) -> list[T]:
+        """`of` what is known of each task; those that came together share it, and most of a batch did."""
+        held = self.store(store).tasks
+        known: dict[int, T] = {}
+        found: list[T] = []
+        for task in tasks:
+            fences = held.get(task.task_id)
+            parts = fences.get(task.fence, _NOTHING) if fences is not None else _NOTHING
+            if id(parts) not in known:
+                known[id(parts)] = of(parts)
+            found.append(known[id(parts)])
+        return found
 
     def expect(self, store: str, tasks: Iterable[PutTask], keys: tuple[str, ...], load: Load) -> None:
         """`load` is about to fetch these shards (no keys: all of each task)."""
@@ -100,8 +99,11 @@ class StreamCache:
 
     def forget(self, store: str, tasks: Iterable[PutTask], load: Load) -> None:
         """`load` is over: what is still expected of it will not come."""
+        held = self.store(store).tasks
         for task in tasks:
-            self._drop(store, task, load)
+            fences = held.get(task.task_id)
+            if fences is not None:
+                _drop(held, fences, task.task_id, task.fence, load)
 
     def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> None:
         """`load` brought these tasks. What was cleared meanwhile is not kept."""
@@ -112,7 +114,7 @@ class StreamCache:
         alone = (new,)
         alive = 0
         for task in tasks:
-            parts = self.parts(store, task)
+            parts = held.get(task.task_id, {}).get(task.fence, _NOTHING)
             if not any(part.where is load for part in parts):
                 continue
             alive += 1
@@ -168,19 +170,45 @@ class StreamCache:
     def _evict(self, arrived: Arrived) -> None:
         store, _ = self._kept.pop(arrived)
         self.nbytes -= arrived.nbytes
-        for task_id, fence in zip(arrived.table.task_ids, arrived.table.fences, strict=True):
-            self._drop(store, PutTask(task_id, fence), arrived)
+        held = self.store(store).tasks
+        for task_id, fence in arrived.table.index:
+            fences = held.get(task_id)
+            if fences is not None:
+                _drop(held, fences, task_id, fence, arrived)
 
-    def _drop(self, store: str, task: PutTask, where: Load | Arrived) -> None:
-        parts = self.parts(store, task)
-        left = tuple(part for part in parts if part.where is not where)
-        if len(left) == len(parts):
-            return
-        tasks = self.store(store).tasks
-        if left:
-            tasks[task.task_id][task.fence] = left
-            return
-        fences = tasks[task.task_id]
-        del fences[task.fence]
+
+def _drop(
+    held: dict[str, dict[int, tuple[Part, ...]]],
+    fences: dict[int, tuple[Part, ...]],
+    task_id: str,
+    fence: int,
+    where: Load | Arrived,
+) -> None:
+    """`where` has nothing of a task any more; `fences` are those of the task."""
+    parts = fences.get(fence, _NOTHING)
+    left = tuple([part for part in parts if part.where is not where])
+    if left:
+        fences[fence] = left
+    elif parts:
+        del fences[fence]
         if not fences:
-            del tasks[task.task_id]
+            del held[task_id]
+
+
+def _absent(parts: Sequence[Part], keys: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What of `keys` nobody has fetched or begun to fetch; None: nothing. No keys stand for themselves."""
+    if any(part.keys == keys for part in parts):
+        return None
+    lacking = tuple(key for key in keys if not any(key in part.keys for part in parts))
+    return lacking if lacking or not keys else None
+
+
+def _sources(parts: Sequence[Part], keys: tuple[str, ...]) -> list[Source]:
+    """Where each of `keys` is, none being absent."""
+    for part in parts:
+        if part.keys == keys:
+            return [(part.where, keys)]
+    by_part: dict[Part, list[str]] = {}
+    for key in keys:
+        by_part.setdefault(next(part for part in parts if key in part.keys), []).append(key)
+    return [(part.where, tuple(mine)) for part, mine in by_part.items()]
