@@ -112,7 +112,7 @@ class Scorer(nn.Module):
         """Micro-batches with something to score; the same on all ranks of a context group."""
         if temperature <= 0:
             raise ValueError(f"temperature {temperature}: log-probs need one above 0")
-        batches = tree.plan(
+        return tree.plan(
             token_ids,
             lengths,
             loss_mask,
@@ -120,7 +120,6 @@ class Scorer(nn.Module):
             hidden_size=int(getattr(self.model.config, "hidden_size", 1024)),
             share=self._trees and self._ranks is None,
         )
-        return [batch for batch in batches if len(batch.tokens)]
 
     def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:
         """Run the model over `batch` (with context ranks: over this rank's part of it, possibly without a token)."""

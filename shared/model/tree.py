@@ -1,8 +1,10 @@
-"""Lays ragged sequences out as trees of shared prefixes: no common token is computed twice. Never touches torch.
+"""Lays ragged sequences out as trees of shared prefixes: no common token is computed twice, nor one that predicts
+nothing that is scored. Never touches torch.
 
 The samples of a group share their prompt and often much of their answer; a causal model gives equal prefixes equal
 hidden states. Sorted sequences make a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
-exactly when j <= i < end[j]. A row that holds one sequence is a plain causal chain.
+exactly when j <= i < end[j]. A row that holds one sequence is a plain causal chain. A sequence ends in the tree before
+its last scored token: that one is a target and no node, as whatever follows it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Block:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass runs over: N nodes, of which P predict C children, which are the targets of M tokens.
+    """What one forward pass runs over: N nodes, of which P predict C children, which are the targets of M tokens. A
+    child is a node and a token that follows it.
 
     `token_ids`, `depths` int64 [N]; `scatter` int64 [N]: a node's place among all slots of `blocks`;
     `predictors` int64 [P]: nodes whose logits are needed; `child_predictor`, `child_token` int64 [C]: index into
@@ -62,16 +65,24 @@ class _Forest:
     node_token: Array  # [N]
     node_depth: Array  # [N]
     node_end: Array  # [N] one past the last descendant, as a node number
-    node_parent: Array  # [N] -1 for a root
     row_start: Array  # [R + 1]
     row_is_chain: Array  # [R]
     token_node: Array  # [T] the node of every token
 
 
+@dataclass(frozen=True)
+class _Targets:
+    """The masked tokens of a batch: their positions, the nodes that predict them, their ids; int64 [M] each."""
+
+    position: Array
+    predictor: Array
+    token: Array
+
+
 def plan(
     token_ids: Array, lengths: Array, loss_mask: Array, *, max_tokens: int, hidden_size: int, share: bool = True
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` nodes (a longer sequence stands alone) that score every masked token.
+    """Micro-batches of at most `max_tokens` nodes (a longer sequence stands alone) that score every masked token once.
 
     `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention
     against the linear layers when rows are formed; `share` False keeps every sequence a row of its own.
@@ -89,13 +100,20 @@ def plan(
     if mask[starts].any():
         first = int(np.flatnonzero(mask[starts])[0])
         raise ValueError(f"sequence {first}: loss_mask is 1 at its first token, which nothing predicts; mask it")
-    if not len(lengths):
+    if not mask.any():
         return []
-    forest = _grow(tokens, lengths, starts, min(MAX_ROW_NODES, max_tokens), hidden_size, share=share)
-    return [_micro_batch(forest, rows, tokens, mask) for rows in _split_rows(forest, max_tokens)]
+    position = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    needed = np.maximum.reduceat(np.where(mask, position, 0), starts)  # nodes of each sequence
+    is_node = position < np.repeat(needed, lengths)
+    forest = _grow(tokens[is_node], needed[needed > 0], min(MAX_ROW_NODES, max_tokens), hidden_size, share=share)
+    token_node = np.full(len(tokens), -1, dtype=np.int64)
+    token_node[is_node] = forest.token_node
+    targets = _Targets(np.flatnonzero(mask), token_node[np.flatnonzero(mask) - 1], tokens[mask])
+    return [_micro_batch(forest, rows, targets) for rows in _split_rows(forest, max_tokens)]
 
 
-def _grow(tokens: Array, lengths: Array, starts: Array, max_nodes: int, hidden_size: int, *, share: bool) -> _Forest:
+def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, share: bool) -> _Forest:
+    starts = np.cumsum(lengths) - lengths
     count, width = len(lengths), int(lengths.max())
     if share:
         table = np.full((count, width), -1, dtype=np.int64)
@@ -146,8 +164,6 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
     row_start = np.append(first_node[row_begins], total)
     row_is_chain = np.diff(np.append(row_begins, len(order))) == 1
     node_end = np.repeat(row_start[1:], np.diff(row_start))
-    node_parent = np.arange(total) - 1
-    node_parent[row_start[:-1]] = -1
     token_node = np.empty(len(tokens), dtype=np.int64)
 
     path: list[int] = []  # node ids of the sequence before, root first
@@ -159,11 +175,9 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
         elif same < len(path):
             node_end[path[same:]] = node
         del path[max(same, 0) :]
-        if path and len(path) < length:
-            node_parent[node] = path[-1]
         path.extend(range(node, node + int(fresh[index])))
         token_node[begin : begin + length] = path
-    return _Forest(node_token, node_depth, node_end, node_parent, row_start, row_is_chain, token_node)
+    return _Forest(node_token, node_depth, node_end, row_start, row_is_chain, token_node)
 
 
 def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
@@ -182,7 +196,7 @@ def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
     return parts
 
 
-def _micro_batch(forest: _Forest, rows: Array, tokens: Array, mask: Array) -> MicroBatch:
+def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
     sizes = np.diff(forest.row_start)[rows]
     first = np.cumsum(sizes) - sizes  # local number of each row's first node
     local = np.arange(int(sizes.sum()))
@@ -191,10 +205,11 @@ def _micro_batch(forest: _Forest, rows: Array, tokens: Array, mask: Array) -> Mi
     to_local = np.full(len(forest.node_token), -1, dtype=np.int64)
     to_local[nodes] = local
 
-    chosen = np.flatnonzero(mask & (to_local[forest.token_node] >= 0))
-    targets = forest.token_node[chosen]
-    children, token_child = np.unique(targets, return_inverse=True)
-    predictors, child_predictor = np.unique(to_local[forest.node_parent[children]], return_inverse=True)
+    predictor = to_local[targets.predictor]
+    chosen = np.flatnonzero(predictor >= 0)
+    vocab = int(targets.token.max()) + 1
+    children, token_child = np.unique(predictor[chosen] * vocab + targets.token[chosen], return_inverse=True)
+    predictors, child_predictor = np.unique(children // vocab, return_inverse=True)
 
     blocks: list[Block] = []
     scatter = np.empty(len(nodes), dtype=np.int64)
@@ -213,8 +228,8 @@ def _micro_batch(forest: _Forest, rows: Array, tokens: Array, mask: Array) -> Mi
         scatter=scatter,
         predictors=predictors,
         child_predictor=child_predictor.reshape(-1),
-        child_token=forest.node_token[children],
-        tokens=chosen,
+        child_token=children % vocab,
+        tokens=targets.position[chosen],
         token_child=token_child.reshape(-1),
     )
 

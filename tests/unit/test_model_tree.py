@@ -67,7 +67,7 @@ def test_every_masked_token_is_predicted_from_exactly_its_prefix(
 def test_a_common_prefix_is_one_path(rows: list[list[int]]) -> None:
     ids, lengths, mask = flat(rows)
     (batch,) = tree.plan(ids, lengths, mask, max_tokens=1000, hidden_size=10**6)
-    prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+    prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row))}
     assert len(batch.token_ids) == len(prefixes)
 
 
@@ -76,8 +76,22 @@ def test_micro_batches_keep_to_the_limit_unless_one_sequence_is_longer() -> None
     rows = [rng.integers(0, 50, size=size).tolist() for size in (5, 9, 30, 7, 12, 3)]
     ids, lengths, mask = flat(rows)
     sizes = [len(batch.token_ids) for batch in tree.plan(ids, lengths, mask, max_tokens=20, hidden_size=8, share=False)]
-    assert sum(sizes) == len(ids)
-    assert [size for size in sizes if size > 20] == [30]
+    assert sum(sizes) == len(ids) - len(rows)
+    assert [size for size in sizes if size > 20] == [29]
+
+
+@given(sequences, st.data(), st.booleans())
+def test_only_what_comes_before_a_scored_token_is_computed(
+    rows: list[list[int]], data: st.DataObject, share: bool
+) -> None:
+    masks = [[0, *data.draw(st.lists(st.booleans(), min_size=len(row) - 1, max_size=len(row) - 1))] for row in rows]
+    ids, lengths, _ = flat(rows)
+    mask = np.concatenate(masks).astype(np.uint8)
+    batches = tree.plan(ids, lengths, mask, max_tokens=1000, hidden_size=10**6, share=share)
+    scored = [max((i for i, one in enumerate(each) if one), default=0) for each in masks]
+    prefixes = [tuple(row[:end]) for row, last in zip(rows, scored, strict=True) for end in range(1, last + 1)]
+    assert sum(len(batch.token_ids) for batch in batches) == len(set(prefixes) if share else prefixes)
+    assert sorted(token for batch in batches for token in batch.tokens.tolist()) == np.flatnonzero(mask).tolist()
 
 
 @given(sequences, st.integers(7, 30))

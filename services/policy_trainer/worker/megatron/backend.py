@@ -204,7 +204,7 @@ class MegatronBackend:
             raise ValueError(f"temperature {temperature}: log-probs need one above 0")
         if not len(sequences.lengths):
             return []
-        batches = tree.plan(
+        return tree.plan(
             sequences.token_ids,
             sequences.lengths,
             sequences.loss_mask,
@@ -212,7 +212,6 @@ class MegatronBackend:
             hidden_size=self._model.hidden,
             share=self._groups.context is None,
         )
-        return [each for each in batches if len(each.tokens)]
 
     def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy) -> Packed:
         device, ranks = torch.device(self._options.device), self._groups.context
