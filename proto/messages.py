@@ -37,6 +37,7 @@ class ErrorCode:
     """The closed list of `Error.code`."""
 
     BAD_REQUEST = "bad_request"  # the request can never succeed
+    BAD_DATA = "bad_data"  # numbers or shapes of tasks (`names`) that cannot be computed with; nothing was changed
     BUSY = "busy"  # no room now; try again after retry_after_s
     NOT_READY = "not_ready"  # nothing to give before the deadline; ask again
     MISSING = "missing"  # shards that are not there (`names`)
@@ -978,6 +979,18 @@ class Meet(Request, frozen=True, kw_only=True):
     round: str
     rank: int
     failure: str = ""
+
+
+@message(109)
+class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
+    """In the place of an `OptimStep` that was refused: forget the gradient and change nothing, yet count the update.
+
+    `step`, `last`: as there; with `last` the worker stands at `step`, with the weights that it had.
+    """
+
+    REPLY: ClassVar[type[Message]] = WorkerReady
+    step: int
+    last: bool
 
 
 # ------------------------------------------------------------------------------------ status and telemetry

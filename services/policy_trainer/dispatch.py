@@ -62,6 +62,8 @@ class WorkerDispatch:
         self._step = -1
         """The training step that the calls made so far lead to."""
         self._updates_left = 0
+        self._refused = False
+        """A call failed: the workers refuse what was sent after it until they are taken over again."""
 
     async def take_over(self) -> messages.WorkerState:
         """Where the workers stand; calls of other drivers are refused from here on, and numbering starts again.
@@ -74,10 +76,22 @@ class WorkerDispatch:
             states = await self._take_over(order)
             order = max(state.order for state in states)
         self._orders = itertools.count(order + 1)
+        self._refused = False
         steps = {state.step for state in states}
         dirty = any(state.dirty for state in states) or len(steps) > 1
         self._step, self._updates_left = min(steps), 0
         return messages.WorkerState(step=self._step, driver=self._driver, order=order, dirty=dirty)
+
+    async def go_on(self, step: int) -> None:
+        """Have the workers take calls again if they refused one, with nothing changed: they have to stand at `step`.
+
+        Raises WorkersLost when one of them stands elsewhere: it is in another life.
+        """
+        if not self._refused:
+            return
+        state = await self.take_over()
+        if state.step != step:
+            raise WorkersLost(ErrorCode.LOST, f"the workers stand at step {state.step}, not at {step} any more")
 
     async def _take_over(self, at_least: int) -> list[messages.WorkerState]:
         request = messages.GetWorkerState(driver=self._driver, at_least=at_least)
@@ -119,12 +133,16 @@ class WorkerDispatch:
 
     def optim_step(self) -> Awaitable[messages.OptimStepDone]:
         """Clip and apply the accumulated gradient: its norm before clipping, and the learning rate."""
-        step, last = self._step + 1, self._updates_left <= 1
-        self._updates_left = max(self._updates_left - 1, 0)
-        if last:
-            self._step = step
+        step, last = self._next_update()
         request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last)
         return self._submit(request, messages.OptimStepDone)
+
+    async def skip_update(self) -> None:
+        """In the place of an optimizer step whose data is bad: its gradient is forgotten, the weights stay."""
+        step, last = self._next_update()
+        await self._submit(
+            messages.SkipUpdate(driver=_NOT_YET, order=_NOT_YET, step=step, last=last), messages.WorkerReady
+        )
 
     # ---- state
 
@@ -177,6 +195,14 @@ class WorkerDispatch:
         """Make the call that somebody else's dispatch made of us; its driver and order are replaced by our own."""
         return self._submit(request, type(request).REPLY)
 
+    def _next_update(self) -> tuple[int, bool]:
+        """Which training step the next update belongs to, and whether it is its last."""
+        step, last = self._step + 1, self._updates_left <= 1
+        self._updates_left = max(self._updates_left - 1, 0)
+        if last:
+            self._step = step
+        return step, last
+
     def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
         """Number `request` now and have every rank do its part; the answer is one of all."""
         numbered = msgspec.structs.replace(request, driver=self._driver, order=next(self._orders))
@@ -206,6 +232,7 @@ class WorkerDispatch:
                 await asyncio.wait(waiting, timeout=OTHER_ERRORS_S)
             errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
             if errors:
+                self._refused = True
                 raise _cause(errors)
             return [call.result() for call in calls]
         finally:
@@ -223,6 +250,11 @@ def _in_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardD
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
     """The one error to raise: ranks that only heard of another's failure say LOST."""
+    bad = [each for each in errors if isinstance(each, RpcError) and each.code == ErrorCode.BAD_DATA]
+    if bad:  # each rank names its own tasks
+        return RpcError(
+            bad[0].code, str(bad[0]), names=list(dict.fromkeys(name for each in bad for name in each.names))
+        )
     telling = [each for each in errors if not (isinstance(each, RpcError) and each.code == ErrorCode.LOST)]
     error = (telling or list(errors))[0]
     if isinstance(error, DeadlineExceeded):

@@ -31,6 +31,7 @@ REQUESTS: tuple[type[WorkerRequest], ...] = (
     messages.Forward,
     messages.ForwardBackward,
     messages.OptimStep,
+    messages.SkipUpdate,
     messages.Publish,
     messages.SaveCheckpoint,
     messages.SaveModel,

@@ -13,6 +13,7 @@ from proto.messages import BatchMeta, ErrorCode, LossSpec, StepBatch
 from proto.tensors import Array
 from services.policy_trainer import batches, token_weights
 from services.policy_trainer.advantages import Estimator
+from services.policy_trainer.bad_steps import BadSteps
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
@@ -54,6 +55,7 @@ class Driver:
         self.publisher = publisher
         self.standing = standing
         self.on_row = on_row
+        self.bad_steps = BadSteps(topology.run.on_bad_step)
         self._log = structlog.get_logger("driver")
 
     async def train(self) -> None:
@@ -82,6 +84,21 @@ class Driver:
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """One training step on the batch of its group samples."""
+        mini_batches: list[BatchMeta] = []
+        try:
+            mini_batches = await self.prepare(batch, metrics)
+        except RpcError as error:  # nothing of the step is left
+            await self.skip_update(error, metrics, left=1)
+        self.workers.begin_step(updates=len(mini_batches))
+        for index, mini_batch in enumerate(mini_batches):
+            try:
+                await self.update(mini_batch, metrics)
+            except RpcError as error:
+                await self.skip_update(error, metrics, left=len(mini_batches) - index)
+        self.bad_steps.ended(metrics.step, len(metrics.updates))
+
+    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[BatchMeta]:
+        """The mini-batches of all iterations, with what the loss needs to know of each sample."""
         algorithm = self.topology.algorithm
         tasks = batch.batch
         check_rewards(batch, batch.scalars["reward"])
@@ -92,18 +109,21 @@ class Driver:
             metrics.forward_s += done.seconds
         advantage = self.advantages(batch)
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
-        mini_batches = batches.split(tasks, algorithm.mini_batch_tasks) * algorithm.num_iterations
-        self.workers.begin_step(updates=len(mini_batches))
-        for mini_batch, samples in mini_batches:
+        mini_batches: list[BatchMeta] = []
+        for mini_batch, samples in batches.split(tasks, algorithm.mini_batch_tasks):
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
                 loss_tokens[samples],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            await self.update(batches.weighed(mini_batch, advantage[samples], weights), metrics)
+            mini_batches.append(batches.weighed(mini_batch, advantage[samples], weights))
+        return mini_batches * algorithm.num_iterations
 
     def advantages(self, batch: StepBatch) -> Array:
-        """float32 [samples] of the whole step. Raises RpcError(bad_request) when they cannot be computed."""
+        """float32 [samples] of the whole step.
+
+        Raises RpcError: bad_data when a shaped reward is not finite, bad_request when they cannot be computed.
+        """
         groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
         try:
             rewards = shaped(self.topology, batch.scalars)
@@ -115,10 +135,25 @@ class Driver:
     async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
         """One optimizer step; both calls are on their way at once, the workers keep their order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss), self.workers.optim_step()
+            self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
         )
+        if isinstance(gradient, BaseException):
+            raise gradient
+        if isinstance(update, BaseException):
+            raise update
         metrics.add_gradient(gradient)
         metrics.add_update(update)
+
+    async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
+        """Leave out the first of the `left` updates that the step still has; its tasks count as consumed.
+
+        Raises `error` when it tells of something else than bad data, or the run is to stop then.
+        """
+        self.bad_steps.skip(metrics.step, error)
+        await self.workers.go_on(metrics.step - 1)
+        self.workers.begin_step(updates=left)
+        await self.workers.skip_update()
+        metrics.skipped += 1
 
 
 def loss_spec(topology: Topology) -> LossSpec:
@@ -163,7 +198,7 @@ def check_reference(batch: StepBatch) -> None:
 
 
 def check_rewards(batch: StepBatch, rewards: Array) -> None:
-    """Raises RpcError(bad_request) naming the tasks with a reward that is not finite, before anything is computed.
+    """Raises RpcError(bad_data) naming the tasks with a reward that is not finite, before anything is computed.
 
     `rewards` float [samples]: the batch's own, or what shaping has made of them.
     """
@@ -172,7 +207,7 @@ def check_rewards(batch: StepBatch, rewards: Array) -> None:
         groups = batches.group_of_sample(batch.batch)
         names = [batch.batch.tasks[index].task_id for index in np.unique(groups[wrong])]
         raise RpcError(
-            ErrorCode.BAD_REQUEST,
+            ErrorCode.BAD_DATA,
             f"step {batch.step} refused, weights untouched: {int(wrong.sum())} rewards are not finite, in tasks "
             f"{', '.join(names[:8])}; make the reward function return a finite number",
             names=names,

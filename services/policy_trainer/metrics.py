@@ -35,6 +35,8 @@ class StepMetrics:
     checkpoint_s: float = 0.0
     imbalance: float = 1.0
     """Tokens of the fullest data-parallel rank over the mean of all, in the step's least balanced mini-batch."""
+    skipped: int = 0
+    """Updates that were left out for their data; what their samples would have added to `sums` is left out too."""
     sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
 
@@ -61,6 +63,7 @@ class StepMetrics:
             "policy/clip_fraction": sums["clipped"] / tokens,
             "policy/masked_fraction": sums["masked"] / tokens,
             "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
+            "policy/updates_skipped": float(self.skipped),
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
             "rollout/logprob_mismatch_max": sums["mismatch_max"],

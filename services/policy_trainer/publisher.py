@@ -102,8 +102,10 @@ class Publisher:
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
         first, self._earlier = max(0, version - self._earlier), 0
-        for each in range(first, version + 1):
-            ref = await self._workers.publish_weights(self._lineage, each, store=self._store)
+        # all asked for before the next step's calls: one of those may be refused, and what comes after it with it
+        versions = range(first, version + 1)
+        asked = [self._workers.publish_weights(self._lineage, each, store=self._store) for each in versions]
+        for ref in await asyncio.gather(*asked):
             await self._scheduler.publish(ref)
         return time.perf_counter() - began
 

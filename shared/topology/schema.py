@@ -31,6 +31,11 @@ class Run(Section):
     steps: Count = Field(description="training steps, 1 or more")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
+    on_bad_step: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a step whose rewards, log-probs or gradient are not finite: stop the run, or skip its update and "
+        "go on with the weights unchanged",
+    )
 
 
 class ChatTemplate(Section):

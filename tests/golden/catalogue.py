@@ -55,6 +55,7 @@ ROUTES = {
     "Forward": ("policy-trainer", "policy-trainer-worker"),
     "ForwardBackward": ("policy-trainer", "policy-trainer-worker"),
     "OptimStep": ("policy-trainer", "policy-trainer-worker"),
+    "SkipUpdate": ("policy-trainer", "policy-trainer-worker"),
     "Publish": ("policy-trainer", "policy-trainer-worker"),
     "SaveCheckpoint": ("policy-trainer", "policy-trainer-worker"),
     "LoadCheckpoint": ("policy-trainer", "policy-trainer-worker"),

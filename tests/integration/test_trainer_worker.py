@@ -118,10 +118,10 @@ class Bench:
         await workers.take_over()
         return workers
 
-    async def batch(self, step: int, *, broken_task: int = -1) -> BatchMeta:
+    async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> BatchMeta:
         """Shards of a made-up batch in the store, with advantages and weights of its samples.
 
-        `broken_task`: one of its log-probs is no number.
+        `broken_task`: one of its log-probs is no number; `short_task`: its versions are one too few.
         """
         rng = np.random.default_rng(step)
         handles, tasks = [], []
@@ -140,6 +140,8 @@ class Bench:
             }
             if index == broken_task:
                 shards["rollout_logprobs"][PROMPT] = np.nan
+            if index == short_task:
+                shards["versions"] = shards["versions"][:-1]
             task_id = f"train/{step}/{index}"
             tasks.append(TaskShards(task_id, 1, {key: shards[key] for key in ROLLOUT.makes}))
             handles.append(TaskHandle(task_id, 1, GROUP, len(ids), 0, [0]))
@@ -359,14 +361,13 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
             await workers.init_model()
             before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
 
-            async def refused(meta: BatchMeta) -> RpcError:
+            async def refused(meta: BatchMeta, step: int = 0) -> RpcError:
                 calls = (workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step())
                 results = await asyncio.gather(*calls, return_exceptions=True)
                 errors = [each for each in results if isinstance(each, RpcError)]
                 assert errors
-                assert errors[0].code == ErrorCode.BAD_REQUEST
-                state = await workers.take_over()
-                assert (state.step, state.dirty) == (0, False)
+                assert errors[0].code == ErrorCode.BAD_DATA
+                await workers.go_on(step)
                 return errors[0]
 
             # a log-prob of the engine
@@ -379,9 +380,24 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
             error = await refused(weighed(meta, meta.scalars["advantages"], huge))
             assert error.names == [task.task_id for task in meta.tasks]
             assert "gradient norm is" in str(error)
-            after = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=2))
+            # shards of another shape than their lengths say
+            error = await refused(await bench.batch(3, short_task=1))
+            assert error.names == ["train/3/1"]
+            assert "versions has shape" in str(error)
+            await workers.skip_update()  # counts as step 1 all the same
+            after = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE))
             assert after == before
-            assert (await bench.train(workers, 3))["tokens"] > 0  # and the next batch is trained on
+            workers.begin_step(updates=2)  # the second of two updates is skipped: the first stays
+            meta = await bench.batch(4)
+            await asyncio.gather(workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step())
+            await refused(await bench.batch(5, broken_task=0), step=1)
+            workers.begin_step(updates=1)
+            await workers.skip_update()
+            moved = await bench.weight_bytes(await workers.publish_weights(0, 2, store=STORE))
+            assert moved != before
+            assert (await bench.train(workers, 6))["tokens"] > 0  # and the next batch is trained on
+            state = await workers.take_over()
+            assert (state.step, state.dirty) == (3, False)
 
     with processes(run):
         asyncio.run(scenario())

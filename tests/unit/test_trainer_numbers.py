@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from proto.messages import BatchMeta, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
+from proto.messages import BatchMeta, ErrorCode, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
 from services.policy_trainer import batches
+from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
 from services.policy_trainer.driver import check_rewards
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
@@ -119,3 +120,24 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["dispatch/imbalance"] == 1.5
     assert row["throughput/samples_per_s"] == 2.0
     assert row["throughput/tokens_per_s"] == 8.0
+
+
+def test_bad_data_is_skipped_when_the_run_may_and_anything_else_never() -> None:
+    bad, other = RpcError(ErrorCode.BAD_DATA, "nan", names=["train/0/7"]), RpcError(ErrorCode.LOST, "gone")
+    with pytest.raises(RpcError, match="nan; with run.on_bad_step: skip") as caught:
+        BadSteps("stop").skip(3, bad)
+    assert caught.value.names == ["train/0/7"]
+    BadSteps("skip").skip(3, bad)
+    with pytest.raises(RpcError, match="gone"):
+        BadSteps("skip").skip(3, other)
+
+
+def test_a_run_that_skips_every_step_ends() -> None:
+    steps = BadSteps("skip")
+    for step in range(1, MAX_IN_A_ROW):
+        steps.ended(step, 0)
+    steps.ended(MAX_IN_A_ROW, 1)
+    for step in range(1, MAX_IN_A_ROW):
+        steps.ended(step, 0)
+    with pytest.raises(RpcError, match="10 steps in a row"):
+        steps.ended(MAX_IN_A_ROW, 0)

@@ -120,7 +120,7 @@ class Backend(Protocol):
     def step(self, step: int) -> Update:
         """Clip by the norm of the whole gradient, update, drop the gradient; `step` (from 1) sets the warm-up.
 
-        Raises RpcError(bad_request), on every rank alike, when the norm is not finite: nothing is changed then.
+        Raises RpcError(bad_data), on every rank alike, when the norm is not finite: nothing is changed then.
         """
         ...
 

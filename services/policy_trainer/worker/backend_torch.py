@@ -171,7 +171,7 @@ class TorchBackend:
     def step(self, step: int) -> Update:
         """Clip, step, zero the gradients; training step `step` (from 1) sets the warm-up's learning rate.
 
-        Raises RpcError(bad_request) when the gradient is not finite: weights and optimizer state stay as they are.
+        Raises RpcError(bad_data) when the gradient is not finite: weights and optimizer state stay as they are.
         """
         masters = list(self._trained.masters.values())
         norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)
@@ -179,7 +179,7 @@ class TorchBackend:
         if not math.isfinite(grad_norm):
             self.drop_gradients()
             raise RpcError(
-                ErrorCode.BAD_REQUEST,
+                ErrorCode.BAD_DATA,
                 f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme "
                 "log-probs or advantages in its batch, or lower optimizer.lr",
             )

@@ -348,6 +348,26 @@ class Calls:
             self.step = request.step
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
 
+    async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
+        async def may_count() -> None:
+            if request.step != self.step + 1:
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker stands at {self.step}"
+                )
+
+        await self._ready(request, may_count())
+
+        def work() -> None:
+            self._backend.drop_gradients()
+            if request.last:
+                self._record(request.step)
+
+        await self._together("SkipUpdate", work)
+        self._accumulated = []
+        if request.last:
+            return self._standing_at(request.step)
+        return messages.WorkerReady(step=self.step, parameters=self._backend.parameters)
+
     def _update(self, request: messages.OptimStep) -> Update:
         update = self._backend.step(request.step)
         if request.last:
@@ -490,6 +510,7 @@ RUNNERS: Mapping[type[WorkerRequest], Runner] = MappingProxyType(
         messages.Forward: Calls._forward,
         messages.ForwardBackward: Calls._forward_backward,
         messages.OptimStep: Calls._optim_step,
+        messages.SkipUpdate: Calls._skip_update,
         messages.Publish: Calls._publish,
         messages.SaveCheckpoint: Calls._save_checkpoint,
         messages.SaveModel: Calls._save_model,

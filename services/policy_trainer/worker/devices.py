@@ -85,7 +85,7 @@ class Devices:
     def after(self, request: WorkerRequest, *, followed: bool) -> None:
         """`request` has ended. The devices stay in use through a step, and for a call that waits already."""
         in_step = isinstance(request, messages.Forward | messages.ForwardBackward) or (
-            isinstance(request, messages.OptimStep) and not request.last
+            isinstance(request, messages.OptimStep | messages.SkipUpdate) and not request.last
         )
         if not in_step and not followed:
             self._turns.done()

@@ -26,6 +26,7 @@ NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
         messages.Forward: _PARAMETERS,
         messages.ForwardBackward: frozenset({"parameters", "gradients"}),
         messages.OptimStep: PARTS,
+        messages.SkipUpdate: frozenset({"parameters", "gradients"}),
         messages.Publish: _PARAMETERS,
         messages.SaveCheckpoint: frozenset({"parameters", "optimizer"}),
         messages.SaveModel: _PARAMETERS,

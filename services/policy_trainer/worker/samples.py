@@ -67,24 +67,24 @@ def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
 def check(handles: Sequence[TaskHandle], tasks: Sequence[dict[str, Array]]) -> None:
     """Refuse shards that cannot belong together, or hold log-probs that are no numbers, before any of them is used.
 
-    Raises RpcError(bad_request) naming the tasks and the first shard that is wrong.
+    Raises RpcError(bad_data) naming the tasks and the first shard that is wrong.
     """
     wrong: list[str] = []
     cause = ""
     for handle, task in zip(handles, tasks, strict=True):
-        found = _problem(task)
+        found = _problem(task, handle.samples)
         if found:
             wrong.append(handle.task_id)
             cause = cause or f"{handle.task_id}: {found}"
     if wrong:
         raise RpcError(
-            ErrorCode.BAD_REQUEST,
+            ErrorCode.BAD_DATA,
             f"{cause}; shards of {len(wrong)} of {len(tasks)} tasks refused, weights untouched",
             names=wrong,
         )
 
 
-def _problem(task: dict[str, Array]) -> str:
+def _problem(task: dict[str, Array], samples: int) -> str:
     lengths = task["lengths"]
     total = int(lengths.sum())
     for key, values in task.items():
@@ -92,6 +92,9 @@ def _problem(task: dict[str, Array]) -> str:
         if values.shape != (wanted,):
             of = f"{len(lengths)} sequences of {total} tokens"
             return f"{key} has shape {list(values.shape)}, its lengths say [{wanted}] ({of})"
+    index = task.get("sample_index")
+    if index is not None and ((index < 0) | (index >= samples)).any():
+        return f"sample_index goes from {index.min()} to {index.max()}, of {samples} samples"
     for key, values in task.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = ~np.isfinite(values)

@@ -239,14 +239,14 @@ class MegatronBackend:
     def step(self, step: int) -> Update:
         """Sum over ranks, clip, step, zero the gradients; training step `step` (from 1) sets the warm-up.
 
-        Raises RpcError(bad_request) when the gradient is not finite: weights and optimizer state stay as they are.
+        Raises RpcError(bad_data) when the gradient is not finite: weights and optimizer state stay as they are.
         """
         self._trained.reduce()
         grad_norm = self._trained.norm()
         if not math.isfinite(grad_norm):
             self.drop_gradients()
             raise RpcError(
-                ErrorCode.BAD_REQUEST,
+                ErrorCode.BAD_DATA,
                 f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme "
                 "log-probs or advantages in its batch, or lower optimizer.lr",
             )
