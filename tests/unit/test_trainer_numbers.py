@@ -124,7 +124,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
 
 def test_bad_data_is_skipped_when_the_run_may_and_anything_else_never() -> None:
     bad, other = RpcError(ErrorCode.BAD_DATA, "nan", names=["train/0/7"]), RpcError(ErrorCode.LOST, "gone")
-    with pytest.raises(RpcError, match="nan; with run.on_bad_step: skip") as caught:
+    with pytest.raises(RpcError, match=r"nan; with run\.on_bad_step: skip") as caught:
         BadSteps("stop").skip(3, bad)
     assert caught.value.names == ["train/0/7"]
     BadSteps("skip").skip(3, bad)

@@ -30,7 +30,7 @@ def tasks() -> list[dict[str, Array]]:
 def refusal(given: list[dict[str, Array]]) -> RpcError:
     with pytest.raises(RpcError) as caught:
         samples.check(HANDLES, given)
-    assert caught.value.code == ErrorCode.BAD_REQUEST
+    assert caught.value.code == ErrorCode.BAD_DATA
     return caught.value
 
 
