@@ -17,7 +17,7 @@ from tests.integration.whole_cluster import Cluster, cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-STEPS = 22
+STEPS = 240
 TASKS = 8
 SILENCE_S = 15.0
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
@@ -30,7 +30,7 @@ OVERRIDES = [
     "services.policy-trainer.workers=2",
     "services.policy-trainer.collective_s=5",
     "lease.lease_s=6",
-    "checkpoint.every=2",
+    "checkpoint.every=20",
 ]
 STOPPED = ("policy-trainer-worker/1", "rollout/0", "reference/0", "batch-store/0", "scheduler/0", "policy-trainer/0")
 

@@ -166,10 +166,10 @@ NONSENSE = {
     "copies": "workflow.max_tokens allows 2048",
 }
 HANGS = {
-    "hang": "no trajectory within 2 s (workflow.timeout_s)",
-    "deaf": "no trajectory within 2 s (workflow.timeout_s)",
-    "spin": "kept the loop of its process for 2 s",
-    "task": "kept the loop of its process for 2 s",
+    "hang": "no trajectory within 3 s (workflow.timeout_s)",
+    "deaf": "no trajectory within 3 s (workflow.timeout_s)",
+    "spin": "kept the loop of its process for 3 s",
+    "task": "kept the loop of its process for 3 s",
 }
 DEATHS = {
     "death": "took its process down: it ended with status 7",
@@ -198,7 +198,7 @@ def test_a_sample_of_nonsense_is_lost_alone(bench: Bench) -> None:
 
 def test_a_sample_that_hangs_is_lost_alone(bench: Bench) -> None:
     before = bench.rig.lease.progress
-    made = bench.run("bad", params={"kinds": list(HANGS)}, tasks=len(HANGS), samples=3, timeout_s=2.0)
+    made = bench.run("bad", params={"kinds": list(HANGS)}, tasks=len(HANGS), samples=3, timeout_s=3.0)
     check_lost_alone(made, HANGS)
     assert bench.rig.lost_processes == 2
     assert bench.rig.lease.progress > before
