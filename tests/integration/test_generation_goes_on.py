@@ -20,7 +20,8 @@ LIMIT_S = 240.0
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
 OVERRIDES = [
     f"run.steps={STEPS}",
-    f"data.eval.heldout={{source: 'builtin:addition?split=test', every: {EVERY}, rows: 256, samples: 2, temperature: 1}}",
+    f"data.eval.heldout={{source: 'builtin:addition?split=test', every: {EVERY}, rows: 256, samples: 2, "
+    "temperature: 1}",
     "algorithm.kl=null",
     "services.reference=null",
     "services.rollout.instances=2",
