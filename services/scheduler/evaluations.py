@@ -57,10 +57,8 @@ class Evaluations:
 
     def __init__(self) -> None:
         self.open: dict[tuple[str, int], Evaluation] = {}
-        self.done: dict[int, dict[str, float]] = {}
-        """Accuracy by set, by version step."""
-        self.rows: dict[int, dict[str, float]] = {}
-        """What the evaluations of a version bring to its metrics row, by version step."""
+        self.done: dict[int, dict[str, dict[str, float]]] = {}
+        """`Evaluation.metrics` by set, by version step."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
@@ -71,17 +69,23 @@ class Evaluations:
     def finish(self, evaluation: Evaluation) -> None:
         step = evaluation.version[1]
         del self.open[evaluation.name, step]
-        self.done.setdefault(step, {})[evaluation.name] = evaluation.accuracy
-        self.rows.setdefault(step, {}).update(evaluation.metrics())
+        self.done.setdefault(step, {})[evaluation.name] = evaluation.metrics()
+
+    def accuracy(self, step: int) -> dict[str, float]:
+        """By set that is done for version `step`; NaN where nothing was scored."""
+        return {name: found.get(f"eval/{name}/accuracy", math.nan) for name, found in self.done.get(step, {}).items()}
+
+    def row(self, step: int) -> dict[str, float]:
+        """What the evaluations of version `step` bring to its metrics row."""
+        return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
     def take_back(self, step: int) -> list[Evaluation]:
         """Forget the evaluations of versions after `step`, done and open; returns the open ones."""
         gone = [one for one in self.open.values() if one.version[1] > step]
         for one in gone:
             del self.open[one.name, one.version[1]]
-        for results in (self.done, self.rows):
-            for later in [each for each in results if each > step]:
-                del results[later]
+        for later in [each for each in self.done if each > step]:
+            del self.done[later]
         return gone
 
     def dump(self) -> dict[str, Any]:
@@ -94,7 +98,6 @@ class Evaluations:
                 for e in self.open.values()
             ],
             "done": [[step, results] for step, results in self.done.items()],
-            "rows": [[step, found] for step, found in self.rows.items()],
         }
 
     @classmethod
@@ -108,5 +111,4 @@ class Evaluations:
             one.left, one.dropped = left, dropped
             evaluations.open[name, version[1]] = one
         evaluations.done = {step: dict(results) for step, results in data["done"]}
-        evaluations.rows = {step: dict(found) for step, found in data["rows"]}
         return evaluations

@@ -215,7 +215,7 @@ class Ledger:
 
     def evaluated(self, step: int) -> dict[str, float] | None:
         """Results of the evaluations due at version `step`; None while some are missing."""
-        done = self.evaluations.done.get(step, {})
+        done = self.evaluations.accuracy(step)
         wanted = [each.name for each in due(self.plan, self.config.steps, step)]
         return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
 
@@ -334,7 +334,7 @@ class Ledger:
             if self.evaluated(self.next_row) is None:
                 return
             row = self.waiting_rows.pop(self.next_row)
-            found = self.evaluations.rows.get(self.next_row, {})
+            found = self.evaluations.row(self.next_row)
             self.out.append(WriteRow(self.next_row, {"step": float(self.next_row), **row, **found}))
             self.next_row += 1
 

@@ -25,7 +25,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 7
+LAYOUT = 8
 """Raised with every change of what `begin` writes; another layout is refused by name."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
