@@ -14,7 +14,7 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.topology.algorithm import Optimizer
-from tests.parity.gradient_cases import VOCAB, Case, cases
+from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.unit.tiny_models import make_model
 
@@ -33,30 +33,38 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
 
 def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
     """Whole gradients (rank 0), this rank's sums, and the log-probs of a forward pass."""
-    place = backend.place
-    flat, advantages, weights = case.of(place.dp_rank, place.layout.dp)
+    flat, _, _ = case.of(backend.place.dp_rank, backend.place.layout.dp)
     sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
     logprobs = backend.forward(sequences, case.spec.temperature)
-    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
-    sums = backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+    sums = back(backend, case)
     trained = backend._trained
     found = {name: trained.whole(master.grad) for name, master in trained.masters.items()}
     backend.drop_gradients()
     return found, sums, logprobs
 
 
+def back(backend: TorchBackend, case: Case) -> dict[str, float]:
+    flat, advantages, weights = case.of(backend.place.dp_rank, backend.place.layout.dp)
+    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
+    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
+    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+
+
 def work(place: Place, folder: Path) -> None:
     """What each rank does: every case, micro-batch size and precision; rank 0 keeps the gradients."""
-    for dtype in LIMITS:
-        for max_tokens in (4096, 30):
-            recompute = "layers" if max_tokens == 30 else "none"
-            backend = backend_of(dtype, place, folder, max_tokens, recompute)
-            for case in cases():
-                found, sums, logprobs = gradient(backend, case)
-                out = {f"grad/{name}": value for name, value in found.items() if place.rank == 0}
-                out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-                out["logprobs"] = torch.from_numpy(logprobs.copy())
-                save_file(out, folder / f"rank-{place.rank}" / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+    for dtype, max_tokens in RUNS:
+        backend = backend_of(dtype, place, folder, max_tokens, "layers" if max_tokens == 30 else "none")
+        for case in cases():
+            found, sums, logprobs = gradient(backend, case)
+            out = {f"grad/{name}": value for name, value in found.items() if place.rank == 0}
+            out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+            out["logprobs"] = torch.from_numpy(logprobs.copy())
+            save_file(out, folder / f"rank-{place.rank}" / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+    for case in nothing_trained():
+        before = backend.state().weights
+        back(backend, case)
+        assert backend.step(1).grad_norm == 0
+        assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,7 +77,8 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
             expected, sums, logprobs = gradient(alone, case)
             scale = max(float(value.abs().max()) for value in expected.values())
             assert scale > 1e-4
-            for max_tokens in case.max_tokens:
+            assert 0 < sums["masked"] < sums["tokens"] or not case.spec.ratio_mask
+            for max_tokens in (size for precision, size in RUNS if precision == dtype):
                 label = f"{dtype}-{max_tokens}-{case.name}"
                 parts = [
                     load_file(tmp_path / name / f"rank-{rank}" / f"{label}.safetensors")
@@ -86,3 +95,16 @@ def _logprobs_agree(case: Case, layout: Layout, parts: list[dict[str, torch.Tens
     for rank, part in enumerate(parts):
         mine = np.repeat(case.owner % layout.dp == layout.place(rank).dp_rank, case.flat["lengths"])
         assert np.abs(part["logprobs"].numpy() - expected[mine]).max(initial=0.0) <= 1e-5
+
+
+def test_gradients_are_the_same_at_every_micro_batch_size(tmp_path: Path) -> None:
+    whole = backend_of("float64", ALONE, tmp_path)
+    for case in cases():
+        expected, sums, _ = gradient(whole, case)
+        scale = max(float(value.abs().max()) for value in expected.values())
+        longest, total = int(case.flat["lengths"].max()), int(case.flat["lengths"].sum())
+        for max_tokens in range(longest, total, 13):
+            found, again, _ = gradient(backend_of("float64", ALONE, tmp_path, max_tokens), case)
+            worst = max(float((found[name] - value).abs().max()) for name, value in expected.items())
+            assert worst / scale <= LIMITS["float64"], f"{case.name} in micro-batches of {max_tokens}"
+            assert again == pytest.approx(sums, rel=1e-6)

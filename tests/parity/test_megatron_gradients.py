@@ -17,7 +17,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
-from tests.parity.gradient_cases import Case, cases
+from tests.parity.gradient_cases import RUNS, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.parity.megatron_models import alone, megatron, save
 
@@ -50,20 +50,22 @@ def back(backend: MegatronBackend | TorchBackend, case: Case) -> dict[str, float
 def work(place: Place, folder: Path) -> None:
     """What each rank does: every case in both precisions, whole and in small micro-batches; then three updates."""
     models, mine = folder.parent / "models", folder / f"rank-{place.rank}"
-    for dtype in LIMITS:
-        for max_tokens in (4096, 30):
-            recompute = "layers" if max_tokens == 30 else "none"
-            backend = megatron(
-                models / f"{FAMILY}-{dtype}", place, dtype=dtype, max_tokens=max_tokens, recompute=recompute
-            )
-            for case in cases():
-                sums = back(backend, case)
-                with megatron_device():
-                    backend._trained.reduce()
-                    out = {f"grad/{name}": each for name, each in backend._trained.gradients().items()}
-                backend.drop_gradients()
-                out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-                save_file(out, mine / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+    for dtype, max_tokens in RUNS:
+        recompute = "layers" if max_tokens == 30 else "none"
+        backend = megatron(models / f"{FAMILY}-{dtype}", place, dtype=dtype, max_tokens=max_tokens, recompute=recompute)
+        for case in cases():
+            sums = back(backend, case)
+            with megatron_device():
+                backend._trained.reduce()
+                out = {f"grad/{name}": each for name, each in backend._trained.gradients().items()}
+            backend.drop_gradients()
+            out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+            save_file(out, mine / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+    for case in nothing_trained():
+        before = backend.state().weights
+        back(backend, case)
+        assert backend.step(1).grad_norm == 0
+        assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
     backend = megatron(models / f"{FAMILY}-float32", place, max_tokens=60, **TRAINING)
     norms = []
     for step, case in enumerate(list(cases())[:3], start=1):
@@ -125,7 +127,7 @@ def _gradients_equal(dtype: str, limit: float, model: Path, ranks: list[Path]) -
         plain.drop_gradients()
         scale = max(float(value.abs().max()) for value in expected.values())
         assert scale > 1e-4
-        for max_tokens in case.max_tokens:
+        for max_tokens in (size for precision, size in RUNS if precision == dtype):
             label = f"{dtype}-{max_tokens}-{case.name}"
             parts = [load_file(rank / f"{label}.safetensors") for rank in ranks]
             assert {key for key in parts[0] if key.startswith("grad/")} == {f"grad/{weight}" for weight in expected}

@@ -95,7 +95,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "masked": ("algorithm.loss.ratio_mask={level: token, low: 0.5, high: 2.0}", *TWICE, *KL),
     "masked by sequence": ("algorithm.loss.ratio_mask={level: sequence, low: 0.3, high: 3.0}", *KL_IN_REWARD),
     "shaped": ("algorithm.overlong_penalty={tokens: 4}", "algorithm.kl={coef: 0.1, estimator: k2, in: reward}"),
-    "by sequence": ("algorithm.loss.aggregation=seq_mean_token_mean", "algorithm.overlong=mask", *TWICE),
+    "by sequence": (
+        "algorithm.loss.aggregation=seq_mean_token_mean",
+        "algorithm.overlong=mask",
+        "algorithm.num_iterations=4",
+    ),
     "normalised": ("algorithm.normalise_rewards=batch", "algorithm.advantage.name=rloo", *ON_ROLLOUT),
     "filtered": ("algorithm.filter_zero_variance={}", "algorithm.advantage.scale=none", *TWICE),
     "refreshed": ("algorithm.kl={coef: 0.1, refresh_every: 40}",),
