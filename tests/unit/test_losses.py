@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proto.messages import LossSpec
 from services.policy_trainer.sums import add_up
+from services.policy_trainer.token_weights import sample_weights
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses import kl
 from services.policy_trainer.worker.losses.own import own_policy_loss
@@ -142,6 +143,28 @@ def test_gspo_is_the_gradient_of_the_sequence_ratio_itself() -> None:
     assert total.item() == pytest.approx(objective.item(), rel=1e-12)
     torch.testing.assert_close(found, gradient(objective, cur), rtol=1e-12, atol=1e-15)
     assert 0 < float(sums["clipped"]) < M
+
+
+def test_gspo_of_a_sample_of_several_sequences_is_the_mean_of_their_losses_by_tokens() -> None:
+    """A workflow that begins new contexts: sequences 0 and 1 are one sample, each has a ratio given its own context."""
+    loss = spec("gspo", clip_low=0.05, clip_high=0.1)
+    counts = torch.tensor([LENGTHS[0] + LENGTHS[1], LENGTHS[2], LENGTHS[3]])
+    sample = torch.tensor([0, 0, 1, 2])
+    weights = sample_weights("seq_mean_token_mean", counts.numpy(), max_new_tokens=8).astype(np.float64)
+    advantages = np.array([1.3, -0.7, 0.4])
+
+    def spread(values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.repeat(values[sample], LENGTHS))
+
+    cur, tokens = data(spread=0.2, weights=spread(weights), advantages=spread(advantages))
+    total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
+    objective = torch.zeros((), dtype=torch.float64)
+    for part, which in zip(torch.split(cur - tokens.rollout, LENGTHS), sample.tolist(), strict=True):
+        s, advantage = part.mean().exp(), float(advantages[which])
+        share = len(part) / int(counts[which])
+        objective = objective - share * torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage) / 3
+    assert total.item() == pytest.approx(objective.item(), rel=1e-6)  # the driver's weights are float32
+    torch.testing.assert_close(gradient(total, cur), gradient(objective, cur), rtol=1e-6, atol=1e-9)
 
 
 def test_gspo_sees_the_parts_of_a_sequence_that_other_ranks_hold() -> None:
