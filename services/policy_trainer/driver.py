@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import numpy as np
 import structlog
 
-from proto.messages import BatchMeta, ErrorCode, LossSpec, StepBatch
+from proto.messages import BatchMeta, ErrorCode, StepBatch
 from proto.tensors import Array
 from services.policy_trainer import batches, token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
+from services.policy_trainer.batch_checks import check_reference, check_rewards
 from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.loss_spec import loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
@@ -22,7 +23,7 @@ from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
-from shared.stages import PROXIMAL, REFERENCE_SCALAR
+from shared.stages import PROXIMAL
 from shared.topology.schema import Topology
 
 PROX_KEY = PROXIMAL.makes[0]
@@ -154,61 +155,3 @@ class Driver:
         self.workers.begin_step(updates=left)
         await self.workers.skip_update()
         metrics.skipped += 1
-
-
-def loss_spec(topology: Topology) -> LossSpec:
-    """The numbers and names of `algorithm` that concern single tokens; what is left out is off."""
-    algorithm = topology.algorithm
-    loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
-    in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
-    clip_low, clip_high = loss.clip or (0.0, 0.0)
-    gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
-    return LossSpec(
-        name=loss.name,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        anchor=loss.anchor,
-        temperature=topology.sampling.temperature,
-        tis_cap=loss.tis_cap or 0.0,
-        kl_estimator=kl.estimator if kl is not None and in_loss else "",
-        kl_coef=kl.coef if kl is not None and in_loss else 0.0,
-        entropy_coef=algorithm.entropy_coef,
-        dual_clip=loss.dual_clip or 0.0,
-        clamp=loss.clamp or "",
-        gate_positive=gate_positive,
-        gate_negative=gate_negative,
-        ratio_mask=mask.level if mask is not None else "",
-        mask_low=mask.low if mask is not None else 0.0,
-        mask_high=mask.high if mask is not None else 0.0,
-    )
-
-
-def check_reference(batch: StepBatch) -> None:
-    """Raises RpcError(conflict) when tasks of one step were scored by different versions of the reference."""
-    steps = batch.scalars.get(REFERENCE_SCALAR)
-    if steps is not None and len(steps) and (steps != steps[0]).any():
-        odd = np.unique(batches.group_of_sample(batch.batch)[steps != steps[0]])
-        names = [batch.batch.tasks[index].task_id for index in odd]
-        raise RpcError(
-            ErrorCode.CONFLICT,
-            f"step {batch.step} refused, weights untouched: the reference stood at version {steps[0]:g}, at another "
-            f"one for {', '.join(names[:8])}",
-            names=names,
-        )
-
-
-def check_rewards(batch: StepBatch, rewards: Array) -> None:
-    """Raises RpcError(bad_data) naming the tasks with a reward that is not finite, before anything is computed.
-
-    `rewards` float [samples]: the batch's own, or what shaping has made of them.
-    """
-    wrong = ~np.isfinite(rewards)
-    if wrong.any():
-        groups = batches.group_of_sample(batch.batch)
-        names = [batch.batch.tasks[index].task_id for index in np.unique(groups[wrong])]
-        raise RpcError(
-            ErrorCode.BAD_DATA,
-            f"step {batch.step} refused, weights untouched: {int(wrong.sum())} rewards are not finite, in tasks "
-            f"{', '.join(names[:8])}; make the reward function return a finite number",
-            names=names,
-        )

@@ -8,7 +8,7 @@ import pytest
 from proto.messages import BatchMeta, ErrorCode, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
 from services.policy_trainer import batches
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
-from services.policy_trainer.driver import check_rewards
+from services.policy_trainer.batch_checks import check_rewards
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
