@@ -262,10 +262,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make(tmp_path)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors of a hundred numbers: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def test_every_key_of_the_schema_is_entered() -> None:
     assert leaves(Algorithm) == CHANGES.keys()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_no_key_is_silent_under_any_setting(folder: Path) -> None:
     acted: set[str] = set()
     silent: list[str] = []
