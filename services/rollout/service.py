@@ -203,9 +203,9 @@ class RolloutService(Service):
 
 
 def _engine_settings(topology: Topology) -> Rollout:
-    """The user's, and what colocation asks of vLLM."""
+    """The user's, and what colocation asks of vLLM on a GPU."""
     settings = topology.services.rollout
-    if settings.engine != "vllm" or RolloutService.NAME not in topology.colocated_services:
+    if settings.engine != "vllm" or not settings.gpus or RolloutService.NAME not in topology.colocated_services:
         return settings
     return settings.model_copy(update={"engine_args": {**settings.engine_args, "enable_sleep_mode": True}})
 

@@ -67,6 +67,3 @@ def _rollout(topology: Topology) -> Found:
     if rollout.engine == "openai":
         message = "a server of its own keeps its memory, colocate vllm or transformers"
         yield ("services", "rollout", "engine"), message
-    if rollout.engine == "vllm" and not rollout.gpus:
-        message = "vllm cannot give its memory back on a CPU, colocate it on GPUs or use transformers"
-        yield ("services", "rollout", "engine"), message

@@ -160,6 +160,15 @@ def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case:
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 
+def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
+    _, _, awake, asleep = case.answer["sleep_rss"]
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # of 256 MiB of cache
+    assert "before its weights were set" in case.answer["unset"]
+    assert case.answer["sleep_error"] <= TOLERANCE
+    assert case.error("slept_2", 2, 1.0) < TOLERANCE
+    assert case.error("slept_1", 1, 1.0) < TOLERANCE
+
+
 def test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line(case: Case) -> None:
     refused = case.answer["refused"]
     assert (

@@ -42,6 +42,15 @@ def test_samples_go_on_midway_with_keys_and_values_of_the_newer_weights(case: Ca
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 
+def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
+    _, _, awake, asleep = case.answer["sleep_rss"]
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # of 256 MiB of cache
+    assert "before its weights were set" in case.answer["unset"]
+    assert case.answer["sleep_error"] <= TOLERANCE
+    assert case.error("slept_2", 2, 1.0) < TOLERANCE
+    assert case.error("slept_1", 1, 1.0) < TOLERANCE
+
+
 def test_ranks_listen_on_loopback_only(case: Case) -> None:
     assert case.answer["listening"] == ["127.0.0.1"]
 

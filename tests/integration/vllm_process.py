@@ -25,6 +25,7 @@ from services.rollout.engine import Generation, GenerationCancelled, Prompt, Sam
 from services.rollout.engines import vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.weights_sync import WeightsSync
+from shared.devices import KV_CACHE, WEIGHTS
 from shared.drill import perturb
 from shared.rpc.errors import RpcError
 
@@ -122,6 +123,7 @@ class Scenario:
         await self._sampling()
         await self._interrupted()
         await self._updated_midway()
+        await self._slept([psutil.Process()])
         answer["listening"] = [
             each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN
         ]
@@ -213,6 +215,24 @@ class Scenario:
         await engine.resume()
         answer["midway"] = plain(await task)
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
+
+    async def _slept(self, computing: list[psutil.Process]) -> None:
+        """Two sleeps, each followed by another version; `computing`: the processes with the weights."""
+        engine, answer = self._engine, self._answer
+        sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+        await sync.load(*self._version(1))
+        answer["sleep_rss"] = []
+        for step in (2, 1):
+            answer["sleep_rss"].append([each.memory_info().rss for each in computing])
+            sync.forget()
+            await engine.sleep()
+            answer["sleep_rss"].append([each.memory_info().rss for each in computing])
+            await engine.wake(frozenset({WEIGHTS}))
+            answer["unset"] = await failure(engine.score(self._version(step)[0].canary.token_ids))
+            await sync.place(*self._version(step))
+            await engine.wake(frozenset({KV_CACHE}))
+            answer["sleep_error"] = (await sync.prove()).canary_error
+            await self._generate(f"slept_{step}", SamplingParams(4, 1.0, 16, 0))
 
     async def _generate(self, name: str, sampling: SamplingParams) -> None:
         self._answer[name] = plain(await self._engine.generate(self._prompts, sampling, threading.Event()))

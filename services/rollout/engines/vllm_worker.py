@@ -1,17 +1,19 @@
-"""What rlbus runs inside a vLLM worker: it replaces the model's weights, and tidies up. Must never import vLLM itself,
-nor trust a reload.
+"""What rlbus runs inside a vLLM worker: it replaces the model's weights, gives memory back on a CPU, and tidies up.
+Must never import vLLM itself, nor trust a reload.
 
 vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+
+from shared.model.shelf import give_back
 
 _SHARED_MEMORY = "/dev/shm/vllm_dist_"
 
@@ -22,6 +24,7 @@ class PolicyWeights:
     model_runner: Any
     reload_weights: Any
     _policy_mark = ""
+    _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
         """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
@@ -45,6 +48,27 @@ class PolicyWeights:
         """What the weights that are loaded were marked with; empty once this process is another."""
         return self._policy_mark
 
+    def leave_host_memory(self) -> int:
+        """Give back on a CPU what a sleep of level 2 gives back on a GPU: weights, keys and values.
+
+        vLLM 0.32 ignores `sleep` there. Tensors keep their identity; buffers stay, no checkpoint brings them back.
+        Returns bytes; what oneDNN packed for itself comes on top.
+        """
+        model = self.model_runner.get_model()
+        for module in model.modules():
+            if getattr(module, "cpu_linear", None) is not None:
+                module.cpu_linear = None  # holds the packed weight; the next load makes another
+        self._asleep = {"weights": _emptied(model.parameters()), "kv_cache": _emptied(self.model_runner.kv_caches)}
+        give_back()
+        return sum(nbytes for parts in self._asleep.values() for _, nbytes in parts)
+
+    def take_host_memory(self, parts: list[str]) -> None:
+        """Memory again for `parts` (`weights`, `kv_cache`), with zeros: weights must be loaded before anything runs."""
+        for part in parts:
+            for storage, nbytes in self._asleep.pop(part, []):
+                storage.resize_(nbytes)
+                storage.fill_(0)  # whatever lay there may read as NaN, and a masked NaN is one still
+
     def unname_shared_memory(self) -> list[str]:
         """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it; returns them.
 
@@ -55,6 +79,15 @@ class PolicyWeights:
         for name in names:
             Path(_SHARED_MEMORY + name).unlink(missing_ok=True)
         return names
+
+
+def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
+    """The storages of `tensors` and their sizes, which are 0 from then on."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
+    found = [(each, each.nbytes()) for each in storages.values()]
+    for storage, _ in found:
+        storage.resize_(0)
+    return found
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:
