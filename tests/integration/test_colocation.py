@@ -121,6 +121,11 @@ def beside_one_another(lines: list[dict[str, Any]]) -> Iterator[frozenset[str]]:
         yield frozenset().union(*held.values())
 
 
+def forbidden(together: frozenset[str]) -> list[tuple[str, str]]:
+    """The pairs of `together` that may not lie on the devices at once."""
+    return [pair for pair in FORBIDDEN if together.issuperset(pair)]
+
+
 def in_order(changes: list[Change], wanted: list[tuple[str, set[str], str | None]]) -> bool:
     """Whether `wanted` is in `changes` one after the other (others may lie between)."""
     left: Iterator[Change] = iter(changes)
@@ -159,8 +164,7 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["rollout/staleness_max"] == 0 for row in rows)
     assert {"eval/heldout/accuracy"} <= set(rows[3]) & set(rows[7]) & set(rows[-1])
-    for together in beside_one_another(lines):
-        assert not [pair for pair in FORBIDDEN if together.issuperset(pair)]
+    assert not [pair for together in beside_one_another(lines) for pair in forbidden(together)]
     assert "restart 1" in status
     # From the hang on nobody got anything before the kill, and the dead engine's parts went before anything came.
     after = lines[hung_at:]
