@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch import gpus
@@ -33,6 +34,7 @@ def check(topology: Topology, file: str) -> Findings:
     sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
     for key, source in sources.items():
         _check_rows(source, f"{file}: {key}", findings)
+    _check_functions(topology, file, findings)
     _check_memory(topology, file, findings)
     _check_gpus(topology, file, findings)
     _check_port(topology, file, findings)
@@ -82,6 +84,28 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
     fate = "there is nothing to use" if lines is findings.errors else "they are left out"
     lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used, {fate}; the first of them:")
     lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
+
+
+def _check_functions(topology: Topology, file: str, findings: Findings) -> None:
+    """Modules of the user's own that are not there. Imports none: that is for the processes that can be killed."""
+    named = {f"reward.functions[{i}].function": term.function for i, term in enumerate(topology.reward.functions)}
+    if topology.reward.function is not None:
+        named["reward.function"] = topology.reward.function
+    if topology.workflow is not None:
+        named["workflow.function"] = topology.workflow.function
+    named["algorithm.advantage.name"] = topology.algorithm.advantage.name
+    named["algorithm.loss.name"] = topology.algorithm.loss.name
+    folder = Path.cwd()
+    for key, name in named.items():
+        module, separator, function = name.partition(":")
+        top = module.partition(".")[0]
+        if not separator or module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+            continue
+        if find_spec(top) is None:
+            findings.errors.append(
+                f"{file}: {key}: {name!r}: no module {top!r} in {folder} or on Python's path; start from the folder "
+                f"with {top}.py that defines {function!r}, or set PYTHONPATH"
+            )
 
 
 def _check_memory(topology: Topology, file: str, findings: Findings) -> None:

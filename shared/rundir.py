@@ -182,9 +182,13 @@ class RunDir:
                 scheduler=str(data.get("scheduler", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = "it has no run.json" if path.is_dir() else "there is no such directory"
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                why = f"its run.json cannot be read ({type(error).__name__})"
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"run directory {path}: not a run ({type(error).__name__}); start one with launch.cluster",
+                f"run directory {path}: not a run, {why}; name one under runs/, or start one with "
+                "`python -m launch.cluster TOPOLOGY.yaml --run-dir ...`",
             ) from None
 
     def hold(self) -> int:

@@ -145,3 +145,16 @@ def test_port_in_use_is_found(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         topology = load(QUICKSTART, [f"services.monitor.port={port}"], check_supported=False)
         assert any(str(port) in line for line in preflight.check(topology, "t.yaml").errors)
+
+
+def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    topology = load(QUICKSTART, ["reward.function=my_rewards:score", "algorithm.advantage.name=my_folder.own:centred"])
+    lines = [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
+    assert [line.split(": ")[1] for line in lines] == ["reward.function", "algorithm.advantage.name"]
+    assert f"no module 'my_rewards' in {tmp_path} or on Python's path" in lines[0]
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('never imported here')\n")
+    (tmp_path / "my_folder").mkdir()
+    assert not [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
