@@ -45,7 +45,12 @@ def end(left: dict[int, int], limit_s: float) -> None:
         until = time.monotonic() + wait_s
         while left and (remaining := until - time.monotonic()) > 0:
             gone, _, _ = select.select(list(left.values()), [], [], remaining)
-            left = {pid: descriptor for pid, descriptor in left.items() if descriptor not in gone}
+            for pid in [pid for pid, descriptor in left.items() if descriptor in gone]:
+                del left[pid]
+                try:
+                    os.killpg(pid, signal.SIGKILL)  # what it started and left behind
+                except ProcessLookupError:
+                    continue
 
 
 def main() -> None:

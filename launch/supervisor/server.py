@@ -261,6 +261,10 @@ class Supervisor:
     def _on_exit(self, key: Key, child: subprocess.Popen[bytes], descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
+        # What it started (an engine's ranks, reward processes) holds memory that is promised to others next. Before the
+        # wait: until then nobody else can have this number.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         status = child.wait()
         self._tell_guard(f"-{child.pid}\n")
         if self._children.get(key) is child:

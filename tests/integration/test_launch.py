@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.tiny.harness import (
@@ -24,6 +25,7 @@ from tests.integration.tiny.harness import (
     ctl,
     environment,
     launched,
+    processes_of,
     wait_for,
 )
 
@@ -91,6 +93,8 @@ def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
             os.kill(row["pid"], signal.SIGKILL)
             wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
+        ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
+        assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]  # the dead one's went too
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 
 from proto.messages import (
     GetStatus,
@@ -28,6 +30,9 @@ class TinyService(Service):
     async def start(self) -> None:
         if (self.run.path / f"fail-{self.NAME}").exists():
             raise RuntimeError(f"{self.NAME} was told to fail")
+        if self.NAME == "rollout":  # as an engine with ranks of its own
+            sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(self.run.path), "rank"]
+            subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with (self.run.path / "starts").open("a") as file:
             file.write(f"{self.NAME} {os.getpid()}\n")
 
