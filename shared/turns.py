@@ -32,7 +32,8 @@ class Turns(Protocol):
         """Wait until `parts`, and what is in use already, may lie on the devices; they are in use from then on."""
 
     def done(self) -> None:
-        """Nothing is in use any more. It may stay where it is until somebody else wants the room."""
+        """Nothing is in use any more. It may stay where it is until somebody else wants the room. Whoever waits in
+        `acquire` goes on waiting."""
 
 
 class OwnDevices:
@@ -71,10 +72,14 @@ class SharedDevices:
                 self._granted.clear()
                 await self._granted.wait()
         except asyncio.CancelledError:
-            self.done()
+            self._rest()
             raise
 
     def done(self) -> None:
+        if not self.waiting:
+            self._rest()
+
+    def _rest(self) -> None:
         before = self._own.number
         self._own.done()
         if self._own.number != before:
@@ -84,8 +89,8 @@ class SharedDevices:
         """Report, obey, until cancelled. Raises RpcError when the scheduler refuses what this process says."""
         while True:
             self._changed.clear()
-            number = self._own.number
-            asking = asyncio.create_task(self._ask(number))
+            report = self._report()  # now: a task begins later, when it may say more than its number stands for
+            asking = asyncio.create_task(self._ask(report))
             changed = asyncio.create_task(self._changed.wait())
             try:
                 await asyncio.wait({asking, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,21 +101,23 @@ class SharedDevices:
                 await asyncio.gather(asking, changed, return_exceptions=True)
             if order is None:
                 continue
-            leaving = self._own.obey(number, frozenset(order.parts), granted=order.granted)
+            leaving = self._own.obey(report.number, frozenset(order.parts), granted=order.granted)
             self._granted.set()
             if leaving:
                 self._own.left(await self._leave(leaving))
 
-    async def _ask(self, number: int) -> DeviceOrder:
-        report = HoldDevices(
+    def _report(self) -> HoldDevices:
+        return HoldDevices(
             service=self._service.NAME,
             instance=self._service.instance,
             incarnation=self._service.incarnation,
-            number=number,
+            number=self._own.number,
             holds=sorted(self._own.holds),
             using=sorted(self._own.using),
             wants=sorted(self._own.wants),
         )
+
+    async def _ask(self, report: HoldDevices) -> DeviceOrder:
         while True:
             try:
                 return await self._service.scheduler.call(report, DeviceOrder, deadline_s=POLL_S)

@@ -18,13 +18,14 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(600),
 ]
-STEPS = 8
+STEPS = 6
 RANKS = ("policy-trainer-worker/0", "policy-trainer-worker/1")
 ENGINE, SCORER = "rollout/0", "reference/0"
 OVERRIDES = [
     f"run.steps={STEPS}",
     "algorithm.tasks_per_step=16",
     "algorithm.group_size=4",
+    "algorithm.loss.anchor=proximal",  # engine and trainer are compared before the first of the two updates
     "services.policy-trainer.workers=2",
     "services.rollout={engine: vllm, parallel: {tp: 2}, block_tasks: 16}",
     "services.batch-store.memory=256MiB",

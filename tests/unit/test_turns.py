@@ -1,14 +1,21 @@
-"""Who may take turns on shared devices at all; the turns themselves are in tests/property/test_device_turns.py."""
+"""A process's own side of the turns on shared devices; the scheduler's is in tests/property/test_device_turns.py."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
+
+from proto.messages import DeviceOrder, HoldDevices
+from services.policy_trainer.worker import devices
 from shared.actor.service import Service
-from shared.devices import Parts
+from shared.devices import PARAMETERS, Parts
 from shared.rundir import RunDir
-from shared.turns import take_turns
+from shared.turns import SharedDevices, take_turns
+
+LIMIT_S = 10.0
 
 
 class Sharer(Service):
@@ -32,3 +39,59 @@ def test_a_process_that_nobody_could_kill_ends_before_it_takes_a_turn(tmp_path: 
         assert f"launch.ctl --run {run.path} restart rollout/1" in by_hand.cause
     finally:
         run.remove_volatile()
+
+
+class Desk:
+    """A service whose scheduler is the test: it sees every report, and grants when it is told to."""
+
+    NAME, instance, incarnation = "policy-trainer-worker", 0, 1
+
+    def __init__(self) -> None:
+        self.scheduler = self
+        self.reports: asyncio.Queue[HoldDevices] = asyncio.Queue()
+        self.orders: asyncio.Queue[DeviceOrder] = asyncio.Queue()
+
+    async def call(self, report: HoldDevices, reply: type[DeviceOrder], *, deadline_s: float) -> DeviceOrder:
+        self.reports.put_nowait(report)
+        return await self.orders.get()
+
+
+def test_who_waits_for_a_turn_goes_on_waiting_whatever_else_has_ended() -> None:
+    async def scene() -> None:
+        desk = Desk()
+        turns = SharedDevices(cast(Any, desk), _nothing)
+        running = asyncio.create_task(turns.run())
+        waiting = asyncio.create_task(turns.acquire(frozenset({PARAMETERS})))
+        async with asyncio.timeout(LIMIT_S):
+            while not (await desk.reports.get()).wants:
+                pass
+            turns.done()  # a driver asked the worker for its state, say
+            desk.orders.put_nowait(DeviceOrder(parts=[PARAMETERS], granted=True))
+            await waiting
+        running.cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Turns:
+        ended = 0
+
+        async def acquire(self, parts: Parts) -> None:
+            pass
+
+        def done(self) -> None:
+            self.ended += 1
+
+    async def scene() -> None:
+        turns = Turns()
+        monkeypatch.setattr(devices, "take_turns", lambda service, leave: turns)
+        mine = devices.Devices(cast(Any, None), cast(Any, None))
+        mine.share(cast(Any, None))
+        await mine.room()
+        await mine.drop_gradients()
+        assert turns.ended == 0
+        mine.loaded(cast(Any, object()))
+        assert turns.ended == 1
+
+    asyncio.run(scene())

@@ -71,9 +71,11 @@ class Devices:
 
     async def drop_gradients(self) -> None:
         """Forget what was accumulated: a driver takes over, no step is under way."""
+        if self._backend is None:
+            return  # the model is being loaded, in a turn that is not this caller's to end
         if "gradients" in self._residency.on_host:
             self._drop_later = True  # the devices may be somebody else's
-        elif self._backend is not None:
+        else:
             await self._on_compute(self._backend.drop_gradients)
         self._turns.done()
 
