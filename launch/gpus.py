@@ -2,7 +2,7 @@
 never hand out a GPU twice to services that do not take turns, nor one that is not there.
 
 A process numbers what it sees from 0: what is handed out here is the value of CUDA_VISIBLE_DEVICES. A rank of the
-trainer sees one GPU, an instance of the reference as many as a copy of the model takes, an engine all of its
+trainer sees one GPU, an instance of the reference its part of `services.reference.gpus`, an engine all of its
 `services.rollout.gpus`. So nobody can put anything on a GPU of somebody else, by mistake or through a library that
 always opens the first one.
 """
@@ -85,7 +85,8 @@ def _shares(topology: Topology) -> list[_Share]:
     trainer, reference, rollout = services.policy_trainer, services.reference, services.rollout
     shares = [_Share("policy-trainer", trainer.host, trainer.world_size, 1)] if trainer.gpus else []
     if reference is not None and reference.gpus:
-        shares.append(_Share("reference", reference.host, reference.dp, reference.parallel.model_ranks))
+        processes = sum(1 for spec in topology.services_plan() if spec.service == "reference")
+        shares.append(_Share("reference", reference.host, processes, reference.gpus // processes))
     if rollout.gpus:
         shares.append(_Share("rollout", rollout.host, rollout.instances, rollout.gpus))
     return shares

@@ -30,10 +30,10 @@ def topology(folder: Path, *overrides: str) -> Topology:
 
 
 def test_services_that_share_nothing_see_gpus_of_their_own(folder: Path) -> None:
-    made = topology(folder, "services.reference.parallel.tp=2", "services.rollout.parallel.tp=2", VLLM)
+    made = topology(folder, *TP)
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(4)] == ["0", "1", "2", "3"]
-    assert [seen["reference", i] for i in range(2)] == ["4,5", "6,7"]
+    assert [seen["reference", i] for i in range(4)] == ["4", "5", "6", "7"]
     assert [seen["rollout", i] for i in range(2)] == ["8,9", "10,11"]
     assert seen["policy-trainer", 0] == seen["scheduler", 0] == ""
     assert wanted(made) == 12
@@ -77,7 +77,7 @@ def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> Non
     made = load(folder / "large.yaml", check_supported=False)
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
-    assert [seen["reference", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]
+    assert ",".join(text for (name, _), text in sorted(seen.items()) if name == "reference") == "0,1,2,3,4,5,6,7"
     assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # of the other host
     assert wanted(made) == 8
 
@@ -102,7 +102,9 @@ def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
             if key != other and not ({key[0], other[0]} <= sharing and key[0] != other[0]):
                 assert not set(mine) & set(theirs), (key, other)
     assert len({name for mine in seen.values() for name in mine}) == wanted(made)
-    assert len(seen) == trainer + reference + (instances if gpus else 0)
+    assert sum(key[0] == "policy-trainer-worker" for key in seen) == trainer
+    assert sum(len(mine) for key, mine in seen.items() if key[0] == "reference") == reference
+    assert sum(len(mine) for key, mine in seen.items() if key[0] == "rollout") == gpus * instances
 
 
 def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]) -> Topology:
