@@ -7,12 +7,10 @@ shape lets the logits be the same.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ import xxhash
 from torch import nn
 
 from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
-from services.rollout.engines.kv_cache import make_cache
+from services.rollout.engines.passes import make_passes
 
 _DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
 _SEED_MASK = (1 << 63) - 1
@@ -103,7 +101,6 @@ class Block:
         `before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
         `swaps` counts how often. Keys and values of the tokens before stay those of the weights that made them.
         """
-        self._model: Any = model
         self._sampling = sampling
         self._ending = ending
         self._compact = compact
@@ -114,12 +111,8 @@ class Block:
         self._real = len(prompts)
         self._prompts = list(prompts) + [prompts[0]] * (-(-sampling.block_rows // sampling.samples) - len(prompts))
         self._device = next(model.parameters()).device
-        accepted = inspect.signature(model.forward).parameters
-        self._takes = {name for name in ("position_ids", "logits_to_keep") if name in accepted}
         longest = max(len(prompt.token_ids) + len(prompt.said) for prompt in self._prompts)
-        self._cache = make_cache(self._model.config, longest + sampling.max_new_tokens)
-        self._mask_RL: torch.Tensor | None = None
-        self._positions_R1 = torch.empty(0)
+        self._passes = make_passes(model, longest + sampling.max_new_tokens)
         n = sampling.samples
         rows, limits = len(self._prompts) * n, [sampling.max_new_tokens - len(each.said) for each in self._prompts]
         self._limit_R = torch.tensor(limits, device=self._device).repeat_interleave(n)
@@ -159,11 +152,11 @@ class Block:
             if remaining == 0 or step == steps - 1:
                 break
             if step == 0:
-                self._repeat(n)
+                self._passes.repeat(n)
             if self._compact and 4 * remaining <= 3 * len(live):
                 kept = running_L.nonzero().squeeze(1)
                 live, running_L, id_L = live[kept], running_L[kept], id_L[kept]
-                self._keep(kept)
+                self._passes.keep(kept)
             logits_LV = self._decode(id_L)
         return self._results()
 
@@ -174,33 +167,14 @@ class Block:
         ids_PL = torch.zeros((len(lengths), longest), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids_PL[row, longest - lengths[row] :] = torch.tensor(prompt)
-        length_P1 = torch.tensor(lengths)[:, None]
-        column_L = torch.arange(longest)
-        if min(lengths) != longest:
-            self._mask_RL = (column_L >= longest - length_P1).long().to(self._device)
-        positions_PL = (column_L - (longest - length_P1)).clamp_(min=0).to(self._device)
-        self._positions_R1 = positions_PL[:, -1:]
-        return self._forward(ids_PL.to(self._device), positions_PL)
-
-    def _repeat(self, samples: int) -> None:
-        self._cache.batch_repeat_interleave(samples)
-        self._positions_R1 = self._positions_R1.repeat_interleave(samples, 0)
-        if self._mask_RL is not None:
-            self._mask_RL = self._mask_RL.repeat_interleave(samples, 0)
-
-    def _keep(self, rows: torch.Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._positions_R1 = self._positions_R1[rows]
-        if self._mask_RL is not None:
-            self._mask_RL = self._mask_RL[rows]
+        self._before_pass()
+        return self._passes.begin(ids_PL.to(self._device), lengths)
 
     def _decode(self, id_L: torch.Tensor) -> torch.Tensor:
-        self._positions_R1 = self._positions_R1 + 1
-        if self._mask_RL is not None:
-            self._mask_RL = torch.cat([self._mask_RL, self._mask_RL.new_ones(len(id_L), 1)], 1)
-        return self._forward(id_L[:, None], self._positions_R1)
+        self._before_pass()
+        return self._passes.go_on(id_L)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _before_pass(self) -> None:
         try:
             self._before_step()
         except GenerationCancelled:
@@ -209,16 +183,6 @@ class Block:
         if self._notes is not None and self._notes.due:
             self._note()
         self._swaps_T.append(self._swaps())
-        extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        output = self._model(
-            input_ids=ids,
-            attention_mask=self._mask_RL,
-            past_key_values=self._cache,
-            use_cache=True,
-            **{name: extra[name] for name in self._takes},
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
 
     def _note(self) -> None:
         if self._notes is not None and self._swaps_T:

@@ -1,0 +1,157 @@
+"""One block's forward passes, with the keys and values that they leave behind: by the model's own modules, or written
+out for those that are plain decoders. Must never change a weight.
+
+Rows are padded on the left; what is padding no row sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from services.rollout.engines.kv_cache import make_cache
+from shared.model.plain_decoder import Past, PlainDecoder, is_plain
+
+
+class Passes(Protocol):
+    """First `begin`, then `repeat`, then `go_on` and `keep` in any order. All give logits [R, vocabulary]."""
+
+    def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
+        """The prompts' pass; `lengths`: of each without its padding."""
+
+    def repeat(self, samples: int) -> None:
+        """Every prompt's row becomes `samples` rows."""
+
+    def go_on(self, id_R: Tensor) -> Tensor:
+        """One more token for every row."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows go on."""
+
+
+def make_passes(model: nn.Module, capacity: int) -> Passes:
+    """`capacity`: tokens of the longest row at its end."""
+    return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
+
+
+class ModelPasses:
+    """By the model itself, whatever it is made of."""
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self._model: Any = model
+        accepted = inspect.signature(model.forward).parameters
+        self._takes = {name for name in ("position_ids", "logits_to_keep") if name in accepted}
+        self._cache = make_cache(self._model.config, capacity)
+        self._mask_RL: Tensor | None = None
+        self._positions_R1 = torch.empty(0)
+
+    def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
+        positions_PL, valid_PL = _positions(ids_PL, lengths)
+        if min(lengths) != ids_PL.shape[1]:
+            self._mask_RL = valid_PL.long()
+        self._positions_R1 = positions_PL[:, -1:]
+        return self._forward(ids_PL, positions_PL)
+
+    def repeat(self, samples: int) -> None:
+        self._cache.batch_repeat_interleave(samples)
+        self._positions_R1 = self._positions_R1.repeat_interleave(samples, 0)
+        if self._mask_RL is not None:
+            self._mask_RL = self._mask_RL.repeat_interleave(samples, 0)
+
+    def go_on(self, id_R: Tensor) -> Tensor:
+        self._positions_R1 = self._positions_R1 + 1
+        if self._mask_RL is not None:
+            self._mask_RL = torch.cat([self._mask_RL, self._mask_RL.new_ones(len(id_R), 1)], 1)
+        return self._forward(id_R[:, None], self._positions_R1)
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.batch_select_indices(rows)
+        self._positions_R1 = self._positions_R1[rows]
+        if self._mask_RL is not None:
+            self._mask_RL = self._mask_RL[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        output = self._model(
+            input_ids=ids,
+            attention_mask=self._mask_RL,
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: extra[name] for name in self._takes},
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+class PlainPasses:
+    """By `PlainDecoder`; keys and values in room that is taken once, when the prompts' rows are repeated."""
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self._decoder = PlainDecoder(model)
+        self._capacity = capacity
+        self._cos, self._sin = self._decoder.angles(capacity)
+        self._pasts: list[Past] = []
+        self._length = 0
+        self._positions_R = torch.empty(0)
+        self._bias = torch.zeros(1, 1, capacity)
+
+    def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
+        positions_PL, valid_PL = _positions(ids_PL, lengths)
+        prompts, self._length = ids_PL.shape
+        at_N, seen = positions_PL.reshape(-1), None
+        if min(lengths) != self._length:
+            causal = torch.ones(self._length, self._length, dtype=torch.bool).tril()
+            alone = torch.eye(self._length, dtype=torch.bool)  # padding sees itself: a row of nothing would be NaN
+            seen = ((causal & valid_PL[:, None]) | alone)[:, None]
+            self._bias = torch.zeros(prompts, 1, self._capacity)
+            self._bias[:, 0, : self._length].masked_fill_(~valid_PL, float("-inf"))
+        self._positions_R = positions_PL[:, -1]
+        hidden, self._pasts = self._decoder.begin(ids_PL, self._cos[at_N], self._sin[at_N], seen)
+        return self._decoder.logits(hidden[:, -1])
+
+    def repeat(self, samples: int) -> None:
+        self._pasts = [
+            Past(self._widened(past.keys, samples), self._widened(past.values, samples)) for past in self._pasts
+        ]
+        self._positions_R = self._positions_R.repeat_interleave(samples)
+        if len(self._bias) > 1:
+            self._bias = self._bias.repeat_interleave(samples * self._pasts[0].keys.shape[1], 0)
+
+    def go_on(self, id_R: Tensor) -> Tensor:
+        self._positions_R = self._positions_R + 1
+        cos, sin = self._cos[self._positions_R], self._sin[self._positions_R]
+        bias = self._bias[:, :, : self._length + 1]
+        hidden = self._decoder.go_on(id_R, cos, sin, self._pasts, self._length, bias)
+        self._length += 1
+        return self._decoder.logits(hidden)
+
+    def keep(self, rows: Tensor) -> None:
+        self._pasts = [Past(self._kept(past.keys, rows), self._kept(past.values, rows)) for past in self._pasts]
+        self._positions_R = self._positions_R[rows]
+        if len(self._bias) > 1:
+            heads = self._pasts[0].keys.shape[1]
+            self._bias = self._bias.view(-1, heads, self._capacity)[rows].view(-1, 1, self._capacity)
+
+    def _kept(self, room: Tensor, rows: Tensor) -> Tensor:
+        _, heads, _, width = room.shape
+        kept = room.new_empty(len(rows), heads, self._capacity, width)
+        torch.index_select(room[:, :, : self._length], 0, rows, out=kept[:, :, : self._length])
+        return kept
+
+    def _widened(self, states: Tensor, samples: int) -> Tensor:
+        prompts, heads, length, width = states.shape
+        room = states.new_empty(prompts, samples, heads, self._capacity, width)
+        room[:, :, :, :length] = states[:, None]
+        return room.flatten(0, 1)
+
+
+def _positions(ids_PL: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Of each token its position, and whether it is none of the padding."""
+    longest = ids_PL.shape[1]
+    column_L = torch.arange(longest)
+    padding_P1 = longest - torch.tensor(lengths)[:, None]
+    positions_PL = (column_L - padding_P1).clamp_(min=0).to(ids_PL.device)
+    return positions_PL, (column_L >= padding_P1).to(ids_PL.device)

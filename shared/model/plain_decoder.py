@@ -1,0 +1,174 @@
+"""The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3) written out for inference on a CPU: a third of the
+operations that the model's own modules take for a token, which is what small batches cost. Must never keep a weight (it
+reads the model's own parameters at every pass), nor take on a model whose modules compute anything else.
+
+Shapes: R rows, T tokens of each, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+_FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
+"""Kinds of rotary embedding whose angles do not change with the length of the sequence."""
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether `PlainDecoder` computes what `model` does: by its class, configuration, precision and device."""
+    config: Any = getattr(model, "config", None)
+    if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
+        return False
+    first = next(model.parameters())
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None)
+    whole = (
+        all(kind == "full_attention" for kind in kinds) if kinds else getattr(config, "sliding_window", None) is None
+    )
+    return (
+        whole
+        and first.device.type == "cpu"
+        and first.dtype == torch.float32
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _FIXED_ROPE
+        and getattr(config, "pretraining_tp", 1) == 1
+    )
+
+
+@dataclass
+class Past:
+    """Keys and values of one layer, [R, G, capacity, D] each, of which those of the first tokens are filled."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class PlainDecoder:
+    """Only under `torch.inference_mode` or `no_grad`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: one that `is_plain`."""
+        known: Any = model
+        self._model = known
+        config, attention = known.config, known.model.layers[0].self_attn
+        self._dim = int(attention.head_dim)
+        self._heads = int(config.num_attention_heads)
+        self._key_heads = int(config.num_key_value_heads)
+        self._scale = float(attention.scaling)
+
+    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, 1, D] of the rotary embedding; the first half of the sines negated."""
+        x = torch.empty(0)
+        cos, sin = self._model.model.rotary_emb(x, torch.arange(positions)[None])
+        signed = sin[0].clone()
+        signed[:, : self._dim // 2].neg_()
+        return cos[0][:, None], signed[:, None]
+
+    def begin(
+        self, ids_RT: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, seen_R1TT: Tensor | None
+    ) -> tuple[Tensor, list[Past]]:
+        """The pass over whole prompts: hidden states [R, T, hidden] before the last norm, and what later passes see.
+
+        `seen_R1TT` bool: which token sees which; None: all that come before it.
+        """
+        rows, length = ids_RT.shape
+        pasts: list[Past] = []
+
+        def attend(qkv_NXD: Tensor) -> Tensor:
+            q, k, v = self._split(qkv_NXD.view(rows, length, -1, self._dim).transpose(1, 2), dim=1)
+            pasts.append(Past(k, v))
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen_R1TT, is_causal=seen_R1TT is None, scale=self._scale, enable_gqa=True
+            )
+            return out.transpose(1, 2).reshape(rows * length, -1)
+
+        hidden = self._layers(ids_RT.reshape(-1), cos_N1D, sin_N1D, lambda _, qkv: attend(qkv))
+        return hidden.view(rows, length, -1), pasts
+
+    def go_on(
+        self, ids_R: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, pasts: list[Past], length: int, bias_X1L: Tensor
+    ) -> Tensor:
+        """The pass over one more token of each row, token `length` of `pasts` from now on: hidden [R, hidden].
+
+        `bias_X1L`, X = R * G or 1, added to the scores: -inf where a row must not look, over length + 1 keys.
+        """
+        rows, groups = len(ids_R), self._heads // self._key_heads
+
+        def attend(layer: int, qkv_RXD: Tensor) -> Tensor:
+            q, k, v = self._split(qkv_RXD, dim=1)
+            past = pasts[layer]
+            past.keys[:, :, length] = k
+            past.values[:, :, length] = v
+            keys, values = (each.flatten(0, 1)[:, : length + 1] for each in (past.keys, past.values))
+            # the queries that share a key head are rows of one product
+            q = q.reshape(rows * self._key_heads, groups, self._dim)
+            scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(scores.softmax(-1), values).view(rows, -1)
+
+        return self._layers(ids_R, cos_R1D, sin_R1D, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., vocabulary] of hidden states [..., hidden] before the last norm."""
+        head, model = self._model.lm_head, self._model.model
+        normed = _normed(hidden, model.norm.weight, model.norm.variance_epsilon)
+        out: Tensor = nn.functional.linear(normed, head.weight, head.bias)
+        return out
+
+    def logprobs(self, ids_T: Tensor) -> Tensor:
+        """float32 [T - 1]: of every token after the first, given those before it."""
+        cos, sin = self.angles(len(ids_T))
+        hidden, _ = self.begin(ids_T[None], cos, sin, None)
+        return self.logits(hidden[0, :-1]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+
+    def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return torch.split(heads, [self._heads, self._key_heads, self._key_heads], dim)
+
+    def _layers(self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Any) -> Tensor:
+        """`attend(layer, [N, H + 2G, D]) -> [N, H * D]`."""
+        model: Any = self._model.model
+        x = nn.functional.embedding(ids_N, model.embed_tokens.weight)
+        turned = self._heads + self._key_heads
+        for number, layer in enumerate(model.layers):
+            own, mlp = layer.self_attn, layer.mlp
+            normed = _normed(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+            qkv = x.new_empty(len(x), (turned + self._key_heads) * self._dim)
+            begin = 0
+            for linear in (own.q_proj, own.k_proj, own.v_proj):
+                end = begin + linear.out_features
+                _linear(normed, linear, qkv[:, begin:end])
+                begin = end
+            qkv = qkv.view(len(x), -1, self._dim)
+            qk = qkv[:, :turned]
+            if hasattr(own, "q_norm"):
+                weight_XD = torch.cat(
+                    [own.q_norm.weight.expand(self._heads, -1), own.k_norm.weight.expand(self._key_heads, -1)]
+                )
+                qk = _normed(qk, weight_XD, own.q_norm.variance_epsilon)
+            torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
+            x = _added(x, attend(number, qkv), own.o_proj)
+            normed = _normed(x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
+            gate = nn.functional.silu(_linear(normed, mlp.gate_proj), inplace=True).mul_(_linear(normed, mlp.up_proj))
+            x = _added(x, gate, mlp.down_proj)
+        return x
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
+    mean = torch.add(x.new_tensor(epsilon), torch.linalg.vecdot(x, x), alpha=1.0 / x.shape[-1])
+    return (x * mean.rsqrt_()[..., None]).mul_(weight)
+
+
+def _linear(x: Tensor, linear: Any, out: Tensor | None = None) -> Tensor:
+    if linear.bias is None:
+        return torch.mm(x, linear.weight.t(), out=out)
+    return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+
+def _added(x: Tensor, y: Tensor, linear: Any) -> Tensor:
+    """x + linear(y)."""
+    sum_ = torch.addmm(x, y, linear.weight.t())
+    return sum_ if linear.bias is None else sum_.add_(linear.bias)

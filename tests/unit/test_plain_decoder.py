@@ -1,0 +1,106 @@
+"""The written-out decoder against the model's own modules, for every architecture that it takes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.rollout.engines.passes import ModelPasses, PlainPasses
+from shared.model.plain_decoder import PlainDecoder, is_plain
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+}
+
+
+def model_of(kind: str, **settings: Any) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
+    for parameter in model.parameters():  # norms and biases that are not those of a fresh model
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("lengths", [[6, 6, 6], [3, 6, 1]])
+@torch.inference_mode()
+def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, lengths: list[int]) -> None:
+    model = model_of(kind, **MODELS[kind])
+    assert is_plain(model)
+    ids = torch.randint(0, 40, (3, 6))
+    sides = [passes(model, 6 + 20) for passes in (ModelPasses, PlainPasses)]
+    torch.testing.assert_close(*(side.begin(ids, lengths) for side in sides), atol=2e-5, rtol=0)
+    for side in sides:
+        side.repeat(2)
+    rows = 6
+    for step in range(12):
+        if step in (3, 7):
+            kept = torch.arange(rows)[step % 2 :: 2]
+            rows = len(kept)
+            for side in sides:
+                side.keep(kept)
+        nexts = torch.randint(0, 40, (rows,))
+        torch.testing.assert_close(*(side.go_on(nexts) for side in sides), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_logprobs_of_a_text_are_those_of_the_models_own_modules(kind: str) -> None:
+    model = model_of(kind, **MODELS[kind])
+    ids = torch.randint(0, 40, (30,))
+    wanted = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(29), ids[1:]]
+    torch.testing.assert_close(PlainDecoder(model).logprobs(ids), wanted, atol=2e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_weights_that_are_replaced_count_from_the_next_pass_on() -> None:
+    model, other = model_of("qwen3", **MODELS["qwen3"]), model_of("qwen3", **MODELS["qwen3"])
+    for parameter in other.parameters():
+        parameter.data = parameter.data * 1.1
+    ids = torch.randint(0, 40, (2, 5))
+    before, wanted = (PlainPasses(each, 8).begin(ids, [5, 5]) for each in (model, other))
+    for mine, given in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data = given.data
+    found = PlainPasses(model, 8).begin(ids, [5, 5])
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3", {"hidden_act": "gelu"}),
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("gemma2", {}),
+    ],
+)
+def test_a_model_that_computes_something_else_is_left_to_its_own_modules(kind: str, settings: dict[str, Any]) -> None:
+    assert not is_plain(model_of(kind, **settings))
+
+
+def test_other_precisions_are_left_to_the_models_own_modules() -> None:
+    assert not is_plain(model_of("qwen3").to(torch.bfloat16))
