@@ -754,7 +754,8 @@ class GetStorePlace(Request, frozen=True, kw_only=True):
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The loss as named functions and numbers; workers apply it to every token. An option of 0 or "" is off.
 
-    `name`: a builtin, or the import path that the topology names (workers take it from there). `ratio_mask`: "token",
+    `name`: a builtin, or the import path that the topology names (workers take it from there). `anchor`: "rollout",
+    "proximal", or "present": proximal, when the call's gradients make the step's only update. `ratio_mask`: "token",
     "sequence" or "geometric", within [mask_low, mask_high]. `clamp`: "upper" or "both" (cispo).
     """
 

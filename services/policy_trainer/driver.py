@@ -104,7 +104,7 @@ class Driver:
         tasks = batch.batch
         check_rewards(batch, batch.scalars["reward"])
         check_reference(batch)
-        if algorithm.loss.anchor == "proximal":
+        if self.loss.anchor == "proximal":
             done = await self.workers.forward(tasks, [PROX_KEY])
             tasks = Batch(tasks).union(Batch(done.meta)).meta
             metrics.forward_s += done.seconds

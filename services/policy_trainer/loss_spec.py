@@ -7,17 +7,21 @@ from shared.topology.schema import Topology
 
 
 def loss_spec(topology: Topology) -> LossSpec:
-    """The numbers and names of `algorithm` that concern single tokens; what is left out is off."""
+    """The numbers and names of `algorithm` that concern single tokens; what is left out is off.
+
+    A step of one update needs no forward pass for the proximal policy: the pass that is trained on has its log-probs.
+    """
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
     in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
+    present = loss.anchor == "proximal" and algorithm.updates_per_step == 1
     clip_low, clip_high = loss.clip or (0.0, 0.0)
     gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
     return LossSpec(
         name=loss.name,
         clip_low=clip_low,
         clip_high=clip_high,
-        anchor=loss.anchor,
+        anchor="present" if present else loss.anchor,
         temperature=topology.sampling.temperature,
         tis_cap=loss.tis_cap or 0.0,
         kl_estimator=kl.estimator if kl is not None and in_loss else "",

@@ -12,6 +12,7 @@ import torch
 
 from proto.messages import LossSpec
 from proto.tensors import Array
+from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
@@ -140,6 +141,32 @@ def test_micro_batches_do_not_change_gradient_or_sums(tmp_path: Path, anchor: st
         split_sums = accumulate(split, spec(anchor, tis_cap=2.0), flat, advantages, weights)
         assert float((gradient(split) - wanted).norm() / wanted.norm()) <= limit
         assert split_sums == pytest.approx(sums, rel=1e-9 if dtype == "float64" else 1e-4)
+
+
+@pytest.mark.parametrize("mask", ["", "sequence"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_present_policy_as_anchor_gives_the_gradient_of_a_forward_pass_before(
+    tmp_path: Path, dtype: str, mask: str
+) -> None:
+    flat, advantages, weights = batch()
+    real = np.float64 if dtype == "float64" else np.float32
+    flat = {key: value.astype(real) if value.dtype.kind == "f" else value for key, value in flat.items()}
+    options = {"tis_cap": 2.0, "ratio_mask": mask, "mask_low": 1e-3, "mask_high": 1e3}
+    made = backend(tmp_path, 40, dtype)
+    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
+    flat["prox_logprobs"] = made.forward(sequences, spec("proximal").temperature).astype(real)
+    before = accumulate(made, spec("proximal", **options), flat, advantages, weights)
+    wanted = gradient(made)
+    made.drop_gradients()
+    del flat["prox_logprobs"]
+    sums = accumulate(made, spec("present", **options), flat, advantages, weights)
+    if dtype == "float32":
+        assert torch.equal(gradient(made), wanted)
+        assert sums == before
+    else:  # shards keep log-probs as float32
+        assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-6
+    if mask:
+        assert 0 < sums["masked"] < sums["tokens"]
 
 
 def test_two_halves_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 With r = exp(cur - anchor), W the token's weight and A its sample's advantage, P the policy loss of `losses.policy`:
 
     anchor proximal: l = sg[1[kept] min(exp(prox - rollout), C)] P(r, A) + kl_coef KL - entropy_coef H
+    anchor present:  the same with prox = sg[cur], which it is while nothing was updated since the step began
     anchor rollout:  l = P(r, A) + kl_coef KL - entropy_coef H
 
 and the gradient is that of sum(W l). What is kept or truncated never changes W.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +33,7 @@ def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
     """
     found = own if own is not None and ":" in spec.name else POLICY_LOSSES.get(spec.name)
     wrong = (
-        spec.anchor not in ("proximal", "rollout")
+        spec.anchor not in ("proximal", "present", "rollout")
         or (spec.kl_estimator and spec.kl_estimator not in KL_LOSSES)
         or spec.ratio_mask not in RATIO_MASKS
     )
@@ -38,8 +41,8 @@ def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             f"loss {spec.name} with anchor {spec.anchor}, KL {spec.kl_estimator or 'none'} and ratio mask "
-            f"{spec.ratio_mask or 'none'}: use {', '.join(POLICY_LOSSES)} or the topology's own, anchor proximal or "
-            f"rollout, KL {' or '.join(KL_LOSSES)}, ratio mask {', '.join(RATIO_MASKS[1:])}",
+            f"{spec.ratio_mask or 'none'}: use {', '.join(POLICY_LOSSES)} or the topology's own, anchor proximal, "
+            f"present or rollout, KL {' or '.join(KL_LOSSES)}, ratio mask {', '.join(RATIO_MASKS[1:])}",
         )
     return found
 
@@ -55,12 +58,14 @@ def token_loss(
     `masked` whether the ratio mask left it out, `entropy`, `mismatch` |anchor or cur at the first update - rollout|
     (0 for cross_entropy, whose tokens no engine sampled), `version`.
     """
+    if spec.anchor == "present":
+        data = replace(data, prox=cur.detach())
     anchor = data.rollout if spec.anchor == "rollout" else data.prox
     if anchor is None:
         raise RpcError(ErrorCode.BAD_REQUEST, "anchor proximal without prox_logprobs: run forward first")
     policy, clipped = (policy_loss or check(spec))(spec, cur, anchor, data)
     counted = torch.ones_like(clipped)
-    if spec.anchor == "proximal":
+    if spec.anchor != "rollout":
         counted = mismatch.kept(spec, anchor, data)
         policy = torch.where(counted, policy * mismatch.importance_weight(spec, anchor, data), torch.zeros_like(policy))
     policy_sum = (data.weights * policy).sum()

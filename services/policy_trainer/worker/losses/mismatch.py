@@ -1,6 +1,6 @@
 """What the difference between the engine's log-probs and the trainer's does to the policy loss. Changes no denominator.
 
-Only with `anchor: proximal`: the trainer's own log-probs of the step's start (`prox`) stand beside the engine's
+Not with `anchor: rollout`: the trainer's own log-probs of the step's start (`prox`) stand beside the engine's
 (`rollout`). Both are fixed, so nothing here carries a gradient.
 """
 
