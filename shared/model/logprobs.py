@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
+from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.model.tree import MicroBatch
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -199,8 +200,21 @@ def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logit
         "use_cache": False,
         "trees": attention.to_trees(batch, device),
     }
+    if torch.is_inference_mode_enabled() and is_plain(model):
+        return _run_plain(model, arguments, predictors, logits=logits)
     with attention.using(model, attention.NAME):
         return _outputs(model, arguments, predictors, logits=logits)
+
+
+def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
+    """The same where nobody will ask for gradients, nor compare bits with a pass that has them."""
+    decoder = PlainDecoder(model)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return attention.attend_trees(model, q, k, v, None, trees=arguments["trees"], scaling=scale)[0]
+
+    hidden = decoder.packed(arguments["input_ids"][0], arguments["position_ids"][0], attend)[predictors]
+    return decoder.logits(hidden) if logits else decoder.normed(hidden)
 
 
 def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, predictors: Tensor, *, logits: bool) -> Tensor:

@@ -7,6 +7,7 @@ Shapes: R rows, T tokens of each, N = R * T, H query heads, G key heads, D head_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,9 @@ def is_plain(model: nn.Module) -> bool:
         and rope.get("rope_type", "default") in _FIXED_ROPE
         and getattr(config, "pretraining_tp", 1) == 1
     )
+
+
+PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass
@@ -89,6 +93,19 @@ class PlainDecoder:
         hidden = self._layers(ids_RT.reshape(-1), cos_N1D, sin_N1D, lambda _, qkv: attend(qkv))
         return hidden.view(rows, length, -1), pasts
 
+    def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
+        """The pass over N packed tokens of as many texts as there are: hidden states [N, hidden].
+
+        `attend(queries, keys, values, scale)`, [1, heads, N, D] each -> [1, N, H, D]: knows which token sees which.
+        """
+        cos, sin = self.angles(int(depths_N.max()) + 1)
+
+        def attend_all(qkv_NXD: Tensor) -> Tensor:
+            q, k, v = self._split(qkv_NXD.transpose(0, 1)[None], dim=1)
+            return attend(q, k, v, self._scale).reshape(len(ids_N), -1)
+
+        return self._layers(ids_N, cos[depths_N], sin[depths_N], lambda _, qkv: attend_all(qkv))
+
     def go_on(
         self, ids_R: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, pasts: list[Past], length: int, bias_X1L: Tensor
     ) -> Tensor:
@@ -113,10 +130,14 @@ class PlainDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] of hidden states [..., hidden] before the last norm."""
-        head, model = self._model.lm_head, self._model.model
-        normed = _normed(hidden, model.norm.weight, model.norm.variance_epsilon)
-        out: Tensor = nn.functional.linear(normed, head.weight, head.bias)
+        head = self._model.lm_head
+        out: Tensor = nn.functional.linear(self.normed(hidden), head.weight, head.bias)
         return out
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the output layer takes, of hidden states before the last norm."""
+        norm = self._model.model.norm
+        return _normed(hidden, norm.weight, norm.variance_epsilon)
 
     def logprobs(self, ids_T: Tensor) -> Tensor:
         """float32 [T - 1]: of every token after the first, given those before it."""
@@ -127,7 +148,9 @@ class PlainDecoder:
     def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
         return torch.split(heads, [self._heads, self._key_heads, self._key_heads], dim)
 
-    def _layers(self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Any) -> Tensor:
+    def _layers(
+        self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
         """`attend(layer, [N, H + 2G, D]) -> [N, H * D]`."""
         model: Any = self._model.model
         x = nn.functional.embedding(ids_N, model.embed_tokens.weight)

@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.passes import ModelPasses, PlainPasses
+from shared.model import logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from tests.unit.tiny_models import ragged
 
 SIZES = {
-    "vocab_size": 40,
+    "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -50,7 +52,7 @@ def model_of(kind: str, **settings: Any) -> Any:
 def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, lengths: list[int]) -> None:
     model = model_of(kind, **MODELS[kind])
     assert is_plain(model)
-    ids = torch.randint(0, 40, (3, 6))
+    ids = torch.randint(0, 60, (3, 6))
     sides = [passes(model, 6 + 20) for passes in (ModelPasses, PlainPasses)]
     torch.testing.assert_close(*(side.begin(ids, lengths) for side in sides), atol=2e-5, rtol=0)
     for side in sides:
@@ -62,7 +64,7 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
             rows = len(kept)
             for side in sides:
                 side.keep(kept)
-        nexts = torch.randint(0, 40, (rows,))
+        nexts = torch.randint(0, 60, (rows,))
         torch.testing.assert_close(*(side.go_on(nexts) for side in sides), atol=2e-5, rtol=0)
 
 
@@ -70,9 +72,24 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
 @torch.inference_mode()
 def test_logprobs_of_a_text_are_those_of_the_models_own_modules(kind: str) -> None:
     model = model_of(kind, **MODELS[kind])
-    ids = torch.randint(0, 40, (30,))
+    ids = torch.randint(0, 60, (30,))
     wanted = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(29), ids[1:]]
     torch.testing.assert_close(PlainDecoder(model).logprobs(ids), wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("max_logits", [logprobs.MAX_LOGITS, 400])
+def test_ragged_sequences_are_scored_as_by_the_models_own_modules(
+    kind: str, max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", max_logits)
+    model = model_of(kind, **MODELS[kind])
+    ids, lengths, mask = ragged(3, tasks=4)
+    with torch.no_grad():
+        wanted, entropies = logprobs.token_logprobs(model, ids, lengths, mask, 0.8, 64, with_entropy=True)
+    with torch.inference_mode():
+        found = logprobs.token_logprobs(model, ids, lengths, mask, 0.8, 64, with_entropy=True)
+    torch.testing.assert_close(found, (wanted, entropies), atol=2e-5, rtol=0)
 
 
 @torch.inference_mode()
@@ -80,7 +97,7 @@ def test_weights_that_are_replaced_count_from_the_next_pass_on() -> None:
     model, other = model_of("qwen3", **MODELS["qwen3"]), model_of("qwen3", **MODELS["qwen3"])
     for parameter in other.parameters():
         parameter.data = parameter.data * 1.1
-    ids = torch.randint(0, 40, (2, 5))
+    ids = torch.randint(0, 60, (2, 5))
     before, wanted = (PlainPasses(each, 8).begin(ids, [5, 5]) for each in (model, other))
     for mine, given in zip(model.parameters(), other.parameters(), strict=True):
         mine.data = given.data
