@@ -38,6 +38,7 @@ from shared.dataplane.landing import MIN_BYTES as LANDING_BYTES
 from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
+from shared.dataplane.reread import Rereads
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.client import Client
@@ -103,6 +104,7 @@ class DataClient:
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
         self._landings = Landings()
+        self._rereads = Rereads()
         self._landing = threading.Lock()
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
@@ -117,6 +119,7 @@ class DataClient:
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
+        self._rereads.close()
         with self._landing:
             self._landings.close()
 
@@ -263,11 +266,12 @@ class DataClient:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]
         mapped = 0
         try:
+            whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
             for place, ats in _by_file(located).items():
-                mapping = BlockMapping(located.files[place], self._cache)
+                mapping = BlockMapping(located.files[place], self._cache, self._rereads if whole else None)
                 mapped += 1
                 index = mapping.table.index
-                if wants.keys is None:  # all of it will be read: weights, by a service that samples meanwhile
+                if whole:
                     mapping.touch(self._helper)
                 rows = [index.get((wants.tasks[at].task_id, wants.tasks[at].fence), -1) for at in ats]
                 if -1 in rows:

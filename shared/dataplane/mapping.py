@@ -20,6 +20,7 @@ import numpy as np
 from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
+from shared.dataplane.reread import Rereads
 
 CACHED_ROWS = 1 << 18
 CACHED_FILES = 1024
@@ -56,7 +57,7 @@ class TableCache:
         self._tables: OrderedDict[str, Table] = OrderedDict()
         self._rows = 0
 
-    def get(self, path: str, data: mmap.mmap) -> Table:
+    def get(self, path: str, data: mmap.mmap | Array) -> Table:
         """The table of the file at `path`, mapped as `data`. Raises WireError."""
         with self._lock:
             table = self._tables.get(path)
@@ -121,9 +122,24 @@ class MappingCache:
 class BlockMapping:
     """One mapping of one file; lives as long as this object or any array made by it."""
 
-    def __init__(self, path: str, cache: TableCache) -> None:
-        """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
-        self._data = _map_named(path, mmap.ACCESS_COPY)
+    def __init__(self, path: str, cache: TableCache, kept: Rereads | None = None) -> None:
+        """`kept`: look there first for a mapping of a file that came back under this name.
+
+        Raises FileNotFoundError when the file was collected, WireError when it is no block file.
+        """
+        self._data: mmap.mmap | Array
+        self._touched = False
+        descriptor = _open_named(path)
+        found = None
+        try:
+            found = kept.of(descriptor) if kept is not None else None
+            if found is not None:
+                self._data, self._touched = found
+            else:
+                self._data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            if found is None:
+                os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
         self._table = cache.get(path, self._data)
 
     @property
@@ -136,6 +152,8 @@ class BlockMapping:
 
     def touch(self, helper: Executor) -> None:
         """Take the page faults here and on `helper`'s thread, instead of where the arrays are read first."""
+        if self._touched:
+            return
         pages = np.frombuffer(self._data, np.uint8)[::TOUCH_BYTES]
         middle = len(pages) // 2
         other = helper.submit(pages[middle:].max)
@@ -143,7 +161,9 @@ class BlockMapping:
         other.result()
 
 
-def views(table: Table, data: mmap.mmap, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+def views(
+    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
+) -> list[dict[str, Array]]:
     """Shards in a mapped file, one dict a task (by its index), all of them or those in `keys`, without a copy."""
     picked = selection.select(table, tasks, keys)
     flat = {code: _flat(data, code) for code in set(picked.codes)}
@@ -170,7 +190,7 @@ def merged(first: dict[str, Array], second: dict[str, Array], order: Sequence[st
     return {key: both[key] for key in order if key in both} if order else both
 
 
-def _flat(data: mmap.mmap, code: int) -> Array:
+def _flat(data: mmap.mmap | Array, code: int) -> Array:
     """All of a mapping as elements of one type; slices of it keep it alive, and nothing copies."""
     dtype = dtypes.by_code(code).numpy
     whole: Array = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
@@ -178,10 +198,15 @@ def _flat(data: mmap.mmap, code: int) -> Array:
 
 
 def _map_named(path: str, access: int) -> mmap.mmap:
-    descriptor = lock_named(path, os.O_RDONLY)
-    if descriptor is None:
-        raise FileNotFoundError(path)
+    descriptor = _open_named(path)
     try:
         return mmap.mmap(descriptor, 0, access=access)
     finally:
         os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+
+
+def _open_named(path: str) -> int:
+    descriptor = lock_named(path, os.O_RDONLY)
+    if descriptor is None:
+        raise FileNotFoundError(path)
+    return descriptor

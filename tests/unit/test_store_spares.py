@@ -14,8 +14,10 @@ from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
 from services.batch_store.state import Place, StoreState, held_bytes
 from shared.dataplane import landing as landing_module
+from shared.dataplane import reread as reread_module
 from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.reread import Rereads
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -26,6 +28,7 @@ VALUES = np.arange(40_000, dtype=np.float32)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SPARE_BYTES", 1)
     monkeypatch.setattr(landing_module, "MIN_BYTES", 1)
+    monkeypatch.setattr(reread_module, "MIN_BYTES", 1)
 
 
 class Store:
@@ -189,3 +192,63 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp
     assert os.fstat(watch).st_blocks == 0  # freed although `landings` maps the file
     os.close(watch)
     landings.close()
+
+
+def read(path: str, kept: Rereads) -> np.ndarray:  # type: ignore[type-arg]
+    """The shard of a file, as a service reads weights."""
+    return BlockMapping(path, TableCache(), kept).arrays([0], None)[0]["w"]
+
+
+def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
+    return int(array.ctypes.data)
+
+
+def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path) -> None:
+    store, kept = Store(tmp_path / "s"), Rereads()
+    places = set()
+    for step in range(4):
+        found = read(store.put(f"weights/0/{step}", VALUES * step), kept)
+        assert np.array_equal(found, VALUES * step)
+        places.add(address(found))
+        store.clear(f"weights/0/{step}")
+        held = store.index.used(Place.MEMORY)
+        assert np.array_equal(found, VALUES * step)  # in use: retired, counted, lent to nobody
+        del found
+        store.reap()
+        assert store.index.used(Place.MEMORY) == held  # a spare, nobody's
+    assert len(places) == 1
+
+
+def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_reader_s_arrays(tmp_path: Path) -> None:
+    store, kept = Store(tmp_path / "s"), Rereads()
+    path = store.put("weights/0/0", VALUES)
+    first, second = read(path, kept), read(path, kept)
+    first[:] = -1
+    assert np.array_equal(second, VALUES)
+    first[123] = -1
+    del first, second
+    store.clear("weights/0/0")
+    again = store.put("weights/0/1", VALUES * 2)
+    assert np.array_equal(read(again, kept), VALUES * 2)
+
+
+def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp_path: Path) -> None:
+    store, kept = Store(tmp_path / "s"), Rereads()
+    path = store.put("weights/0/0", VALUES)
+    watch = os.open(path, os.O_RDONLY)
+    found = read(path, kept)
+    store.clear("weights/0/0")
+    for name in store.index.give_up_spares():
+        store.files.give_up_spare(name)
+    store.reap()
+    assert np.array_equal(found, VALUES)
+    assert store.index.used(Place.MEMORY)
+    del found
+    store.reap()
+    for name in store.index.give_up_spares():
+        store.files.give_up_spare(name)
+    store.reap()
+    assert store.index.used(Place.MEMORY) == 0
+    assert os.fstat(watch).st_blocks == 0
+    os.close(watch)
+    kept.close()
