@@ -9,12 +9,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_sync import Version, WeightsSync
-from shared.drill import canary_tokens, perturb
+from shared.drill import CANARY_TOKENS, SHORT_CANARY_TOKENS, canary_tokens, perturb
+from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.rpc.errors import RpcError
@@ -40,16 +42,16 @@ def trainer() -> torch.nn.Module:
     return load_model(MODEL, "float32")
 
 
-def canary(weights: Mapping[str, Array]) -> Canary:
+def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS) -> Canary:
     """As a trainer that holds `weights` makes it."""
     model = trainer()
     with torch.no_grad():
         for name, parameter in named_weights(model).items():
             parameter.copy_(to_torch(weights[name]))
-    tokens = canary_tokens(64, SEED)
+    tokens = canary_tokens(64, SEED, length)
     mask = np.ones(len(tokens), np.uint8)
     mask[0] = 0
-    with torch.inference_mode():
+    with torch.inference_mode(), FewRows():
         logprobs, _ = token_logprobs(model, tokens, np.array([len(tokens)], np.int32), mask, 1.0, 4096)
     return Canary(token_ids=tokens, logprobs=to_numpy(logprobs)[1:].copy(), tolerance=TOLERANCE)
 
@@ -120,6 +122,21 @@ def test_weights_of_another_version_than_announced_fail_the_canary() -> None:
     asyncio.run(engine.stop())
 
 
+def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() -> None:
+    """As float32 weights of `SHORT_CANARY_BYTES` and more have it: few tokens, through oneDNN's linear layers."""
+    engine = started(deterministic=False)
+    sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+    ref, weights = version(1)
+    ref = structs.replace(ref, canary=canary(weights, SHORT_CANARY_TOKENS))
+    assert asyncio.run(sync.load(ref, weights)).canary_error <= TOLERANCE
+    for name in ("model.embed_tokens.weight", SKIPPED, "model.layers.1.mlp.down_proj.weight"):
+        wrong = {**weights, name: perturb(name, weights[name], SEED)}
+        with pytest.raises(RpcError, match="canary mismatch after version 1"):
+            asyncio.run(sync.load(ref, wrong))
+        assert sync.holds == Version()
+    asyncio.run(engine.stop())
+
+
 def test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
@@ -176,13 +193,14 @@ def test_an_engine_loads_what_is_newer_or_exactly_asked_for(
     assert sync.needs(ref, exact=exact) is needed
 
 
-def test_every_parameter_of_the_model_is_seen_by_the_drill() -> None:
+@pytest.mark.parametrize(("length", "margin"), [(CANARY_TOKENS, 50), (SHORT_CANARY_TOKENS, 9)])
+def test_every_parameter_of_the_model_is_seen_by_the_drill(length: int, margin: int) -> None:
     start = base()
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
-    wanted = canary(drill)
+    wanted = canary(drill, length)
     for name in start:
-        kept = canary({**drill, name: start[name]})
-        assert np.abs(kept.logprobs - wanted.logprobs).max() > 10 * TOLERANCE, name
+        kept = canary({**drill, name: start[name]}, length)
+        assert np.abs(kept.logprobs - wanted.logprobs).max() > margin * TOLERANCE, name
 
 
 def test_weights_in_host_memory_are_taken_over_without_a_copy_and_tied_ones_stay_tied() -> None:

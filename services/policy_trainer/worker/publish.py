@@ -13,7 +13,8 @@ from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.drill import canary_length, canary_tokens, perturb
+from shared.drill import CANARY_TOKENS, canary_length, canary_tokens, perturb
+from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.rpc.errors import RpcError
@@ -38,35 +39,40 @@ class Canaries:
         """`seed`: the run's. Rank 0 computes the drill from the model directory's weights, perturbed."""
         self._backend = backend
         self._tolerance = TOLERANCE[dtype]
-        self._token_ids = canary_tokens(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
-        self._lengths = np.array([len(self._token_ids)], dtype=np.int32)
-        self._mask = np.ones(len(self._token_ids), dtype=np.uint8)
-        self._mask[0] = 0
+        self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
         self.drill_seed = seed + 1
         self.drill: Canary | None = None
         if backend.place.rank == 0:
-            self.drill = self._canary(self._perturbed(model_dir, dtype))
+            self.drill = self._drill(model_dir, dtype, _sequence(backend.vocab_size, seed, CANARY_TOKENS))
 
     def current(self) -> Canary:
         """The canary of the weights as they are now; every rank must call, the answer of rank 0 counts."""
-        return self._canary(self._backend.forward(Sequences(self._token_ids, self._lengths, self._mask), 1.0))
-
-    @torch.no_grad()
-    def _perturbed(self, model_dir: Path, dtype: str) -> Array:
-        """Log-probs of a second copy of the model, made here and forgotten: the one in training stays as it is."""
-        model = load_model(model_dir, dtype)
-        for name, tensor in named_weights(model).items():
-            tensor.copy_(to_torch(perturb(name, to_numpy(tensor), self.drill_seed)))
-        length = len(self._token_ids)
-        logprobs, _ = token_logprobs(model, self._token_ids, self._lengths, self._mask, 1.0, length)
-        return to_numpy(logprobs)
+        with FewRows():
+            logprobs = self._backend.forward(self._text, 1.0)
+        return self.of(logprobs[1:].astype(np.float32))
 
     def of(self, logprobs: Array) -> Canary:
         """The canary of a version whose log-probs (from the second token on) are known."""
-        return Canary(token_ids=self._token_ids, logprobs=logprobs, tolerance=self._tolerance)
+        return Canary(token_ids=self._text.token_ids, logprobs=logprobs, tolerance=self._tolerance)
 
-    def _canary(self, logprobs: Array) -> Canary:
-        return self.of(logprobs[1:].astype(np.float32))
+    @torch.no_grad()
+    def _drill(self, model_dir: Path, dtype: str, text: Sequences) -> Canary:
+        """Of a second copy of the model, perturbed, made here and forgotten: the one in training stays as it is.
+
+        All tokens, however large the model: the drill, which happens once, has to see each parameter by itself.
+        """
+        model = load_model(model_dir, dtype)
+        for name, tensor in named_weights(model).items():
+            tensor.copy_(to_torch(perturb(name, to_numpy(tensor), self.drill_seed)))
+        logprobs, _ = token_logprobs(model, text.token_ids, text.lengths, text.loss_mask, 1.0, len(text.token_ids))
+        expected = to_numpy(logprobs)[1:].astype(np.float32)
+        return Canary(token_ids=text.token_ids, logprobs=expected, tolerance=self._tolerance)
+
+
+def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
+    mask = np.ones(length, np.uint8)
+    mask[0] = 0  # nothing predicts the first token
+    return Sequences(canary_tokens(vocab_size, seed, length), np.array([length], np.int32), mask)
 
 
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish) -> Receipt:

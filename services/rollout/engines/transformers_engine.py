@@ -25,6 +25,7 @@ from services.rollout.engines.decode import Block, Ending, Notes
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms
+from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
@@ -211,7 +212,8 @@ class TransformersEngine:
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
-        logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
+        with FewRows():
+            logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
         self._progress += 1
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores

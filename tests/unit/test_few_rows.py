@@ -1,0 +1,52 @@
+"""Linear layers for a handful of rows: the same up to rounding, and plain passes wherever bits or gradients count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.model import few_rows
+from shared.model.few_rows import MAX_ROWS, FewRows
+
+
+def passed(layer: nn.Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of `layer` without and within the mode."""
+    with torch.no_grad():
+        plain = layer(rows)
+        with FewRows():
+            return plain, layer(rows)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the rows that took the other way."""
+    shapes: list[tuple[int, ...]] = []
+    real = few_rows._linear
+
+    def watched(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.append(tuple(rows.shape))
+        return real(rows, weight, bias)
+
+    monkeypatch.setattr(few_rows, "_linear", watched)
+    return shapes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_rows_give_the_same_up_to_rounding(bias: bool, seen: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    plain, other = passed(nn.Linear(300, 77, bias=bias), torch.randn(2, 3, 300))
+    assert seen == [(2, 3, 300)]
+    assert other.shape == plain.shape
+    assert torch.allclose(other, plain, atol=1e-5)
+
+
+def test_many_rows_other_types_and_gradients_pass_plainly(seen: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    assert torch.equal(*passed(nn.Linear(64, 8), torch.randn(MAX_ROWS + 1, 64)))
+    assert torch.equal(*passed(nn.Linear(64, 8, dtype=torch.bfloat16), torch.randn(2, 64, dtype=torch.bfloat16)))
+    layer = nn.Linear(64, 8)
+    with FewRows():
+        layer(torch.randn(2, 64)).sum().backward()
+    assert layer.weight.grad is not None
+    assert not seen
