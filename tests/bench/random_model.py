@@ -1,0 +1,43 @@
+"""Model folders of the quickstart's architecture, in any size, with random weights. Never trains one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from tests.bench.bench_quickstart import MODEL
+
+SEED = 5
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def save_random(folder: Path, **sizes: int) -> None:
+    """A model of the quickstart's architecture with random weights, float32."""
+    torch.manual_seed(SEED)
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(MODEL)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(MODEL / name, folder / name)
+
+
+def save_random_of(folder: Path, mib: int) -> None:
+    """One whose weights are about `mib` MiB, in layers."""
+    width = 1024 if mib > 256 else 512
+    layer_mib = (2 * width * 16 * 64 + 2 * width * 4 * 64 + 3 * width * 4 * width) * 4 / 2**20
+    save_random(
+        folder,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_hidden_layers=max(round(mib / layer_mib), 1),
+    )

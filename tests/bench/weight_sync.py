@@ -1,0 +1,192 @@
+"""Measures how a policy version comes from the trainer's memory into an engine's, over a real store and real messages.
+Must never time a sync whose canary did not match.
+
+    python -m tests.bench.weight_sync MODEL --times N --threads N      into a vLLM engine, as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
+from services.policy_trainer.layout import Layout
+from services.policy_trainer.worker.backend import BackendOptions
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.publish import Canaries, put_weights, weights_ref
+from services.rollout.engine import Engine
+from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.weights_sync import WeightsSync
+from shared.batch import weights_meta
+from shared.dataplane.client import DataClient
+from shared.topology.algorithm import Optimizer
+from tests.bench.bench_quickstart import BenchError
+from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
+
+SEED = 5
+WARM_UP = 5
+"""The first has the drill; from the fourth on the pages of collected versions are used again, as in a run."""
+PARTS = ("canary of the trainer", "put (beside it)", "map", "set", "proof")
+MODULE = "tests.bench.weight_sync"
+VLLM_LIMIT_S = 600.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class One:
+    """Seconds of a sync's parts, and from the first of them to the end of the last."""
+
+    parts: tuple[float, ...]
+    total: float
+
+
+@dataclass
+class Measured:
+    """Syncs of `nbytes`, and seconds of one thread's copies of as many bytes, one before each sync."""
+
+    nbytes: int
+    syncs: list[One] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+
+    def fastest(self) -> One:
+        return min(self.syncs, key=lambda one: one.total)
+
+    def median_ratio(self) -> float:
+        return statistics.median(self.copies) / statistics.median(one.total for one in self.syncs)
+
+
+class Trainer:
+    """The worker's own backend and canaries, on a compute thread as in the worker."""
+
+    def __init__(self, folder: Path, model: Path, threads: int) -> None:
+        options = BackendOptions(max_tokens=4096, threads=threads, device="cpu", scratch=folder / "scratch")
+        self.backend = TorchBackend(model, "float32", Optimizer(lr=1e-4), options, Layout(1).place(0))
+        self.canaries = Canaries(self.backend, model, "float32", SEED)
+        self._compute = ThreadPoolExecutor(1, "compute")
+        self._compute.submit(torch.set_num_threads, threads).result()
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """Another version."""
+        for value in self.backend.weights().values():
+            value.add_(1e-4)
+
+    async def publish(self, data: DataClient, request: Publish) -> tuple[WeightsRef, float, float]:
+        """As the worker's call does; and the seconds of the canary and of the put, which overlap."""
+        began = time.perf_counter()
+
+        async def timed(work: Awaitable[T]) -> tuple[T, float]:
+            return await work, time.perf_counter() - began
+
+        weights = self.backend.weights()
+        proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
+        (receipt, put_s), (canary, canary_s) = await asyncio.gather(
+            timed(put_weights(data, weights, request)), timed(proof)
+        )
+        return weights_ref(receipt, self.canaries, canary, request), canary_s, put_s
+
+
+def copier(nbytes: int) -> Callable[[], float]:
+    """Seconds of one copy of as many bytes by one thread, pages of both sides there already."""
+    source, target = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        np.copyto(target, source)
+        return time.perf_counter() - began
+
+    return seconds
+
+
+async def measure(folder: Path, model: Path, engine: Engine, times: int, threads: int) -> Measured:
+    """`times` syncs from a trainer into `engine` after the warm-up; PARTS each."""
+    trainer = Trainer(folder, model, threads)
+    measured = Measured(sum(value.nbytes for value in trainer.backend.weights().values()))
+    run = make_run(folder, memory=4 * measured.nbytes)
+    store = StoreProcess(run)
+    store.start()
+    copy = copier(measured.nbytes)
+    try:
+        await engine.start()
+        sync = WeightsSync(engine, "bench", lambda topic, values: None)
+        async with peer_of(run) as peer:
+            for step in range(WARM_UP + times):
+                trainer.change()
+                copy_s, one = copy(), await _sync(trainer, sync, peer, step)
+                if step >= WARM_UP:
+                    measured.copies.append(copy_s)
+                    measured.syncs.append(one)
+    finally:
+        await engine.stop()
+        store.stop()
+        run.remove_volatile()
+    return measured
+
+
+async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> One:
+    began = time.perf_counter()
+    request = Publish(driver=1, order=step + 1, step=step, lineage=0, store=STORE, fence=1)
+    ref, canary_s, put_s = await trainer.publish(peer.data, request)
+    published = time.perf_counter()
+    (weights,) = await peer.data.fetch(weights_meta(ref), (), deadline_s=60)
+    mapped = time.perf_counter()
+    await sync.place(ref, weights)
+    placed = time.perf_counter()
+    await sync.prove()
+    ended = time.perf_counter()
+    del weights
+    if step:  # as the scheduler does with a version that no one can name any more
+        await peer.store.call(Clear(tasks=[PutTask(f"weights/0/{step - 1}", 1)]), Ack, deadline_s=60)
+    return One((canary_s, put_s, mapped - published, placed - mapped, ended - placed), ended - began)
+
+
+def measure_transformers(model: Path, times: int, threads: int) -> Measured:
+    """Into the embedded engine."""
+    engine = TransformersEngine(model=model, dtype="float32", threads=threads, deterministic=False)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        return asyncio.run(measure(Path(folder), model, engine, times, threads))
+
+
+def measure_vllm(model: Path, times: int, threads: int) -> Measured:
+    """Into a vLLM engine, in a process of its own, which vLLM patches. Raises BenchError."""
+    command = [sys.executable, "-m", MODULE, str(model), "--times", str(times), "--threads", str(threads)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=VLLM_LIMIT_S, check=False)
+    if done.returncode:
+        raise BenchError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-2000:]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    syncs = [One(tuple(one["parts"]), one["total"]) for one in answer["syncs"]]
+    return Measured(answer["nbytes"], syncs, answer["copies"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Syncs into a vLLM engine, as JSON.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--times", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    args = parser.parse_args()
+    arguments = {"max_model_len": 128, "max_num_seqs": 8}
+    engine = VllmEngine(
+        model=args.model, dtype="float32", threads=args.threads, deterministic=False, engine_args=arguments
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        measured = asyncio.run(measure(Path(folder), args.model, engine, args.times, args.threads))
+    print(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    main()
