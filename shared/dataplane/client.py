@@ -104,7 +104,7 @@ class DataClient:
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
         self._landings = Landings()
-        self._rereads = Rereads()
+        self._rereads = Rereads(self._helper)
         self._landing = threading.Lock()
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),

@@ -2,8 +2,8 @@
 never give out one that is in use or that was written to, nor read through one whose file it has not locked.
 
 A store lends the pages of a collected file of the same size to the next put. A new mapping of them costs a page fault
-for each 64 KiB, and taking the old one away as much again; one that is kept costs neither. What is kept pins nothing
-and holds no lock: a store truncates such a file before it deletes it.
+for each 64 KiB, and taking the old one away as much again; one that is kept costs a look at its pages. What is kept
+pins nothing and holds no lock: a store truncates such a file before it deletes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,9 @@ class _Lease:
 class Rereads:
     """One a process. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, helper: Executor) -> None:
+        """`helper`: a second thread, which looks at half of the pages."""
+        self._helper = helper
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], _Kept] = {}
 
@@ -75,7 +78,7 @@ class Rereads:
             kept = self._kept.get(key)
             if kept is not None and kept.in_use:
                 return None
-            again = kept is not None and len(kept.data) == status.st_size and _unwritten(kept)
+            again = kept is not None and len(kept.data) == status.st_size and _unwritten(kept, self._helper)
             if kept is None or not again:
                 self._drop(key)
                 kept = self._kept[key] = _map(locked)
@@ -113,13 +116,20 @@ def _map(locked: int) -> _Kept:
     return _Kept(data, unlocked, np.frombuffer(data, np.uint8).ctypes.data)
 
 
-def _unwritten(kept: _Kept) -> bool:
+def _unwritten(kept: _Kept, helper: Executor) -> bool:
     """Whether all pages are still the file's: one that was written to is a copy, which later versions never reach."""
-    pages = -(-len(kept.data) // mmap.PAGESIZE)
+    first, pages = kept.address // mmap.PAGESIZE, -(-len(kept.data) // mmap.PAGESIZE)
+    other = helper.submit(_of_file, first + pages // 2, pages - pages // 2)
+    mine = _of_file(first, pages // 2)
+    return other.result() and mine
+
+
+def _of_file(first: int, pages: int) -> bool:
+    """Of so many pages from number `first` on. False where a container does not show it."""
     try:
         with open(_PAGEMAP, "rb", buffering=0) as file:
-            read = os.pread(file.fileno(), pages * _ENTRY_BYTES, kept.address // mmap.PAGESIZE * _ENTRY_BYTES)
-    except OSError:  # not every container shows it
+            read = os.pread(file.fileno(), pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
+    except OSError:
         return False
     entries = np.frombuffer(read, np.uint64)
     copied = (entries & (_PRESENT | _SWAPPED) != 0) & (entries & _OF_FILE == 0)

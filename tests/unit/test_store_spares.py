@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +196,13 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp
     landings.close()
 
 
+@pytest.fixture
+def kept() -> Iterator[Rereads]:
+    """A reader's mappings."""
+    with ThreadPoolExecutor(1) as helper:
+        yield Rereads(helper)
+
+
 def read(path: str, kept: Rereads) -> np.ndarray:  # type: ignore[type-arg]
     """The shard of a file, as a service reads weights."""
     return BlockMapping(path, TableCache(), kept).arrays([0], None)[0]["w"]
@@ -203,8 +212,8 @@ def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
     return int(array.ctypes.data)
 
 
-def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path) -> None:
-    store, kept = Store(tmp_path / "s"), Rereads()
+def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path, kept: Rereads) -> None:
+    store = Store(tmp_path / "s")
     places = set()
     for step in range(4):
         found = read(store.put(f"weights/0/{step}", VALUES * step), kept)
@@ -219,8 +228,8 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
     assert len(places) == 1
 
 
-def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_reader_s_arrays(tmp_path: Path) -> None:
-    store, kept = Store(tmp_path / "s"), Rereads()
+def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_array(tmp_path: Path, kept: Rereads) -> None:
+    store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     first, second = read(path, kept), read(path, kept)
     first[:] = -1
@@ -232,8 +241,8 @@ def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_reader_s_arr
     assert np.array_equal(read(again, kept), VALUES * 2)
 
 
-def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp_path: Path) -> None:
-    store, kept = Store(tmp_path / "s"), Rereads()
+def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path: Path, kept: Rereads) -> None:
+    store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     watch = os.open(path, os.O_RDONLY)
     found = read(path, kept)
