@@ -64,7 +64,7 @@ class TableCache:
             if table is not None:
                 self._tables.move_to_end(path)
                 return table
-        with memoryview(data) as view:
+        with memoryview(data if isinstance(data, mmap.mmap) else data.data) as view:
             table = blockfile.parse(view, len(data))
         with self._lock:
             if path not in self._tables:

@@ -47,5 +47,5 @@ def _suits(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         and weight.is_contiguous()
         and 0 < rows.numel() <= MAX_ROWS * rows.shape[-1]
         and not torch.is_grad_enabled()
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
