@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.drill import ZERO_SCALE, canary_tokens, perturb
+from shared.drill import (
+    CANARY_TOKENS,
+    SHORT_CANARY_BYTES,
+    SHORT_CANARY_TOKENS,
+    ZERO_SCALE,
+    canary_length,
+    canary_tokens,
+    perturb,
+)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
@@ -50,3 +58,10 @@ def test_canary_tokens_are_fixed_and_inside_the_vocabulary() -> None:
     assert np.array_equal(tokens, canary_tokens(64, 5))
     assert not np.array_equal(tokens, canary_tokens(64, 6))
     assert 0 <= tokens.min() <= tokens.max() < 64
+
+
+def test_only_canaries_of_large_float32_weights_are_short() -> None:
+    large = SHORT_CANARY_BYTES // 4
+    assert canary_length(large, "float32") == SHORT_CANARY_TOKENS
+    assert canary_length(large - 1, "float32") == CANARY_TOKENS
+    assert canary_length(100 * large, "bfloat16") == CANARY_TOKENS  # a wide tolerance needs them
