@@ -35,6 +35,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,35 +158,31 @@ class Layout:
             raise WireError(f"block file of {len(tasks)} tasks: 1..{MAX_TASKS} fit; put in parts")
         keys: dict[str, int] = {}
         seen: set[str] = set()
+        by_keys: dict[tuple[str, ...], list[int]] = {}
         numbers: list[int] = []
-        codes: list[int] = []
-        dims: list[int] = []
         self.arrays: list[Array] = []
         """What goes where `offsets` says, in row order."""
-        known_codes: dict[np.dtype[Any], int] = {}
         for task_id, fence, shards in tasks:
             if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
                 raise WireError(
                     f"task {task_id} with fence {fence}, {len(shards)} shards: once a file, fence >= 0, shards > 0"
                 )
             seen.add(task_id)
-            for key, array in shards.items():
-                number = keys.get(key)
-                if number is None:
-                    number = keys[check_key(key)] = len(keys)
-                code = known_codes.get(array.dtype)
-                if code is None:
-                    code = known_codes[array.dtype] = dtypes.by_numpy(array.dtype).code
-                numbers.append(number)
-                codes.append(code)
-                dims.extend(array.shape)
-                self.arrays.append(array)
+            names = tuple(shards)
+            if names not in by_keys:
+                by_keys[names] = [keys.setdefault(check_key(key), len(keys)) for key in names]
+            numbers.extend(by_keys[names])
+            self.arrays.extend(shards.values())
         if len(numbers) > MAX_ROWS:
             raise WireError(f"block file of {len(numbers)} shards: limit is {MAX_ROWS}; put in parts")
+        types = [array.dtype for array in self.arrays]
+        codes = {dtype: dtypes.by_numpy(dtype).code for dtype in dict.fromkeys(types)}
+        shapes = [array.shape for array in self.arrays]
+        dims = list(chain.from_iterable(shapes))
         self._rows = np.zeros(len(numbers), _ROW)
         self._rows["key"] = numbers
-        self._rows["dtype"] = codes
-        self._rows["ndim"] = [array.ndim for array in self.arrays]
+        self._rows["dtype"] = [codes[dtype] for dtype in types]
+        self._rows["ndim"] = [len(shape) for shape in shapes]
         self._rows["nbytes"] = [array.nbytes for array in self.arrays]
         self._dims = np.array(dims, _U64)
         self._fences = np.array([fence for _, fence, _ in tasks], _U64)
@@ -200,10 +197,22 @@ class Layout:
             + len(self._key_names)
         )
         sizes = self._rows["nbytes"]
-        if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or not _dims_ok(self._rows, self._dims):
+        # only of an empty array can the dimensions be larger than its bytes say
+        empty = not sizes.all()
+        if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (empty and not _dims_ok(self._rows, self._dims)):
             raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
         self._rows["offset"], self.file_bytes = _canonical(sizes, HEADER_BYTES + self.table_bytes)
         self.offsets: list[int] = self._rows["offset"].tolist()
+
+    def sums(self, checksums: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Content hash and bytes of every task, once the checksum of every row is known."""
+        ends = np.cumsum(self._counts, dtype=np.int64)
+        packed = np.array(checksums, _U64).tobytes()
+        digests = [
+            xxhash.xxh3_64_intdigest(packed[8 * (end - count) : 8 * end])
+            for end, count in zip(ends.tolist(), self._counts.tolist(), strict=True)
+        ]
+        return digests, np.add.reduceat(self._rows["nbytes"], ends - self._counts).tolist()
 
     def head(self, checksums: Sequence[int]) -> bytes:
         """Header and table, once the checksum of every row is known."""

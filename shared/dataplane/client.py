@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import xxhash
+import numpy as np
 
 from proto.blockfile import Layout
 from proto.errors import WireError
+from proto.limits import MAX_NDIM
 from proto.messages import (
     BatchMeta,
     ErrorCode,
@@ -46,6 +47,8 @@ from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name
 
 LOCATE_TASKS = 16384
+_PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
+"""What most shards are; the rest is looked at one by one."""
 FULL_RETRY_S = 0.5
 
 
@@ -156,7 +159,7 @@ class DataClient:
                 continue  # the store restarted and threw the unsealed file away
             finally:
                 os.close(descriptor)
-            return await loop.run_in_executor(self._threads, _receipts, tasks, checksums, store)
+            return await loop.run_in_executor(self._threads, _receipts, tasks, layout, checksums, store)
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
@@ -316,16 +319,24 @@ def _plan(tasks: Sequence[TaskShards]) -> Layout:
 
 def _writable(task: TaskShards) -> dict[str, Array]:
     """The shards as they are written. Raises WireError naming the one that cannot be."""
-    found: dict[str, Array] = {}
-    for key, array in task.shards.items():
-        where = f"{task.task_id}#{key}"
-        if not hasattr(array, "dtype"):
-            raise WireError(f"{where} is a {type(array).__name__}: shards are arrays; leave out what there is none of")
-        try:
-            found[key] = as_wire(array)
-        except WireError as error:
-            raise WireError(f"{where}: {error}") from None
-    return found
+    return {
+        key: array
+        if isinstance(array, np.ndarray)
+        and array.dtype in _PLAIN
+        and array.flags.c_contiguous
+        and array.ndim <= MAX_NDIM
+        else _as_wire(array, f"{task.task_id}#{key}")
+        for key, array in task.shards.items()
+    }
+
+
+def _as_wire(array: Array, where: str) -> Array:
+    if not hasattr(array, "dtype"):
+        raise WireError(f"{where} is a {type(array).__name__}: shards are arrays; leave out what there is none of")
+    try:
+        return as_wire(array)
+    except WireError as error:
+        raise WireError(f"{where}: {error}") from None
 
 
 def _close_result(work: asyncio.Future[tuple[int, list[int]] | None]) -> None:
@@ -336,16 +347,11 @@ def _close_result(work: asyncio.Future[tuple[int, list[int]] | None]) -> None:
             os.close(written[0])
 
 
-def _receipts(tasks: Sequence[TaskShards], checksums: list[int], store: str) -> list[Receipt]:
-    receipts: list[Receipt] = []
-    at = 0
-    for task in tasks:
-        mine = checksums[at : at + len(task.shards)]
-        at += len(task.shards)
-        packed = b"".join(digest.to_bytes(8, "little") for digest in mine)
-        nbytes = sum(array.nbytes for array in task.shards.values())
-        receipts.append(Receipt(task.task_id, task.fence, store, xxhash.xxh3_64_intdigest(packed), nbytes))
-    return receipts
+def _receipts(tasks: Sequence[TaskShards], layout: Layout, checksums: list[int], store: str) -> list[Receipt]:
+    return [
+        Receipt(task.task_id, task.fence, store, digest, nbytes)
+        for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)
+    ]
 
 
 def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
