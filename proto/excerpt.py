@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,8 +21,7 @@ from proto.tensors import Array
 _EMPTY = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """One task to take: its index in each table (by number) that holds shards of it; earlier tables come first."""
 
     task_id: str
@@ -71,8 +72,13 @@ def make(tables: Sequence[Table], picks: Sequence[Pick], keys: Sequence[str], ma
     counts = np.bincount(pick_of[order], minlength=len(picks))
     if (counts != len(keys)).any() if keys else (counts == 0).any():
         return None
-    order, covered = _cut(tables, order, file_of, row_of, pick_of, len(picks), max_bytes)
-    return _assemble(tables, picks[:covered], names, file_of[order], row_of[order], key_of[order], counts[:covered])
+    rows = _take(tables, file_of[order], row_of[order])
+    covered = _cut(rows, pick_of[order], len(picks), max_bytes)
+    kept = np.flatnonzero(pick_of[order] < covered)
+    order = order[kept]
+    return _assemble(
+        tables, picks[:covered], names, file_of[order], row_of[order], rows[kept], key_of[order], counts[:covered]
+    )
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
@@ -97,8 +103,7 @@ def _rows(tables: Sequence[Table], picks: Sequence[Pick]) -> tuple[Array, Array,
     numbers, tasks = np.array(places, np.int64).reshape(-1, 2).T
     owner = np.repeat(np.arange(len(picks)), [len(pick.places) for pick in picks])
     begins, counts = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
-    for number in np.unique(numbers).tolist():
-        mine = numbers == number
+    for number, mine in _by_file(numbers):
         starts = tables[number]._starts
         begins[mine] = starts[tasks[mine]]
         counts[mine] = starts[tasks[mine] + 1] - begins[mine]
@@ -109,34 +114,32 @@ def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, 
     """Place of each row's key in `names`, -1 for others."""
     place = {name: at for at, name in enumerate(names)}
     found = np.full(len(row_of), -1, np.int64)
-    for number in np.unique(file_of).tolist():
+    for number, mine in _by_file(file_of):
         translate = np.array([place.get(key, -1) for key in tables[number].keys], np.int64)
-        mine = file_of == number
         found[mine] = translate[tables[number]._rows["key"][row_of[mine]]]
     return found
 
 
 def _take(tables: Sequence[Table], file_of: Array, row_of: Array) -> Array:
     rows: Array = np.empty(len(row_of), blockfile._ROW)
-    for number in np.unique(file_of).tolist():
-        mine = file_of == number
+    for number, mine in _by_file(file_of):
         rows[mine] = tables[number]._rows[row_of[mine]]
     return rows
 
 
-def _cut(
-    tables: Sequence[Table],
-    order: Array,
-    file_of: Array,
-    row_of: Array,
-    pick_of: Array,
-    picks: int,
-    max_bytes: int,
-) -> tuple[Array, int]:
-    sizes = _take(tables, file_of[order], row_of[order])["nbytes"].astype(np.float64)
-    by_pick = np.cumsum(np.bincount(pick_of[order], weights=sizes, minlength=picks))
-    covered = max(1, int(np.searchsorted(by_pick, max_bytes, side="right")))
-    return order[pick_of[order] < covered], covered
+def _by_file(file_of: Array) -> list[tuple[int, slice | Array]]:
+    """Each file and where it stands; as slices when the files come one after the other, as they mostly do."""
+    begins = np.concatenate(([0], np.flatnonzero(np.diff(file_of)) + 1, [len(file_of)])).tolist()
+    numbers = file_of[begins[:-1]].tolist() if len(file_of) else []
+    if len(set(numbers)) == len(numbers):
+        return [(number, slice(*each)) for number, each in zip(numbers, pairwise(begins), strict=True)]
+    return [(number, np.flatnonzero(file_of == number)) for number in dict.fromkeys(numbers)]
+
+
+def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:
+    """How many picks fit."""
+    by_pick = np.cumsum(np.bincount(pick_of, weights=rows["nbytes"].astype(np.float64), minlength=picks))
+    return max(1, int(np.searchsorted(by_pick, max_bytes, side="right")))
 
 
 def _assemble(
@@ -145,14 +148,13 @@ def _assemble(
     names: list[str],
     file_of: Array,
     row_of: Array,
+    rows: Array,
     key_of: Array,
     counts: Array,
 ) -> Excerpt:
-    rows = _take(tables, file_of, row_of)
     dims = np.empty(int(rows["ndim"].sum(dtype=np.int64)), blockfile._U64)
     ends = np.cumsum(rows["ndim"], dtype=np.int64)
-    for number in np.unique(file_of).tolist():
-        mine = file_of == number
+    for number, mine in _by_file(file_of):
         ndim = rows["ndim"][mine].astype(np.int64)
         source = _spread(tables[number]._dims_starts[row_of[mine]], ndim)
         dims[_spread(ends[mine] - ndim, ndim)] = tables[number]._dims[source]

@@ -77,8 +77,9 @@ def pin(
     """
     mappings = [cache.get(path) for path in located.files]
     tables = [mapping.table for mapping in mappings]
+    indices = [table.index for table in tables]
     picks = [
-        Pick(task.task_id, task.fence, [(place, tables[place].index[task.task_id, task.fence]) for place in places])
+        Pick(task.task_id, task.fence, [(place, indices[place][task.task_id, task.fence]) for place in places])
         for task, places in zip(tasks, located.places, strict=True)
     ]
     made = excerpt.make(tables, picks, keys, max_bytes)
