@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
 from proto.errors import WireError
 from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, StreamOpened
 from proto.tensors import Array
-from shared.dataplane.mapping import merged
 from shared.dataplane.stream_arrival import Arrival, Arrived
 from shared.dataplane.stream_cache import StreamCache
+from shared.dataplane.stream_copies import Copies, Held
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
 from shared.rpc.client import Client
@@ -41,9 +40,6 @@ WATCH_S = 20.0
 CORRUPT_TRIES = 3
 AGAIN_S = 0.05
 """Between a lost stream and its next life: who makes streams get lost must not make us spin."""
-
-Held = tuple[Arrived, tuple[str, ...]]
-"""Some keys of what arrived; no keys: all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +117,7 @@ class StreamReader:
         """
         client = self._client_of(store)
         await self._learn_cleared(store, client, deadline)
-        copies = _Copies(self._threads)
+        copies = Copies(self._threads)
         by_source: dict[Held, list[int]] = {}
         lacking: Sequence[int] = range(len(tasks))
         while lacking:
@@ -154,7 +150,7 @@ class StreamReader:
         tasks: Sequence[PutTask],
         keys: tuple[str, ...],
         lacking: Iterable[int],
-        copies: _Copies,
+        copies: Copies,
     ) -> set[Load]:
         """Start to fetch what is neither here nor under way; returns the loads begun."""
         groups: dict[tuple[str, ...], dict[tuple[str, int], PutTask]] = {}
@@ -355,54 +351,8 @@ class StreamReader:
             self._watchers.pop(store, None)
 
 
-class _Copies:
-    """Makes the arrays of one fetch, of each stream while the next ones are under way."""
-
-    def __init__(self, threads: Executor) -> None:
-        self._threads = threads
-        self._whole: dict[Held, asyncio.Future[list[dict[str, Array]]]] = {}
-
-    def begin(self, arrived: Arrived, keys: tuple[str, ...]) -> None:
-        """All of `arrived` will be wanted."""
-        loop = asyncio.get_running_loop()
-        self._whole[arrived, keys] = made = loop.run_in_executor(
-            self._threads, _views, arrived, range(len(arrived.table.task_ids)), keys
-        )
-        made.add_done_callback(_seen)
-
-    async def arrays(
-        self, tasks: Sequence[PutTask], order: tuple[str, ...], by_source: dict[Held, list[int]]
-    ) -> list[dict[str, Array]]:
-        """One dict a task, with keys in that order; `by_source`: places in `tasks` of what each source has."""
-        whole = {held: await made for held, made in self._whole.items() if held in by_source}
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, _assemble, tasks, order, by_source, whole
-        )
-
-
-def _views(arrived: Arrived, rows: Sequence[int], keys: tuple[str, ...]) -> list[dict[str, Array]]:
-    return arrived.copy().arrays(rows, keys or None)
-
-
-def _assemble(
-    tasks: Sequence[PutTask],
-    order: tuple[str, ...],
-    by_source: dict[Held, list[int]],
-    whole: dict[Held, list[dict[str, Array]]],
-) -> list[dict[str, Array]]:
-    found: list[dict[str, Array]] = [{} for _ in tasks]
-    for (arrived, keys), ats in by_source.items():
-        index = arrived.table.index
-        rows = [index[tasks[at].task_id, tasks[at].fence] for at in ats]
-        made = whole.get((arrived, keys))
-        each = _views(arrived, rows, keys) if made is None else [made[row] for row in rows]
-        for at, arrays in zip(ats, each, strict=True):
-            found[at] = merged(found[at], arrays, order) if found[at] else arrays
-    return found
-
-
-def _seen(work: asyncio.Future[Any]) -> None:
-    """Whoever began the work reports its failure; if they left, nobody needs to."""
+def _seen(work: asyncio.Task[None]) -> None:
+    """Whoever began the load reports its failure; if they left, nobody needs to."""
     if not work.cancelled():
         work.exception()
 
