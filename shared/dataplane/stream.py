@@ -18,7 +18,7 @@ from proto.errors import WireError
 from proto.messages import Cleared, ErrorCode, GetCleared, OpenStream, PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.stream_arrival import Arrival, Arrived
-from shared.dataplane.stream_cache import StreamCache
+from shared.dataplane.stream_cache import Source, StreamCache
 from shared.dataplane.stream_copies import Copies, Held
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
@@ -130,14 +130,12 @@ class StreamReader:
             await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
             again: list[int] = []
             for at, each in zip(lacking, found, strict=True):
-                task = tasks[at]
-                here = [(where.where(task) if isinstance(where, Load) else where, part) for where, part in each]
-                if all(arrived is not None for arrived, _ in here):
-                    for arrived, part in here:
-                        if arrived is not None:
-                            by_source.setdefault((arrived, part), []).append(at)
-                else:  # that load failed, for reasons of its own: fetch this task ourselves
+                here = _placed(tasks[at], each)
+                if here is None:  # that load failed, for reasons of its own: fetch this task ourselves
                     again.append(at)
+                    continue
+                for held in here:
+                    by_source.setdefault(held, []).append(at)
             lacking = again
         return await copies.arrays(tasks, keys, by_source)
 
@@ -349,6 +347,17 @@ class StreamReader:
                     self.cache.drop_store(store)
         finally:
             self._watchers.pop(store, None)
+
+
+def _placed(task: PutTask, sources: Sequence[Source]) -> list[Held] | None:
+    """Where what a task needs arrived; None: some of it has not."""
+    here: list[Held] = []
+    for where, keys in sources:
+        arrived = where.where(task) if isinstance(where, Load) else where
+        if arrived is None:
+            return None
+        here.append((arrived, keys))
+    return here
 
 
 def _seen(work: asyncio.Task[None]) -> None:
