@@ -53,7 +53,6 @@ class BulkLine:
                 else:
                     got = self.socket.recv_into(self._packed[self._packed_have :])
             except BlockingIOError:
-                self._sleep_until(min(left, _LOW_BYTES) or 1)
                 break
             if not got:
                 return -1
@@ -66,6 +65,7 @@ class BulkLine:
                 self._begin(room)
                 if self._head is not None and not self._head.nbytes:
                     self._deliver(on_message)
+        self._sleep_until(min(len(self._body) - self._body_have, _LOW_BYTES) or 1)
         return taken
 
     def discard(self) -> None:

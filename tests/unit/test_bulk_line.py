@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +74,38 @@ def test_messages_come_whole_however_the_bytes_are_cut(sizes: list[int], cuts: l
         assert all(bytes(ends.rooms[index]) == payloads[index] for index in ends.rooms)
     finally:
         ends.close()
+
+
+def test_rest_of_a_payload_wakes_its_reader_once_it_is_worth_it_or_all_there() -> None:
+    listener, endpoint = listen("tcp://127.0.0.1:*")
+    near = connect(endpoint)
+    far, _ = listener.accept()
+    line, got = BulkLine(near, 1 << 20), []
+    payloads = [bytes([index]) * size for index, size in enumerate((700_000, 0, 100, 300_000, 5))]
+
+    def receive() -> int:
+        return line.receive(lambda head: None, lambda head, packed, payload: got.append(bytes(payload)), 100_000)
+
+    def wakes(limit_s: float) -> bool:
+        return bool(select.select([near], [], [], limit_s)[0])
+
+    try:
+        data = b"".join(chunk(index, payload) for index, payload in enumerate(payloads))
+        far.sendall(data[:1000])
+        assert wakes(5)
+        assert receive() == 1000
+        far.sendall(data[1000:200_000])
+        assert not wakes(0.05)  # not worth it
+        sender = threading.Thread(target=far.sendall, args=(data[200_000:],))
+        sender.start()
+        while len(got) < len(payloads):
+            assert wakes(5)
+            assert receive() > 0
+        sender.join()
+        assert got == payloads
+    finally:
+        for each in (listener, near, far):
+            each.close()
 
 
 def test_payload_that_does_not_fit_its_place_ends_the_line_before_it_is_written(ends: Ends) -> None:
