@@ -17,7 +17,7 @@ from proto import blockfile, dtypes
 from proto.blockfile import Layout, Table
 from proto.errors import WireError
 from proto.tensors import Array, checksum
-from shared.dataplane import write
+from shared.dataplane import client, write
 from shared.dataplane.write import write_block
 
 ROW_AT = 64 + 2 * 8 + 3 * 8
@@ -107,6 +107,16 @@ def test_content_hash_is_over_the_checksums_in_put_order(tmp_path: Path) -> None
     a = np.arange(5, dtype=np.int32)
     packed = b"".join(checksum(x).to_bytes(8, "little") for x in (a, a.astype(np.float64)))
     assert table.content_hash(0) == xxhash.xxh3_64_intdigest(packed)
+    layout = Layout([("train/0/1", 3, {"a": a, "b": a.astype(np.float64)}), ("train/0/2", 4, {"a": a[:0]})])
+    sums = [checksum(array) for array in layout.arrays]
+    assert layout.sums(sums) == ([table.content_hash(task) for task in (0, 1)], [60, 0])
+
+
+def test_what_no_reader_would_take_is_not_put() -> None:
+    with pytest.raises(WireError, match="dimensions"):  # no bytes, and yet more than a file may have
+        Layout([("train/0/1", 1, {"a": np.empty((0, 1 << 60), np.int8)})])
+    with pytest.raises(WireError, match="train/0/1#deep: tensor of 9 dimensions"):
+        client._plan([client.TaskShards("train/0/1", 1, {"a": np.zeros(1), "deep": np.zeros((1,) * 9, np.int32)})])
 
 
 @pytest.mark.parametrize(
