@@ -20,9 +20,9 @@ from proto import messages
 from proto.messages import BatchMeta, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.batches import WEIGHTS
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.merging import merged
 from services.policy_trainer.slicing import imbalance, slice_batch
+from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.layout import Layout
+from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.topology import Topology
 

@@ -18,8 +18,8 @@ import psutil
 from proto.messages import BatchMeta, BatchPart, LossSpec, TaskHandle
 from proto.tensors import Array
 from services.policy_trainer.batches import weighed
-from services.policy_trainer.layout import Layout
 from shared.dataplane.client import TaskShards
+from shared.ranks.layout import Layout
 from shared.rundir import RunDir
 from shared.stages import ROLLOUT
 from tests.integration.store_process import REPOSITORY, STORE

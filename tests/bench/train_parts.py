@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from proto.messages import LossSpec
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import logprobs
+from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 
 ROUNDS = 3

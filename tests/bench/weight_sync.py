@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.publish import Canaries, put_weights, weights_ref
@@ -34,6 +33,7 @@ from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.weights_sync import WeightsSync
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
+from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from tests.bench.bench_quickstart import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of

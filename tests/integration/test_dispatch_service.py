@@ -13,7 +13,7 @@ import pytest
 
 from proto.messages import ErrorCode, Ping, Pong
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.layout import Layout
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, STORE

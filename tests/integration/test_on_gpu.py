@@ -15,7 +15,6 @@ import torch
 
 from proto.messages import LossSpec
 from proto.tensors import Array
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
@@ -24,6 +23,7 @@ from services.reference.scorer import Scorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.devices import ENGINE, WEIGHTS
+from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from tests.unit.rollout_engine import sampling
 from tests.unit.tiny_models import make_model, ragged

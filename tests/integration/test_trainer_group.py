@@ -15,9 +15,9 @@ import pytest
 from proto.messages import TaskHandle
 from proto.tensors import Array
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
-from services.policy_trainer.layout import Layout
 from shared.actor.service import PEER_LOST_STATUS
 from shared.batch import Batch
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.store_process import STORE

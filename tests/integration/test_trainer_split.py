@@ -9,7 +9,7 @@ import pytest
 
 from proto.messages import LossSpec
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.layout import Layout
+from shared.ranks.layout import Layout
 from shared.rundir import RunDir
 from tests.integration.store_process import STORE
 from tests.integration.test_trainer_worker import Bench, bench_of, run

@@ -32,9 +32,9 @@ from proto.messages import (
 from proto.tensors import Array
 from services.policy_trainer.batches import weighed
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
-from services.policy_trainer.layout import Layout
 from shared.batch import Batch
 from shared.dataplane.client import DataClient, TaskShards
+from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name

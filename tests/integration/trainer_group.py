@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.layout import Layout
+from shared.ranks.layout import Layout
 from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, StoreProcess
 from tests.integration.test_trainer_worker import Bench

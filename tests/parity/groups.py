@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.sums import add_up
+from shared.ranks.layout import Layout
 
 SUM = "sum/"
 LIMIT_S = 240.0
@@ -71,7 +71,7 @@ def _server() -> ForkServerContext:
 def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: int) -> None:
     import torch.distributed as dist
 
-    from services.policy_trainer.worker.mesh import open_group
+    from shared.ranks.process_group import open_group
 
     with (Path(folder) / f"rank-{rank}.txt").open("wb", buffering=0) as output:
         os.dup2(output.fileno(), sys.__stdout__.fileno())

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from proto.tensors import Array
-from services.policy_trainer.layout import Place
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
+from shared.ranks.layout import Place
 from shared.topology.algorithm import Optimizer
 from tests.unit.tiny_models import make_model
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.policy_trainer.layout import Layout, Place
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of

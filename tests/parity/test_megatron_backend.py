@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.policy_trainer.layout import Layout, Place
 from services.policy_trainer.worker.backend import LocalScores, Sequences, State
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
-from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
 from services.policy_trainer.worker.residency import PARTS
+from shared.megatron.cpu_shims import megatron_device
+from shared.ranks.layout import Layout, Place
 from shared.rpc.errors import RpcError
 from tests.parity.gradient_cases import Case, cases
 from tests.parity.groups import run_group
@@ -101,7 +101,7 @@ def what_is_wrong_is_refused(model: Path, place: Place) -> None:
 def a_head_in_blocks_changes_nothing(model: Path, place: Place, folder: Path) -> None:
     gradients = []
     for limit in (1 << 26, 200):
-        with patch("services.policy_trainer.worker.megatron.model.MAX_LOGITS", limit), megatron_device():
+        with patch("shared.megatron.model.MAX_LOGITS", limit), megatron_device():
             backend = megatron(model, place)
             back(backend, next(cases()))
             backend._trained.reduce()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.policy_trainer.layout import Layout, Place
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
-from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
+from shared.megatron.cpu_shims import megatron_device
+from shared.ranks.layout import Layout, Place
 from tests.parity.gradient_cases import RUNS, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.parity.megatron_models import alone, megatron, save

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.policy_trainer.layout import Layout, Place
+from shared.ranks.layout import Layout, Place
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, hf_model, megatron, plain_distributions, save
 

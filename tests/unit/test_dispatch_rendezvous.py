@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proto.messages import Meet, Met
-from services.policy_trainer.worker.rendezvous import END, JOIN, Rendezvous
+from shared.ranks.rendezvous import END, JOIN, Rendezvous
 from shared.rpc.errors import RpcError
 
 GENERATION = 77
@@ -14,7 +14,8 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.rendezvous = Rendezvous(size, GENERATION, deadline_s=5.0)
+        names = [f"policy-trainer-worker/{rank}" for rank in range(size)]
+        self.rendezvous = Rendezvous(names, GENERATION, deadline_s=5.0)
         self.answers: dict[tuple[int, str], list[Met | RpcError]] = {}
 
     def come(self, rank: int, name: str, *, failure: str = "", now: float = 0.0, generation: int = GENERATION) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from services.policy_trainer.layout import Layout
-from services.policy_trainer.worker.megatron import architecture
-from services.policy_trainer.worker.megatron.converter import Converter, Weight
+from shared.megatron import architecture
+from shared.megatron.converter import Converter, Weight
 from shared.model.load import named_weights
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from tests.unit.tiny_models import SIZES, make_model
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto.messages import BatchMeta, TaskHandle
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.slicing import imbalance, longest_first, slice_batch
+from shared.ranks.layout import Layout
 
 SIZES = st.lists(st.integers(0, 5000), max_size=60)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from proto.messages import LossSpec
 from proto.tensors import Array
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.samples import trained
+from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 
 

@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from services.policy_trainer.layout import Place
 from services.policy_trainer.worker.residency import Part
 from shared.model.logprobs import Entropy, Scores
+from shared.ranks.layout import Place
 
 OPTIMIZER_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
 """Keys of `State.optimizer` are `<slot>/<parameter>`; `master` only where weights have fewer than 32 bits."""

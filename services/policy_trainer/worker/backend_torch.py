@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.layout import Place
 from services.policy_trainer.sums import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
@@ -35,6 +34,7 @@ from services.policy_trainer.worker.shards import Shards
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
 from shared.model.shelf import Shelf, own_storages
+from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer

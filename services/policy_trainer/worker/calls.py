@@ -22,13 +22,13 @@ from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRe
 from proto.registry import Message
 from proto.tensors import Array
 from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
-from services.policy_trainer.layout import Place
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.devices import Devices
-from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
 from services.policy_trainer.worker.residency import NEEDS, Part, parts_named
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
+from shared.ranks.group import Group, GroupEnded
+from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
@@ -181,20 +181,7 @@ class Calls:
 
     async def _together(self, name: str, work: Callable[[], T]) -> T:
         """Run collective `work`, which every rank has begun. An RpcError is raised on all ranks alike (`Backend`)."""
-        try:
-            return await self._on_compute_thread(work)
-        except RpcError:
-            raise
-        except Exception as error:
-            if self._place.layout.world_size == 1:
-                raise
-            self._log.error("collective failed", call=name, exc_info=error)
-            lost = [service_name("policy-trainer-worker", rank) for rank in await self._group.lost()]
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            what = f"{name}: a collective failed ({first[:300]})"
-            if not lost:
-                raise CollectiveFailed(f"{what}; all ranks answer, see their logs") from error
-            raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
+        return await self._group.together(name, self._on_compute_thread(work))
 
     # ---- shards
 

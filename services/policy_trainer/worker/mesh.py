@@ -4,33 +4,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from services.policy_trainer.layout import Place
 from shared.model.context import ContextRank
-
-
-def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> None:
-    """Join the group of all ranks, meeting the others through `file` (private to the run's owner).
-
-    A collective that takes longer than `deadline_s` raises RuntimeError. Blocks until all ranks are there.
-    """
-    store = FileStore(str(file), place.layout.world_size)
-    store.set_timeout(timedelta(seconds=deadline_s))
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=store,
-        rank=place.rank,
-        world_size=place.layout.world_size,
-        timeout=timedelta(seconds=deadline_s),
-    )
+from shared.ranks.layout import Place
 
 
 class Mesh:

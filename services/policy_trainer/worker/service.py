@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.layout import Layout
 from services.policy_trainer.worker.calls import RUNNERS, Calls
-from services.policy_trainer.worker.group import CollectiveFailed, Group, GroupEnded
 from services.policy_trainer.worker.lane import Lane
 from shared import topology as topologies
-from shared.actor.service import PEER_LOST_STATUS, Service
+from shared.actor.service import Service
 from shared.dataplane.client import DataClient
+from shared.ranks.group import Group, GroupEnded, ends_with_its_peers
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
-from shared.rundir import RunDir
+from shared.rundir import RunDir, service_name
 
 
 class PolicyTrainerWorker(Service):
@@ -39,9 +37,9 @@ class PolicyTrainerWorker(Service):
         parallel = options.parallel
         self._place = Layout(options.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)
         self._group = Group(
+            [service_name(self.NAME, rank) for rank in range(options.world_size)],
             lambda rank: self.client(self.NAME, rank),
             instance,
-            options.world_size,
             self.incarnation,
             deadline_s=options.collective_s,
         )
@@ -60,37 +58,13 @@ class PolicyTrainerWorker(Service):
 
     async def start(self) -> None:
         """Join the group, then import torch and load the model: the driver's first call finds it there."""
-        with self._ends_with_its_peers():
+        with ends_with_its_peers(self):
             await self._group.join()
-            await self._until_group_ends(self._calls.load())
+            await self._group.until_ended(self._calls.load())
 
     async def serve(self) -> None:
-        with self._ends_with_its_peers():
-            await self._until_group_ends(self._serve_calls())
-
-    @contextmanager
-    def _ends_with_its_peers(self) -> Iterator[None]:
-        """Tell by the exit status when it is not this rank that failed."""
-        try:
-            yield
-        except CollectiveFailed:
-            raise
-        except GroupEnded:
-            self.exit_status = PEER_LOST_STATUS
-            raise
-
-    async def _until_group_ends(self, work: Any) -> None:
-        """`work`, unless the group ends first: then nothing that this rank holds can be trusted to be together."""
-        tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self._group.watch())}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            errors = [error for task in done if (error := task.exception()) is not None]
-            if errors:  # what this rank knows of itself before what it hears of the group
-                raise next((each for each in errors if type(each) is not GroupEnded), errors[0])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with ends_with_its_peers(self):
+            await self._group.until_ended(self._serve_calls())
 
     async def _serve_calls(self) -> None:
         while True:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import torch
-
-from services.policy_trainer.layout import Place
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.mesh import open_group
+from shared.ranks.layout import Place
+from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
 from shared.topology import Topology
 
@@ -18,15 +15,8 @@ from shared.topology import Topology
 def make_backend(run: RunDir, topology: Topology, place: Place, generation: int) -> Backend:
     """The model of the topology on this rank; with several ranks, their process group `generation` is open then."""
     options = topology.services.policy_trainer
-    device = options.device
-    if device == "cuda":
-        # The launcher shows a rank one GPU; a rank started by hand may see all of them.
-        index = place.rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        device = f"cuda:{index}"
+    device = own_device(options.device, place.rank)
     if place.layout.world_size > 1:
-        for library in ("GLOO", "NCCL"):  # all ranks are on this host: nothing listens outside it
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         open_group(run.sockets / f"group-{generation:x}", place, device, deadline_s=options.collective_s)
     settings = BackendOptions(
         max_tokens=options.max_tokens_per_micro_batch,

@@ -1,10 +1,1 @@
-"""The megatron backend: megatron-core's GPTModel with tensor, pipeline, context and data parallelism.
-
-Must be imported in a process of its own kind (a worker): megatron-core keeps its process groups in module variables.
-"""
-
-import warnings
-
-# every import of megatron-core without its CUDA companions says so some eight times, on each rank
-warnings.filterwarnings("ignore", module=r"megatron\.core")
-warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+"""The megatron backend: a model of `shared.megatron` in training."""

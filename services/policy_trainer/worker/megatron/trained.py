@@ -16,9 +16,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
 from services.policy_trainer.worker.backend import State
-from services.policy_trainer.worker.megatron.converter import Converter, Weight
-from services.policy_trainer.worker.megatron.groups import Groups
-from services.policy_trainer.worker.megatron.model import PackedGPT
+from shared.megatron.converter import Weight
+from shared.megatron.pieces import Pieces
 from shared.topology.algorithm import Optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,18 +26,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trained:
     """All methods that move weights or state are collectives."""
 
-    def __init__(self, model: PackedGPT, converter: Converter, groups: Groups, optimizer: Optimizer) -> None:
-        self._converter = converter
-        self._groups = groups
+    def __init__(self, pieces: Pieces, optimizer: Optimizer) -> None:
+        self._pieces = pieces
+        self._converter = pieces.converter
+        self._groups = pieces.groups
         self._settings = optimizer
-        config = model.config
+        model, config = pieces.model, pieces.model.config
         self._low = bool(config.bf16)
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        for weight in [*converter.weights, *converter.copies]:
-            if weight.stage == groups.place.pp_rank:
-                # megatron-core tells this while initialising; without it a norm leaves out the shards of other ranks
-                cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
+        for weight in pieces.weights:
+            # megatron-core tells this while initialising; without it a norm leaves out the shards of other ranks
+            cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -202,10 +201,7 @@ class Trained:
     @torch.no_grad()
     def set_weights(self, weights: Callable[[str], Tensor]) -> None:
         """Take over the full tensors that `weights` gives by Hugging Face name; masters follow, moments go."""
-        for weight in [*self._converter.weights, *self._converter.copies]:
-            if weight.stage == self._groups.place.pp_rank:
-                param = self._params[weight.name]
-                param.copy_(self._mine(weight, [weights(part) for part in weight.parts], param.dtype))
+        self._pieces.copy_in(weights)
         self.reset()
 
     @torch.no_grad()
@@ -213,8 +209,8 @@ class Trained:
         """Take over `State.optimizer`, after `set_weights`."""
         inner: Any = self.optimizer.optimizer
         mains = self._mains()
-        for weight in [*self._converter.weights, *self._converter.copies]:
-            if weight.stage != self._groups.place.pp_rank or self._params[weight.name] not in mains:
+        for weight in self._pieces.weights:
+            if self._params[weight.name] not in mains:
                 continue
             param = self._params[weight.name]
             main, where = mains[param], self._part(param)
@@ -224,7 +220,7 @@ class Trained:
                 given = [part for part in parts if part is not None]
                 if len(given) < len(parts):
                     return None
-                return self._mine(weight, given, torch.float32).reshape(-1)[where].clone()
+                return self._pieces.mine(weight, given).to(torch.float32).reshape(-1)[where].clone()
 
             master, moments = piece("master"), {slot: piece(slot) for slot in _MOMENTS}
             if self._low and master is not None:
@@ -233,9 +229,6 @@ class Trained:
             if step is not None and all(each is not None for each in moments.values()):
                 on_device = {slot: each.to(main.device) for slot, each in moments.items() if each is not None}
                 inner.state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
-
-    def _mine(self, weight: Weight, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        return self._converter.split(weight, parts)[self._groups.place.tp_rank].to(dtype)
 
     # ---- memory
 

@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from services.policy_trainer.layout import Place
-from services.policy_trainer.worker.megatron.cpu_shims import megatron_device
+from shared.megatron.cpu_shims import megatron_device
 from shared.model.context import ContextRank
+from shared.ranks.layout import Place
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

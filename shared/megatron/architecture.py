@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from proto.messages import ErrorCode
-from services.policy_trainer.layout import Layout
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -8,7 +8,7 @@ life ends it, and all ranks start anew.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from proto.messages import ErrorCode, Meet, Met
@@ -30,10 +30,11 @@ class _Round:
 class Rendezvous:
     """`arrive` and `expire` answer ranks through the callbacks they came with; `ended` says why there is no group."""
 
-    def __init__(self, world_size: int, generation: int, *, deadline_s: float) -> None:
-        """`generation`: names the group to be formed, never 0; a rank that waits longer than `deadline_s` ends it."""
+    def __init__(self, names: Sequence[str], generation: int, *, deadline_s: float) -> None:
+        """`names`: of the ranks' processes (`policy-trainer-worker/0`), by rank; `generation`: names the group to be
+        formed, never 0; a rank that waits longer than `deadline_s` ends it."""
         self.ended = ""
-        self._world_size = world_size
+        self._names = names
         self._generation = generation
         self._deadline_s = deadline_s
         self._formed = False
@@ -43,8 +44,8 @@ class Rendezvous:
 
     def arrive(self, request: Meet, answer: Answer, now: float) -> None:
         """A rank came to a round. `answer` is called once, now or when the round is decided."""
-        if not 0 <= request.rank < self._world_size:
-            text = f"rank {request.rank} of a group of {self._world_size}: ranks count from 0"
+        if not 0 <= request.rank < len(self._names):
+            text = f"rank {request.rank} of a group of {len(self._names)}: ranks count from 0"
             answer(RpcError(ErrorCode.BAD_REQUEST, text))
         elif self.ended:
             answer(self._lost())
@@ -61,7 +62,7 @@ class Rendezvous:
             current.waiting[request.rank] = answer
             if request.failure:
                 self._decide(request.round, [f"rank {request.rank}: {request.failure}"])
-            elif len(current.waiting) == self._world_size:
+            elif len(current.waiting) == len(self._names):
                 self._decide(request.round, [])
 
     def next_deadline(self) -> float | None:
@@ -72,8 +73,8 @@ class Rendezvous:
         """End the group when a round is past its deadline, naming who is missing."""
         for name, current in self._rounds.items():
             if now >= current.deadline:
-                missing = sorted(set(range(self._world_size)) - current.waiting.keys())
-                names = ", ".join(f"policy-trainer-worker/{rank}" for rank in missing)
+                missing = sorted(set(range(len(self._names))) - current.waiting.keys())
+                names = ", ".join(self._names[rank] for rank in missing)
                 self.end(f"{name}: {names} did not come within {self._deadline_s:g} s of the first rank")
                 return
 
@@ -89,10 +90,10 @@ class Rendezvous:
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
             # not answered: the client asks again until this rank is in its next life too, and is let in there
-            self.end(f"policy-trainer-worker/{request.rank} was restarted: the group is formed anew")
+            self.end(f"{self._names[request.rank]} was restarted: the group is formed anew")
             return
         self._parked[request.rank] = answer
-        if len(self._parked) == self._world_size:
+        if len(self._parked) == len(self._names):
             self._formed = True
             joined, self._parked = self._parked, {}
             for each in joined.values():

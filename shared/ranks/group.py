@@ -7,13 +7,20 @@ all ranks have met, run in the process group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import structlog
 
 from proto.messages import ErrorCode, Meet, Met, Ping, Pong
-from services.policy_trainer.worker.rendezvous import END, JOIN, Rendezvous
+from shared.actor.service import PEER_LOST_STATUS, Service
+from shared.ranks.rendezvous import END, JOIN, Rendezvous
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
+
+T = TypeVar("T")
 
 JOIN_S = 600.0
 """All ranks must be there within this."""
@@ -32,21 +39,41 @@ class CollectiveFailed(GroupEnded):
     """A collective failed here while every other rank lives: this rank may be the one that is to blame."""
 
 
+@contextmanager
+def ends_with_its_peers(service: Service) -> Iterator[None]:
+    """Tell by the exit status when it is not this rank that failed."""
+    try:
+        yield
+    except CollectiveFailed:
+        raise
+    except GroupEnded:
+        service.exit_status = PEER_LOST_STATUS
+        raise
+
+
 class Group:
     """The ranks of one worker group. With one rank there is nobody to wait for."""
 
     def __init__(
-        self, client_of: Callable[[int], Client], rank: int, world_size: int, incarnation: int, *, deadline_s: float
+        self,
+        names: Sequence[str],
+        client_of: Callable[[int], Client],
+        rank: int,
+        incarnation: int,
+        *,
+        deadline_s: float,
     ) -> None:
-        """`client_of`: the mailbox of a rank; `deadline_s`: longest wait of one rank for another."""
+        """`names`: of the ranks' processes, by rank; `client_of`: the mailbox of a rank; `deadline_s`: longest wait of
+        one rank for another."""
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(names)
+        self._names = names
         self.generation = 0
         self._client_of = client_of
         self._deadline_s = deadline_s
         self._round = ""
         self._lives: dict[int, int] = {}
-        self._rendezvous = Rendezvous(world_size, incarnation, deadline_s=deadline_s) if rank == 0 else None
+        self._rendezvous = Rendezvous(names, incarnation, deadline_s=deadline_s) if rank == 0 else None
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- rank 0's mailbox
@@ -54,7 +81,7 @@ class Group:
     def on_meet(self, request: Meet, call: Call) -> Deferred:
         """Handler of `Meet`. Raises RpcError(bad_request) on other ranks."""
         if self._rendezvous is None:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"rank {self.rank}: ranks meet at policy-trainer-worker/0")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"rank {self.rank}: ranks meet at {self._names[0]}")
 
         def answer(outcome: Met | RpcError) -> None:
             if isinstance(outcome, RpcError):
@@ -127,6 +154,39 @@ class Group:
         """Give up the round that this rank waits in, if any: it fails on every rank, unless all have met already."""
         if self._round:
             await self._ask(self._meet(self._round, cause), self._deadline_s)
+
+    async def together(self, name: str, work: Awaitable[T]) -> T:
+        """The result of collective `work`, which every rank has begun. An RpcError is raised on all ranks alike.
+
+        Raises GroupEnded when a collective failed: no rank holds then what the others believe.
+        """
+        try:
+            return await work
+        except RpcError:
+            raise
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            structlog.get_logger("group").error("collective failed", call=name, exc_info=error)
+            lost = [self._names[rank] for rank in await self.lost()]
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            what = f"{name}: a collective failed ({first[:300]})"
+            if not lost:
+                raise CollectiveFailed(f"{what}; all ranks answer, see their logs") from error
+            raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
+
+    async def until_ended(self, work: Awaitable[None]) -> None:
+        """`work`, unless the group ends first: then nothing that this rank holds can be trusted to be together."""
+        tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self.watch())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            errors = [error for task in done if (error := task.exception()) is not None]
+            if errors:  # what this rank knows of itself before what it hears of the group
+                raise next((each for each in errors if type(each) is not GroupEnded), errors[0])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def lost(self) -> list[int]:
         """Ranks whose mailbox does not answer now, or is that of a later life than the one which joined."""

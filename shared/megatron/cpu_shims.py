@@ -7,9 +7,10 @@ second means it, and the third gets the answer it looks for; outside nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,8 @@ _TYPES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -60,3 +63,14 @@ def megatron_device() -> Iterator[None]:
         _CpuForCuda(),
     ):
         yield
+
+
+def in_megatron(method: F) -> F:
+    """`method` inside `megatron_device`."""
+
+    @functools.wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with megatron_device():
+            return method(*args, **kwargs)
+
+    return inside  # type: ignore[return-value]

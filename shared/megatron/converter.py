@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.policy_trainer.worker.megatron.architecture import Architecture
+from shared.megatron.architecture import Architecture
 
 Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
 """How the full tensor lies on tensor-parallel ranks: everywhere, cut in dimension 0 or 1, or as described above."""

@@ -27,14 +27,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from services.policy_trainer.layout import Place
-from services.policy_trainer.worker.megatron.architecture import Architecture
-from services.policy_trainer.worker.megatron.attention import PackedAttention
-from services.policy_trainer.worker.megatron.logprobs import token_logprobs
+from shared.megatron.architecture import Architecture
+from shared.megatron.attention import PackedAttention
+from shared.megatron.logprobs import token_logprobs
 from shared.model.attention import Trees
 from shared.model.context import Cut
 from shared.model.logprobs import MAX_LOGITS, Entropy, Scores
 from shared.model.tree import MicroBatch
+from shared.ranks.layout import Place
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""This rank's pieces of a Llama, Qwen2 or Qwen3, and micro-batches through all ranks that hold one copy of the model.
+Knows no optimizer, no loss and no bus.
+
+Transformer Engine is used where it is installed beside CUDA, and brings sequence parallelism when tp > 1; both choose
+themselves. On CPU the same layers run on gloo through `cpu_shims`: call everything inside `megatron_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from proto.messages import ErrorCode
+from proto.tensors import Array
+from shared.megatron import architecture, files
+from shared.megatron.converter import Converter, Weight
+from shared.megatron.groups import Groups
+from shared.megatron.model import Packed, PackedGPT, transformer_config
+from shared.model import attention, context, tree
+from shared.model.logprobs import Entropy, Scores
+from shared.ranks.layout import Place
+from shared.rpc.errors import RpcError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Pieces:
+    """What `place` holds of the model of a folder. Weights are whatever memory holds until they are copied in."""
+
+    def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
+        """`max_tokens`: of one micro-batch. The process group of all ranks must be open.
+
+        Raises RpcError(bad_request) for a model it cannot load, ValueError for degrees that do not divide it.
+        """
+        if dtype not in DTYPES:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron has float32 and bfloat16")
+        self.place = place
+        self.dtype = DTYPES[dtype]
+        self.config = architecture.read_config(model_dir)
+        """As Hugging Face reads it."""
+        self.architecture = architecture.read(self.config)
+        layout = place.layout
+        self.architecture.check(layout)
+        self.converter = Converter(self.architecture, layout.tp, layout.pp)
+        self.files = files.ModelFiles(model_dir, self.converter.shapes)
+        self.groups = Groups(place)
+        engine = HAVE_TE and torch.cuda.is_available()
+        settings = transformer_config(self.architecture, self.dtype, place, engine=engine)
+        frequencies = architecture.rotary_frequencies(self.config, self.architecture)
+        self.model = PackedGPT(self.architecture, frequencies, settings, place, engine=engine).to(device)
+        for param in self.model.parameters():
+            param.data = param.data.to(self.dtype)  # torch's norms begin in float32
+        self._device = device
+        self._max_tokens = max_tokens
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Those of this rank's pipeline stage, copies of another stage's among them."""
+        mine = self.place.pp_rank
+        return [each for each in [*self.converter.weights, *self.converter.copies] if each.stage == mine]
+
+    def strange(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        """Names whose tensors are missing, too many or of another shape than the model's."""
+        mine = self.converter.shapes
+        return sorted(mine.keys() ^ shapes.keys()) + [
+            name for name in mine.keys() & shapes.keys() if mine[name] != shapes[name]
+        ]
+
+    def mine(self, weight: Weight, parts: list[Tensor]) -> Tensor:
+        """What this rank holds of the full `parts`."""
+        return self.converter.split(weight, parts)[self.place.tp_rank]
+
+    @torch.no_grad()
+    def copy_in(self, weights: Callable[[str], Tensor]) -> None:
+        """Take over the full tensors that `weights` gives by Hugging Face name."""
+        params = dict(self.model.named_parameters())
+        for weight in self.weights:
+            param = params[weight.name]
+            param.copy_(self.mine(weight, [weights(part) for part in weight.parts]).to(param.dtype))
+
+    # ---- passes
+
+    @torch.no_grad()
+    def logprobs(
+        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, model: Any = None
+    ) -> Tensor:
+        """float32 [T], complete on every rank: log p(token) of logits / temperature where the mask is 1, else 0.
+
+        `model`: a wrapper around `self.model` to run instead of it.
+        """
+        result = torch.zeros(len(token_ids), dtype=torch.float32, device=self._device)
+
+        def keep(scores: Scores) -> Tensor:
+            result[scores.tokens] = scores.logprobs.float()
+            return scores.logprobs.sum()
+
+        self.run(token_ids, lengths, loss_mask, temperature, "none", keep, model=model, forward_only=True)
+        return self.groups.from_last_stage(self.groups.sum_over_sequence_ranks(result))
+
+    def run(
+        self,
+        token_ids: Array,
+        lengths: Array,
+        loss_mask: Array,
+        temperature: float,
+        entropy: Entropy,
+        on_scores: Callable[[Scores], Tensor],
+        *,
+        model: Any = None,
+        forward_only: bool,
+    ) -> None:
+        """All micro-batches of this data-parallel rank through the pipeline. Ranks of other samples are not met here:
+        collectives of a pass stay among tp, pp and cp, which run the same micro-batches.
+        """
+        batches = self._plan(token_ids, lengths, loss_mask, temperature)
+        if not batches:
+            return
+        one = torch.ones((), dtype=torch.int, device=self._device)
+
+        def calculate(scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return on_scores(scores), one, {}  # three values and per-token loss: the schedule divides nothing
+
+        def step(packed: Iterator[Packed], model: Any) -> tuple[Any, Callable[[Scores], Any]]:
+            return model(next(packed)), calculate
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=(self._pack(batch, temperature, entropy) for batch in batches),
+            model=[self.model if model is None else model],
+            num_microbatches=len(batches),
+            seq_length=1,  # of fixed shapes: here they travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _plan(self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float) -> list[tree.MicroBatch]:
+        if temperature <= 0:
+            raise ValueError(f"temperature {temperature}: log-probs need one above 0")
+        if not len(lengths):
+            return []
+        return tree.plan(
+            token_ids,
+            lengths,
+            loss_mask,
+            max_tokens=self._max_tokens,
+            hidden_size=self.architecture.hidden,
+            share=self.groups.context is None,
+        )
+
+    def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy) -> Packed:
+        device, ranks = torch.device(self._device), self.groups.context
+        if ranks is None:
+            batch = self._even(batch)
+            return Packed(batch, attention.to_trees(batch, device), temperature, entropy)
+        cut = context.cut(batch, ranks.rank, ranks.size)
+        cut = replace(cut, batch=self._even(cut.batch))
+        return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
+
+    def _even(self, batch: tree.MicroBatch) -> tree.MicroBatch:
+        """As many nodes as sequence-parallel ranks can share; nobody looks at those added."""
+        odd = len(batch.token_ids) % self.place.layout.tp
+        if not odd or not self.model.config.sequence_parallel:
+            return batch
+        zeros = np.zeros(self.place.layout.tp - odd, np.int64)
+        token_ids, depths, scatter = (
+            np.concatenate([each, zeros]) for each in (batch.token_ids, batch.depths, batch.scatter)
+        )
+        return replace(batch, token_ids=token_ids, depths=depths, scatter=scatter)
