@@ -969,7 +969,7 @@ class Met(Message, frozen=True, kw_only=True):
 
 @message(99)
 class Meet(Request, frozen=True, kw_only=True):
-    """A rank tells rank 0's worker that it is ready for collective `round` of group `generation`; held until all are.
+    """A rank tells rank 0 that it is ready for collective `round` of group `generation`; held until all are.
 
     Round "join", generation 0: the group is formed, the answer names its generation. Round "end": held until the group
     has ended (error lost). `failure`: why this rank cannot go on; it may follow an earlier `Meet` of the same round.
@@ -992,6 +992,20 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = WorkerReady
     step: int
     last: bool
+
+
+@message(108)
+class ScoreTogether(Request, frozen=True, kw_only=True):
+    """The rank of a reference that holds the lease tells the others that hold pieces of the same model to score `batch`
+    with it: they fetch the shards of stage reference, stand at version `weights` (None: the model directory) and meet
+    in round `score <number>` of group `generation`. Answered when they are done; they put nothing.
+    """
+
+    REPLY: ClassVar[type[Message]] = Ack
+    generation: int
+    number: int
+    batch: BatchMeta
+    weights: WeightsRef | None = None
 
 
 # ------------------------------------------------------------------------------------ status and telemetry

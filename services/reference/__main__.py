@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from services.reference.service import ReferenceService
 from shared.actor.process import run_process
 
 if __name__ == "__main__":
-    sys.exit(run_process(ReferenceService, "reference"))
+    status = run_process(ReferenceService, "reference")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not sys.exit: a collective that waits for a dead rank holds its thread, and gloo's threads abort at teardown
+    os._exit(status)

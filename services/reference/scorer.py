@@ -13,17 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 
 from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
+from services.reference.frozen import Frozen
 from shared.lease import LeaseLost
 from shared.model.determinism import require_deterministic_algorithms
-from shared.model.load import load_model, named_weights
-from shared.model.logprobs import score, token_logprobs
 from shared.model.shelf import Shelf, own_storages
 from shared.rpc.errors import RpcError
-from shared.tensors_torch import to_numpy, to_torch
 
 T = TypeVar("T")
 UNKNOWN, BEGINNING = (-1, -1), (0, 0)
@@ -34,29 +31,26 @@ class Scorer:
 
     def __init__(
         self,
+        make: Callable[[], Frozen],
         *,
-        model: Path,
-        dtype: str,
+        source: Path,
         threads: int,
         temperature: float,
-        max_tokens: int,
         deterministic: bool = False,
         scratch: Path | None = None,
-        device: str = "cpu",
+        ranks: int = 1,
     ) -> None:
-        """`temperature`: the training sampling's; `max_tokens`: of one forward pass; `deterministic`: the same tasks
-        in the same order give the same bits; `scratch`: a file for weights that leave the device, when that is the
-        host's memory (None: they never leave); `device`: `cpu`, or `cuda` for the first GPU that the process sees.
-        """
-        self._path = model
-        self._dtype = dtype
+        """`make`: the model, made on the compute thread; `source`: its directory, for messages; `temperature`: the
+        training sampling's; `deterministic`: the same tasks in the same order give the same bits; `scratch`: a file for
+        weights that leave the device, when that is the host's memory (None: they never leave); `ranks`: that hold pieces of the model."""
+        self._make = make
+        self._source = source
         self._threads = threads
         self._temperature = temperature
-        self._max_tokens = max_tokens
         self._deterministic = deterministic
-        self._device = device
+        self._alone = ranks == 1
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._model: list[nn.Module] = []  # filled by start
+        self._made: list[Frozen] = []  # filled by start
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
         self._progress = 0
         self._version = UNKNOWN
@@ -89,7 +83,7 @@ class Scorer:
     async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
         """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch.
 
-        Raises LeaseLost at the next micro-batch once `cancel` is set.
+        Raises LeaseLost at the next micro-batch once `cancel` is set; at the end, when other ranks compute too.
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
@@ -111,45 +105,46 @@ class Scorer:
     async def _on_compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    @property
+    def _model(self) -> Frozen:
+        return self._made[0]
+
     def _load(self) -> None:
         torch.set_num_threads(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
         self._version = UNKNOWN
-        self._model.clear()  # one copy at a time
-        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
+        if not self._made:
+            self._made.append(self._make())
+        self._model.load()
         if self._shelf is not None:
             # As on the way back: memory mapped from a file is aligned otherwise, which changes the last bits.
-            own_storages(self._tensors())
+            own_storages(self._model.tensors())
+            self._shelf.renewed()
         self._version = BEGINNING
         self._progress += 1
 
     def _leave(self) -> None:
-        if self._shelf is not None and self._model and not self._shelf.holds:
-            self._shelf.put(self._tensors())
+        if self._shelf is not None and self._made and not self._shelf.holds:
+            self._shelf.put(self._model.tensors())
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self._model[0].parameters(), *self._model[0].buffers()]
-
-    @torch.inference_mode()
     def _take(self, ref: WeightsRef, weights: Mapping[str, Array]) -> float:
         self._version = UNKNOWN
-        mine = named_weights(self._model[0])
-        strange = sorted(mine.keys() ^ weights.keys())
-        strange += [name for name in mine.keys() & weights.keys() if tuple(mine[name].shape) != weights[name].shape]
+        strange = self._model.strange({name: tuple(array.shape) for name, array in weights.items()})
         if strange:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"reference: weights {ref.task_id} are of another model than {self._path}: {', '.join(strange[:3])}",
+                f"reference: weights {ref.task_id} are of another model than {self._source}: {', '.join(strange[:3])}",
             )
-        for name, tensor in mine.items():
-            tensor.copy_(to_torch(weights[name]))
-            self._progress += 1
+        self._model.take(weights)
+        if self._shelf is not None:
+            self._shelf.renewed()
+        self._progress += 1
         tokens = ref.canary.token_ids
         mask = np.ones(len(tokens), np.uint8)
         mask[0] = 0
-        found, _ = token_logprobs(self._model[0], tokens, np.array([len(tokens)]), mask, 1.0, len(tokens))
-        error = float(np.abs(to_numpy(found.float())[1:] - ref.canary.logprobs).max())
+        found = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
+        error = float(np.abs(found[1:] - ref.canary.logprobs).max())
         if not error <= ref.canary.tolerance:  # a NaN is no match either
             raise RpcError(
                 ErrorCode.CONFLICT,
@@ -160,22 +155,21 @@ class Scorer:
         self._progress += 1
         return error
 
-    @torch.inference_mode()
+    def _count(self) -> None:
+        self._progress += 1
+
     def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
         joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}
-        logprobs = np.zeros(len(joined["token_ids"]), np.float32)
-        parts = score(
-            self._model[0],
-            joined["token_ids"],
-            joined["lengths"],
-            joined["loss_mask"],
-            self._temperature,
-            self._max_tokens,
-        )
-        for part in parts:
-            logprobs[to_numpy(part.tokens)] = to_numpy(part.logprobs.float())
-            self._progress += 1
-            if cancel.is_set():
+
+        def on_part() -> None:
+            self._count()
+            if self._alone and cancel.is_set():  # with other ranks nobody may leave a collective
                 raise LeaseLost("the block was given up between two micro-batches")
+
+        logprobs = self._model.logprobs(
+            joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature, on_part
+        )
+        if cancel.is_set():
+            raise LeaseLost("the block was given up while it was scored")
         ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
         return np.split(logprobs, ends)

@@ -5,59 +5,83 @@ Must never score at another temperature than the tokens were sampled at, nor wit
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
 
+from proto import messages
 from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
+from shared import topology as topologies
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
-from shared.batch import weights_meta
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.devices import REFERENCE as WEIGHTS
 from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
+from shared.ranks.group import Group, ends_with_its_peers
+from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE, REFERENCE_SCALAR
+from shared.topology import Topology
 from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
+    from services.reference.frozen import Frozen
     from services.reference.scorer import Scorer
+    from services.reference.scoring import Asked, Scoring
 
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
-WEIGHTS_CALL_S = 300.0
-BEGINNING = (0, 0)
-"""Version of the model directory."""
 _MAKES = REFERENCE.makes[0]
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
 
 
 class ReferenceService(Service):
-    """One copy of the frozen model; which version that is, each lease says, so that a new life needs no memory."""
+    """One rank of a copy of the frozen model; rank 0 of each copy takes leases. Which version scores, each lease says,
+    so that a new life needs no memory.
+    """
 
     NAME: ClassVar[str] = "reference"
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._data = DataClient(self.client)
+        self._topology = topologies.load(run.topology)
+        self._data = DataClient(self.client, plain=not self._topology.transport.encrypt_bulk)
+        settings = self._topology.services.reference
+        ranks = 1 if settings is None else settings.parallel.model_ranks
+        self._first = instance - instance % ranks
+        """The instance that is rank 0 of this copy of the model."""
+        self._group = Group(
+            [service_name(self.NAME, self._first + rank) for rank in range(ranks)],
+            lambda rank: self.client(self.NAME, self._first + rank),
+            instance - self._first,
+            self.incarnation,
+            deadline_s=DATA_CALL_S if settings is None else settings.collective_s,
+        )
         self._scorer: Scorer | None = None
+        self._scoring: Scoring | None = None
+        self._asked: Asked = asyncio.Queue()
         self._worker: ReferenceWorker | None = None
+        self.mailbox.handle(messages.Meet, self._group.on_meet)
+        self.mailbox.handle(messages.ScoreTogether, self._ask)
 
     async def start(self) -> None:
+        with ends_with_its_peers(self):
+            await self._group.join()
+            await self._group.until_ended(self._start())
+
+    async def _start(self) -> None:
         # Imports take seconds: off the loop, so that the mailbox answers meanwhile.
-        scorer, settings = await asyncio.to_thread(_make, self.run, self.name)
-        self._data.streams.plain = settings.plain
+        scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group)
         self._scorer = scorer
         self.progress = lambda: scorer.progress
 
@@ -65,18 +89,38 @@ class ReferenceService(Service):
             await scorer.leave()
             return parts
 
-        turns: Turns = take_turns(self, leave) if settings.shared_devices else OwnDevices()
+        shared = self.NAME in self._topology.colocated_services
+        turns: Turns = take_turns(self, leave) if shared else OwnDevices()
         await turns.acquire(_WEIGHTS)
-        await scorer.start()
+        await self._group.together("load", scorer.start())
         turns.done()
-        store = await own_store(self, settings.store)
-        self._worker = ReferenceWorker(
-            self, scorer, self._data, turns, store, settings.reward_kl, refreshed=settings.refreshed
-        )
+        from services.reference.scoring import Scoring
+
+        others = [self.client(self.NAME, self._first + rank) for rank in range(1, self._group.world_size)]
+        leads = self._group.rank == 0
+        self._scoring = Scoring(self, scorer, self._data, turns, self._group, others if leads else ())
+        if leads:
+            self._worker = await self._make_worker(scorer, self._scoring)
+
+    async def _make_worker(self, scorer: Scorer, scoring: Scoring) -> ReferenceWorker:
+        topology = self._topology
+        host = topology.services.reference.host if topology.services.reference is not None else None
+        store = await own_store(self, service_name("batch-store", topology.store_hosts().index(host)))
+        kl = topology.algorithm.kl
+        reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
+        refreshed = kl is not None and kl.refresh_every is not None
+        return ReferenceWorker(self, scorer, self._data, scoring, store, reward_kl, refreshed=refreshed)
+
+    def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
+        self._asked.put_nowait((request, call))  # rank 0 may be ready before this rank has loaded its pieces
+        return DEFERRED
 
     async def serve(self) -> None:
-        if self._worker is not None:
-            await self._worker.pipeline.run()
+        with ends_with_its_peers(self):
+            if self._worker is not None:
+                await self._group.until_ended(self._worker.pipeline.run())
+            elif self._scoring is not None:
+                await self._group.until_ended(self._scoring.follow(self._asked))
 
     async def drain(self) -> None:
         if self._worker is not None:
@@ -108,26 +152,27 @@ class ReferenceWorker:
         service: Service,
         scorer: Scorer,
         data: DataClient,
-        turns: Turns,
+        scoring: Scoring,
         store: str,
         reward_kl: str = "",
         *,
         refreshed: bool = False,
     ) -> None:
-        """`turns`: on the scorer's devices; `store`: where shards go (`batch-store/0`); `reward_kl`: estimator of a KL
-        in the reward, "" for none; `refreshed`: whether the version that scores changes (`algorithm.kl.refresh_every`).
+        """`scoring`: brings the log-probs about; `store`: where shards go (`batch-store/0`); `reward_kl`: estimator of
+        a KL in the reward, "" for none; `refreshed`: whether the version that scores changes
+        (`algorithm.kl.refresh_every`).
         """
         self._service = service
-        self._scorer = scorer
         self._data = data
-        self._turns = turns
-        self._scoring = False
+        self._scoring = scoring
+        self._turns = scoring.turns
+        self._computing = False
         self._store = store
         self._reward_kl = reward_kl
         self._refreshed = refreshed
         self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
-        self.leases.stands = lambda: turns.waiting
+        self.leases.stands = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),
@@ -154,43 +199,19 @@ class ReferenceWorker:
             raise LeaseLost(f"ended: {reason}") from None
 
     async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
-        self._scoring = True
+        self._computing = True
         try:
-            await self._turns.acquire(_WEIGHTS)
-            await self._scorer.come_back()
-            lease.check()
-            await self._stand_at(lease)
-            started = time.perf_counter()
-            logprobs = await self._scorer.score(shards, lease.cancel)
-            seconds = time.perf_counter() - started
+            logprobs, seconds = await self._scoring.lead(lease, self.leases, shards)
             self._service.telemetry.span("score", seconds)
             return logprobs, seconds
         finally:
-            self._scoring = False
+            self._computing = False
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
         """Others may have the devices when no lease (`but` the one that is done) needs the model."""
-        if not self._scoring and all(lease is but for lease in self.leases.uncomputed):
+        if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
-
-    async def _stand_at(self, lease: Lease) -> None:
-        """Hold the version that the lease names, and prove it. Raises RpcError(conflict) when trainer and reference
-        disagree on it: then nothing may be scored.
-        """
-        ref = lease.grant.weights
-        wanted = (ref.lineage, ref.step) if ref is not None else BEGINNING
-        if self._scorer.version == wanted:
-            return
-        if ref is None:
-            await self._scorer.init_model()
-            return
-        (weights,) = await self.leases.persist(
-            lease, "weights", lambda: self._data.fetch(weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S)
-        )
-        error = await self._scorer.init_model(ref, weights)
-        self._service.log.info("reference refreshed", lineage=ref.lineage, step=ref.step, canary_error=error)
-        self._service.telemetry.emit("weights", {"lineage": ref.lineage, "step": ref.step, "canary_error": error})
 
     async def _finish(self, lease: Lease, shards: Shards, computed: tuple[list[Array], float]) -> None:
         logprobs, seconds = computed
@@ -239,45 +260,44 @@ def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
     return [task for task in tasks if task.task_id in named]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the service reads of the topology besides the scorer's numbers."""
+def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Scorer:
+    """The model of `topology`, to be made on the scorer's compute thread. Raises RpcError(bad_request).
 
-    store: str
-    reward_kl: str
-    plain: bool
-    """Bulk between hosts goes unencrypted."""
-    shared_devices: bool
-    refreshed: bool
-    """The version that scores changes (`algorithm.kl.refresh_every`)."""
-
-
-def _make(run: RunDir, name: str) -> tuple[Scorer, Settings]:
+    Imports torch; `group`: of the ranks that hold pieces of the model, which have met.
+    """
     from services.reference.scorer import Scorer
-    from shared import topology
 
-    try:
-        loaded = topology.load(run.topology)
-    except topology.TopologyError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
-    settings = loaded.services.reference
+    settings = topology.services.reference
     if settings is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
         )
-    shared = ReferenceService.NAME in loaded.colocated_services
-    scorer = Scorer(
-        model=Path(loaded.policy.model),
-        dtype=loaded.policy.dtype,
+    model, dtype, max_tokens = Path(topology.policy.model), topology.policy.dtype, settings.max_tokens_per_micro_batch
+
+    def whole() -> Frozen:
+        from services.reference.frozen import FrozenTorch
+
+        return FrozenTorch(model, dtype, max_tokens, settings.device)
+
+    def pieces() -> Frozen:
+        from services.reference.frozen_megatron import FrozenMegatron  # an extra that not everybody installs
+        from shared.ranks.process_group import open_group, own_device
+
+        parallel = settings.parallel
+        place = Layout(parallel.model_ranks, parallel.tp, parallel.pp, parallel.cp).place(group.rank)
+        device = own_device(settings.device, place.rank)
+        if group.world_size > 1:
+            file = run.sockets / f"reference-{group.generation:x}"
+            open_group(file, place, device, deadline_s=settings.collective_s)
+        return FrozenMegatron(model, dtype, max_tokens, place, device)
+
+    shared = ReferenceService.NAME in topology.colocated_services
+    return Scorer(
+        whole if settings.backend == "torch" else pieces,
+        source=model,
         threads=settings.threads or 1,
-        temperature=loaded.sampling.temperature,
-        max_tokens=settings.max_tokens_per_micro_batch,
-        deterministic=loaded.run.deterministic,
-        device=settings.device,
+        temperature=topology.sampling.temperature,
+        deterministic=topology.run.deterministic,
         scratch=run.path / "offloaded" / f"{name.replace('/', '-')}.bin" if shared else None,
+        ranks=group.world_size,
     )
-    kl = loaded.algorithm.kl
-    reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
-    store = service_name("batch-store", loaded.store_hosts().index(settings.host))
-    refreshed = kl is not None and kl.refresh_every is not None
-    return scorer, Settings(store, reward_kl, not loaded.transport.encrypt_bulk, shared, refreshed)

@@ -99,13 +99,15 @@ def configuration(topology: Topology) -> Configure:
 def device_limits(topology: Topology) -> dict[Holder, float]:
     """The processes that share devices, and how long each may stand still there while others wait.
 
-    A rank of the trainer waits for other ranks, who may take `collective_s`; nobody else waits for anybody.
+    A rank waits for the other ranks of its model, who may take `collective_s`; nobody else waits for anybody.
     """
-    trainer = topology.services.policy_trainer
-    services = topology.colocated_services
-    longest = {"policy-trainer-worker": max(topology.lease.lease_s, trainer.collective_s)}
+    lease_s, services = topology.lease.lease_s, topology.colocated_services
+    longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}
+    reference = topology.services.reference
+    if reference is not None and reference.parallel.model_ranks > 1:
+        longest["reference"] = max(lease_s, reference.collective_s)
     return {
-        (each.service, each.instance): longest.get(each.service, topology.lease.lease_s)
+        (each.service, each.instance): longest.get(each.service, lease_s)
         for each in topology.services_plan()
         if each.service in services
     }

@@ -22,7 +22,8 @@ class Shelf:
     """One set of tensors that is either on the device or on the shelf. Compute thread only."""
 
     def __init__(self, file: Path, content: Literal["changes", "frozen"] = "changes") -> None:
-        """`file`: where the bytes of CPU tensors go; its folder is made when needed. Frozen ones are written once."""
+        """`file`: where the bytes of CPU tensors go; its folder is made when needed. Frozen ones are written once, and
+        again after `renewed`."""
         self._file = file
         self._content = content
         self._written = False
@@ -80,6 +81,10 @@ class Shelf:
             moved += size
         self._stored = []
         return moved
+
+    def renewed(self) -> None:
+        """Frozen tensors have other values now: what was written of them is not what has to come back."""
+        self._written = False
 
     def remove(self) -> None:
         """The end: nobody takes what is here any more."""

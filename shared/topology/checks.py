@@ -245,9 +245,10 @@ def _deterministic(topology: Topology) -> Found:
         message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
         yield ("services", "rollout", "in_flight"), message
     trainer = topology.services.policy_trainer
-    if trainer.backend != "torch":
-        message = f"{trainer.backend} is not proved to give the same bits again, run.deterministic needs torch"
-        yield ("services", "policy-trainer", "backend"), message
+    for key, scorer in (("policy-trainer", trainer), ("reference", topology.services.reference)):
+        if scorer is not None and scorer.backend != "torch":
+            message = f"{scorer.backend} is not proved to give the same bits again, run.deterministic needs torch"
+            yield ("services", key, "backend"), message
     for key, service in (
         ("policy-trainer", trainer),
         ("reference", topology.services.reference),

@@ -195,7 +195,7 @@ class Topology(Section):
         plan += [ServiceSpec("policy-trainer", 0, trainer.host)]
         if self.services.reference is not None:
             reference = self.services.reference
-            plan += [ServiceSpec("reference", i, reference.host) for i in range(reference.dp)]
+            plan += [ServiceSpec("reference", i, reference.host) for i in range(reference.world_size)]
         plan += [ServiceSpec("rollout", i, rollout.host) for i in range(rollout.instances)]
         return plan
 

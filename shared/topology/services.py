@@ -60,6 +60,9 @@ class Scorer(Placed):
     max_tokens_per_micro_batch: Count = Field(
         default=16384, description="tokens of one forward pass; at least the longest sample"
     )
+    collective_s: Seconds = Field(
+        default=300.0, description="seconds that one rank waits for another before the group is formed anew, above 0"
+    )
 
 
 class PolicyTrainer(Scorer):
@@ -70,9 +73,6 @@ class PolicyTrainer(Scorer):
     recompute: Literal["none", "layers"] = Field(
         default="none", description="layers: keep only each layer's input for the backward pass and run it again there"
     )
-    collective_s: Seconds = Field(
-        default=300.0, description="seconds that one rank waits for another before the group is formed anew, above 0"
-    )
 
     @property
     def world_size(self) -> int:
@@ -81,7 +81,7 @@ class PolicyTrainer(Scorer):
 
 
 class Reference(Scorer):
-    """The frozen model; `gpus` are split over `dp` instances."""
+    """The frozen model; every rank is an instance, and ranks that hold pieces of one copy follow one another."""
 
 
 class Rollout(Placed):

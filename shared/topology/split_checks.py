@@ -1,5 +1,5 @@
-"""Whether the trainer's model can be split as the topology says: degrees against the backend and against the model's
-own numbers, read from its config.json. Never imports a model library.
+"""Whether a model can be split as the topology says, the trainer's and the reference's: degrees against the backend and
+against the model's own numbers, read from its config.json. Never imports a model library.
 """
 
 from __future__ import annotations
@@ -11,41 +11,50 @@ from typing import Any
 
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
+from shared.topology.services import Scorer
 
 Found = Iterator[tuple[Path, str]]
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
-_TRAINER = ("services", "policy-trainer")
 
 
 def check(topology: Topology) -> Found:
     """Degrees that the backend does not have, and degrees that do not divide what they split."""
-    trainer = topology.services.policy_trainer
-    degrees = {"tp": trainer.parallel.tp, "pp": trainer.parallel.pp}
-    if trainer.backend == "torch":
-        for name, degree in degrees.items():
-            if degree > 1:
-                message = f"{degree} splits layers, which backend torch does not; set backend megatron, or use 1"
-                yield (*_TRAINER, "parallel", name), message
+    services = topology.services
+    yield from _check(topology, "policy-trainer", services.policy_trainer, {"tp", "pp"})
+    if services.reference is not None:
+        yield from _check(topology, "reference", services.reference, {"tp", "pp", "cp"})
+
+
+def _check(topology: Topology, name: str, service: Scorer, torch_has_no: set[str]) -> Found:
+    place = ("services", name)
+    degrees = {"tp": service.parallel.tp, "pp": service.parallel.pp, "cp": service.parallel.cp}
+    if service.backend == "torch":
+        for degree in sorted(torch_has_no):
+            if degrees[degree] > 1:
+                what = "sequences here" if degree == "cp" else "layers"
+                remedy = "set backend megatron, or use 1"
+                message = f"{degrees[degree]} splits {what}, which backend torch does not; {remedy}"
+                yield (*place, "parallel", degree), message
         return
     if topology.policy.dtype not in ("float32", "bfloat16"):
-        yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron trains float32 or bfloat16"
+        yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron has float32 and bfloat16"
     config = _config(topology.policy.model)
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:
         message = f"megatron knows {', '.join(MEGATRON_FAMILIES)}, the model is a {kind}; use torch"
-        yield (*_TRAINER, "backend"), message
+        yield (*place, "backend"), message
         return
     heads = config.get("num_attention_heads")
-    for name, what, count in (
+    for degree, what, count in (
         ("tp", "attention heads", heads),
         ("tp", "key-value heads", config.get("num_key_value_heads") or heads),
         ("tp", "columns of the feed-forward layer", config.get("intermediate_size")),
         ("pp", "layers", config.get("num_hidden_layers")),
     ):
-        if isinstance(count, int) and count % degrees[name]:
-            message = f"{degrees[name]} does not divide the model's {count} {what}, use a divisor"
-            yield (*_TRAINER, "parallel", name), message
+        if isinstance(count, int) and count % degrees[degree]:
+            message = f"{degrees[degree]} does not divide the model's {count} {what}, use a divisor"
+            yield (*place, "parallel", degree), message
 
 
 def _config(model: str) -> dict[str, Any]:

@@ -44,11 +44,7 @@ def _more_items_than(limit: int) -> Callable[[Any], bool]:
 
 
 UNSUPPORTED = (
-    Unsupported("services.reference.backend", _any_of("megatron"), "backend megatron", "torch"),
-    Unsupported("services.reference.parallel.tp", _above(1), "tensor parallelism {value}", "1"),
-    Unsupported("services.reference.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
-    Unsupported("services.reference.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
     Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),

@@ -11,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
+from services.reference.frozen import FrozenTorch
 from services.reference.scorer import Scorer
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from shared.lease import LeaseLost
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import token_logprobs
 from tests.unit.rollout_engine import MODEL
 
 
@@ -36,11 +40,10 @@ def tasks() -> list[dict[str, Array]]:
 
 def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Scorer:
     return Scorer(
-        model=MODEL,
-        dtype="float32",
+        lambda: FrozenTorch(MODEL, "float32", max_tokens),
+        source=MODEL,
         threads=1,
         temperature=temperature,
-        max_tokens=max_tokens,
         scratch=folder / "reference-0.bin",
     )
 
@@ -114,6 +117,32 @@ def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) ->
             await scorer.come_back()
             after = await scorer.score(shards, threading.Event())
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        # and so it does with other weights: those it took since it left last
+        model = load_model(MODEL, "float32")
+        with torch.no_grad():
+            for tensor in named_weights(model).values():
+                tensor.mul_(1.05)
+            ids = np.arange(4, 12)
+            found, _ = token_logprobs(model, ids, np.array([8]), np.eye(1, 8)[0] == 0, 1.0, 4096)
+        canary = Canary(token_ids=ids.astype(np.int32), logprobs=found.numpy()[1:], tolerance=1e-4)
+        ref = WeightsRef(
+            lineage=1,
+            step=3,
+            task_id="weights/1/3",
+            fence=1,
+            store="batch-store/0",
+            nbytes=0,
+            canary=canary,
+            drill=canary,
+            drill_seed=0,
+        )
+        assert await scorer.init_model(ref, {name: each.numpy() for name, each in named_weights(model).items()}) < 1e-4
+        taken = await scorer.score(shards, threading.Event())
+        assert any(not np.array_equal(a, b) for a, b in zip(before, taken, strict=True))
+        await scorer.leave()
+        await scorer.come_back()
+        after = await scorer.score(shards, threading.Event())
+        assert all(np.array_equal(a, b) for a, b in zip(taken, after, strict=True))
         await scorer.leave()
         assert (tmp_path / "reference-0.bin").stat().st_size > 3_000_000
         scorer.stop()

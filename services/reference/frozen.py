@@ -1,0 +1,80 @@
+"""A model that only scores, whole on one rank. Must never be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from proto.tensors import Array
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import score
+from shared.tensors_torch import to_numpy, to_torch
+
+
+class Frozen(Protocol):
+    """Lives on a compute thread. Over several ranks every method is a collective."""
+
+    def load(self) -> None:
+        """Take the weights of the model directory. Raises RpcError(bad_request) when there are none to take."""
+
+    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Names of tensors that are missing, too many or of another shape than the model's."""
+        ...
+
+    def take(self, weights: Mapping[str, Array]) -> None:
+        """Take full tensors by Hugging Face name, all of them."""
+
+    def logprobs(
+        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
+    ) -> Array:
+        """float32 [T], the same on every rank; 0 where the mask is 0. `on_part` is called after each micro-batch."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """All memory of this rank that `Shelf` may take."""
+        ...
+
+
+class FrozenTorch:
+    """See `Frozen`: any Hugging Face causal language model on one rank."""
+
+    def __init__(self, model: Path, dtype: str, max_tokens: int, device: str = "cpu") -> None:
+        """`max_tokens`: of one forward pass; `device`: `cpu`, or `cuda` for the first GPU that the process sees."""
+        self._device = device
+        self._path = model
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._model: list[nn.Module] = []  # filled by `load`
+
+    def load(self) -> None:
+        self._model.clear()  # one copy at a time
+        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
+
+    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        mine = {name: tuple(tensor.shape) for name, tensor in named_weights(self._model[0]).items()}
+        return sorted(mine.keys() ^ shapes.keys()) + [
+            name for name in mine.keys() & shapes.keys() if mine[name] != shapes[name]
+        ]
+
+    @torch.inference_mode()
+    def take(self, weights: Mapping[str, Array]) -> None:
+        for name, tensor in named_weights(self._model[0]).items():
+            tensor.copy_(to_torch(weights[name]))
+
+    @torch.inference_mode()
+    def logprobs(
+        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
+    ) -> Array:
+        found = np.zeros(len(token_ids), np.float32)
+        for part in score(self._model[0], token_ids, lengths, loss_mask, temperature, self._max_tokens):
+            found[to_numpy(part.tokens)] = to_numpy(part.logprobs.float())
+            on_part()
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._model[0].parameters(), *self._model[0].buffers()] if self._model else []

@@ -1,0 +1,52 @@
+"""A model that only scores, in pieces over tensor, pipeline and context parallel ranks. Must never be trained, nor hold
+a gradient or an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from proto.tensors import Array
+from shared.megatron.cpu_shims import in_megatron
+from shared.megatron.pieces import Pieces
+from shared.ranks.layout import Place
+from shared.tensors_torch import to_numpy, to_torch
+
+
+class FrozenMegatron:
+    """See `frozen.Frozen`: this rank's pieces of a Llama, Qwen2 or Qwen3. The process group of all ranks is open."""
+
+    @in_megatron
+    def __init__(self, model: Path, dtype: str, max_tokens: int, place: Place, device: str) -> None:
+        """`max_tokens`: of one micro-batch. Raises RpcError(bad_request) for a model that megatron does not know."""
+        self._pieces = Pieces(model, dtype, place, device=device, max_tokens=max_tokens)
+        self._pieces.model.eval().requires_grad_(False)
+
+    @in_megatron
+    def load(self) -> None:
+        self._pieces.copy_in(self._pieces.files)
+
+    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        return self._pieces.strange(dict(shapes))
+
+    @in_megatron
+    def take(self, weights: Mapping[str, Array]) -> None:
+        self._pieces.copy_in(lambda name: to_torch(weights[name]))
+
+    @in_megatron
+    @torch.no_grad()
+    def logprobs(
+        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
+    ) -> Array:
+        hook = self._pieces.model.register_forward_hook(lambda *_: on_part())
+        try:
+            return to_numpy(self._pieces.logprobs(token_ids, lengths, loss_mask, temperature))
+        finally:
+            hook.remove()
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._pieces.model.parameters(), *self._pieces.model.buffers()]

@@ -1,0 +1,71 @@
+"""The reference in pieces: log-probs of one rank's torch model, before and after it took other weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from proto.tensors import Array
+from services.reference.frozen import Frozen, FrozenTorch
+from services.reference.frozen_megatron import FrozenMegatron
+from shared.ranks.layout import Layout, Place
+from tests.parity.groups import run_group
+from tests.parity.megatron_models import FAMILIES, every_next_token, save
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
+LIMIT = 1e-5
+MAX_TOKENS = 200
+"""Several micro-batches, that is."""
+
+
+def other_weights(model: Path) -> dict[str, Array]:
+    """Those of the folder, moved."""
+    return {name: (each * 1.1).numpy() for name, each in load_file(model / "model.safetensors").items()}
+
+
+def both(frozen: Frozen, model: Path) -> Array:
+    """[2, T] log-probs of the model's folder and of `other_weights`, at two temperatures."""
+    given = every_next_token()
+    counted: list[None] = []
+
+    def scored(temperature: float) -> Array:
+        return frozen.logprobs(
+            given.token_ids, given.lengths, given.loss_mask, temperature, lambda: counted.append(None)
+        )
+
+    frozen.load()
+    first = scored(0.7)
+    weights = other_weights(model)
+    assert not frozen.strange({name: each.shape for name, each in weights.items()})
+    assert frozen.strange({name: (*each.shape, 1) for name, each in list(weights.items())[:-1]})
+    frozen.take(weights)
+    second = scored(1.0)
+    frozen.load()
+    assert np.array_equal(scored(0.7), first)
+    assert len(counted) > 3
+    return np.stack([first, second])
+
+
+def work(place: Place, folder: Path) -> None:
+    for family in FAMILIES:
+        model = folder.parent / "models" / f"{family}-float32"
+        frozen = FrozenMegatron(model, "float32", MAX_TOKENS, place, "cpu")
+        np.save(folder / f"rank-{place.rank}" / f"{family}.npy", both(frozen, model))
+        assert not any(each.requires_grad for each in frozen.tensors())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_has_the_log_probs_of_the_whole_model(layout: str, tmp_path: Path) -> None:
+    models = {family: save(family, tmp_path / "models") for family in FAMILIES}
+    run_group("tests.parity.test_frozen_megatron:work", LAYOUTS[layout], tmp_path / layout)
+    for family, model in models.items():
+        expected = both(FrozenTorch(model, "float32", MAX_TOKENS), model)
+        assert np.abs(expected[0] - expected[1]).max() > 1e-2
+        for rank in range(LAYOUTS[layout].world_size):
+            found = np.load(tmp_path / layout / f"rank-{rank}" / f"{family}.npy")
+            assert np.abs(found - expected).max() <= LIMIT, f"{family} on rank {rank}"
