@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import parity_run as parity
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -30,16 +31,8 @@ def refreshed(running: Cluster) -> list[int]:
     return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]
 
 
-@pytest.mark.timeout(260)
-def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
+def assert_follows(rows: list[dict[str, float]]) -> None:
     """The KL of a step is nothing exactly when the policy that is trained is the reference: right after a refresh."""
-    with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=240) as running:
-        running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])
-        pid = running.wait_for("the reference", lambda: running.pid("reference"))
-        os.kill(pid, signal.SIGKILL)
-        assert running.end() == 0
-        rows = running.rows()
-        loads = refreshed(running)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         version = (row["step"] - 1) // EVERY * EVERY
@@ -48,5 +41,45 @@ def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_
             assert abs(row["loss/kl"]) < 1e-6, row["step"]
         else:
             assert row["loss/kl"] > 1e-3, row["step"]
+
+
+@pytest.mark.timeout(260)
+def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
+    with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=240) as running:
+        running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])
+        pid = running.wait_for("the reference", lambda: running.pid("reference"))
+        os.kill(pid, signal.SIGKILL)
+        assert running.end() == 0
+        rows = running.rows()
+        loads = refreshed(running)
+    assert_follows(rows)
     # the second life has no memory: the leases told it where to stand
     assert set(loads) == {EVERY, 2 * EVERY}
+
+
+TOGETHER = (
+    "run.deterministic=true",
+    "staleness=0",
+    "placement.colocate=[policy-trainer, reference, rollout]",
+    "algorithm.group_size=4",
+    "services.rollout.block_tasks=4",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_refresh_determinism_and_colocation_go_together(tmp_path: Path) -> None:
+    """The reference leaves the devices between its turns: with the weights of its last refresh it has to come back,
+    also in a run that is killed, which ends with the same bits."""
+    paths = []
+    for name in ("undisturbed", "killed"):
+        with parity.start(tmp_path / name, *TOGETHER, small=SMALL) as running:
+            if name == "killed":
+                for step, service in ((EVERY + 1, "reference"), (EVERY + 2, "policy-trainer-worker")):
+                    running.wait_for(f"step {step}", lambda step=step: parity.committed(running, step))
+                    parity.kill(running, service)
+            assert running.end() == 0, running.output()
+            rows = running.rows()
+        paths.append(running.path)
+        assert_follows(rows)
+    assert parity.differences(*paths) == []
