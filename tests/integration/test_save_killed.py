@@ -1,0 +1,77 @@
+"""SIGKILL at random times of a large save that goes on beside training, as the worker's does: what was saved before is
+whole, and the next save works. `SAVE_SEED=<the number it prints>` repeats the times of a failed run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.policy_trainer.worker import checkpoint
+from services.policy_trainer.worker.checkpoint import Snapshot
+
+ELEMENTS = 25_000_000
+"""Of float32, in the weights and in each of two moments: 300 MB."""
+KILLS = 20
+BASE = torch.arange(ELEMENTS, dtype=torch.float32)
+
+
+def snapshot(step: int) -> Snapshot:
+    return Snapshot(step, {"w": BASE + step}, {f"{slot}/w": BASE * step for slot in ("exp_avg", "exp_avg_sq")})
+
+
+def is_whole(folder: Path, step: int) -> bool:
+    found = checkpoint.load(folder, step)
+    return torch.equal(found.weights["w"], BASE + step) and all(
+        torch.equal(found.optimizer[f"{slot}/w"], BASE * step) for slot in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def save_beside_training(folder: Path, state: Snapshot) -> int:
+    """A process that saves `state` on its writer thread while its main thread computes; its id."""
+    child = os.fork()
+    if child:
+        return child
+    writer = ThreadPoolExecutor(1, "checkpoint")
+    saving = writer.submit(checkpoint.save, folder, state, keep_last=2)
+    while not saving.done():
+        sum(range(10_000))  # plain Python: a forked process has lost torch's threads
+    os._exit(1 if saving.exception() else 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_kills_at_random_times_of_a_large_save_leave_the_one_before(tmp_path: Path) -> None:
+    seed = int(os.environ.get("SAVE_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"SAVE_SEED={seed}")
+    chance = random.Random(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        began = time.monotonic()
+        assert os.waitpid(save_beside_training(tmp_path, snapshot(1)), 0)[1] == 0
+        whole_s = time.monotonic() - began
+        newest, interrupted = 1, 0
+        for kill in range(KILLS):
+            child = save_beside_training(tmp_path, snapshot(newest + 1))
+            time.sleep(chance.uniform(0.0, whole_s))  # the time of the kill is what is varied
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            found = checkpoint.steps(tmp_path)
+            assert newest in found, f"kill {kill}: {found}"
+            interrupted += newest + 1 not in found
+            newest = found[-1]
+            assert is_whole(tmp_path, newest), f"kill {kill}"
+        assert interrupted >= KILLS // 4, f"{interrupted} of {KILLS} saves of {whole_s:.2f} s were interrupted"
+        assert os.waitpid(save_beside_training(tmp_path, snapshot(newest + 1)), 0)[1] == 0
+        assert is_whole(tmp_path, newest + 1)
+        assert not list(tmp_path.glob(".*")), "the next save sweeps up what the killed ones left"
+    finally:
+        torch.set_num_threads(threads)
