@@ -42,7 +42,9 @@ class Scorer:
     ) -> None:
         """`make`: the model, made on the compute thread; `source`: its directory, for messages; `temperature`: the
         training sampling's; `deterministic`: the same tasks in the same order give the same bits; `scratch`: a file for
-        weights that leave the device, when that is the host's memory (None: they never leave); `ranks`: that hold pieces of the model."""
+        weights that leave the device, when that is the host's memory (None: they never leave); `ranks`: that hold
+        pieces of the model.
+        """
         self._make = make
         self._source = source
         self._threads = threads

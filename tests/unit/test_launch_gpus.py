@@ -30,7 +30,8 @@ def topology(folder: Path, *overrides: str) -> Topology:
 
 
 def test_services_that_share_nothing_see_gpus_of_their_own(folder: Path) -> None:
-    made = topology(folder, *TP)
+    pieces = ["services.reference.backend=megatron", "services.reference.parallel.tp=2"]
+    made = topology(folder, *pieces, *TP)
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(4)] == ["0", "1", "2", "3"]
     assert [seen["reference", i] for i in range(4)] == ["4", "5", "6", "7"]

@@ -249,7 +249,6 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
     ("override", "path", "use"),
     [
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
-        ("services.reference.backend=megatron", "services.reference.backend", "torch"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
         ("placement.engine=ray", "placement.engine", "local"),
     ],
@@ -309,7 +308,7 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
     assert sum(spec.service == "policy-trainer-worker" for spec in plan) == 8
-    assert sum(spec.service == "reference" for spec in plan) == 4
+    assert sum(spec.service == "reference" for spec in plan) == 8
     assert [spec.name for spec in plan if spec.service == "rollout"] == [f"rollout/{i}" for i in range(4)]
     resolved = path.with_name("resolved.yaml")
     topology.dump_resolved(resolved)

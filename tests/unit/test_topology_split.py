@@ -1,4 +1,4 @@
-"""Degrees of the trainer that do not fit its backend or its model are errors before anything starts."""
+"""Degrees of trainer and reference that do not fit their backend or the model are errors before anything starts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ def test_torch_splits_no_layers(folder: Path, degree: str) -> None:
     assert line.endswith(
         f"parallel.{degree}: 2 splits layers, which backend torch does not; set backend megatron, or use 1"
     )
+
+
+@pytest.mark.parametrize(("degree", "what"), [("tp", "layers"), ("pp", "layers"), ("cp", "sequences here")])
+def test_a_torch_reference_is_whole_and_a_megatron_one_takes_divisors(folder: Path, degree: str, what: str) -> None:
+    reference, known = "services.reference", model(folder)
+    [line] = problems(known, f"{reference}.parallel.{degree}=2")
+    assert f"{reference}.parallel.{degree}: 2 splits {what}, which backend torch does not" in line
+    loaded = load(known, [f"{reference}.backend=megatron", f"{reference}.parallel.{degree}=2"])
+    assert [each.name for each in loaded.services_plan() if each.service == "reference"] == [
+        "reference/0",
+        "reference/1",
+    ]
+    if degree != "cp":
+        line = problems(known, f"{reference}.backend=megatron", f"{reference}.parallel.{degree}=5")[0]
+        assert f"{reference}.parallel.{degree}: 5 does not divide" in line
 
 
 def test_ranks_are_a_multiple_of_the_degrees(folder: Path) -> None:
