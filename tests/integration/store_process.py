@@ -111,7 +111,7 @@ def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
     import pytest  # the benchmarks use this module without it
 
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},nr_inodes=1000", "tmpfs", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except FileNotFoundError:

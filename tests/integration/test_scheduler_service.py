@@ -158,6 +158,8 @@ class World:
         self.holds: set[tuple[str, int]] = set()
         self.cleared: Counter[str] = Counter()
         self.clear_came = asyncio.Event()
+        self.refusals = 2
+        """Clears that the store refuses first."""
         self.trained: list[list[str]] = []
         self.store = Mailbox("batch-store/0", new_incarnation())
         self.store.handle(Clear, self._clear)
@@ -173,6 +175,9 @@ class World:
 
     def _clear(self, request: Clear, call: Call) -> Ack:
         self.clear_came.set()
+        if self.refusals:
+            self.refusals -= 1
+            raise RpcError(ErrorCode.BUSY, "batch-store/0: not now", retry_after_s=0.01)
         for task in request.tasks:
             self.cleared[task.task_id] += 1
             self.holds = {held for held in self.holds if held[0] != task.task_id or held[1] > task.fence}

@@ -38,6 +38,15 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             except OSError:
                 return
 
+    def use_up_the_inodes() -> list[Path]:
+        made: list[Path] = []
+        while True:
+            try:
+                (mount / f"file-{len(made)}").touch()
+            except OSError:
+                return made
+            made.append(mount / f"file-{len(made)}")
+
     async def main() -> None:
         async with peer_of(store.run) as peer:
             await peer.data.put(first, store=STORE, deadline_s=10)
@@ -58,6 +67,13 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             stats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
             assert stats.bytes <= MEMORY
             assert stats.shards == 1
+            files = use_up_the_inodes()
+            third = [TaskShards("t/0/3", 1, {"a": np.zeros(9)})]
+            with pytest.raises(RpcError, match="no room for another file") as caught:
+                await peer.data.put(third, store=STORE, deadline_s=1)
+            assert caught.value.code == ErrorCode.BUSY
+            files[0].unlink()
+            await peer.data.put(third, store=STORE, deadline_s=10)
 
     try:
         asyncio.run(main())
