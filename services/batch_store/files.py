@@ -23,7 +23,7 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
-from services.batch_store.state import Place, Retire, held_bytes
+from services.batch_store.room import Place, Retire, held_bytes
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"

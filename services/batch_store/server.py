@@ -32,8 +32,9 @@ from proto.messages import (
     StreamOpened,
 )
 from services.batch_store.files import FULL, Found, StoreFiles
+from services.batch_store.room import RETRY_AFTER_S, Place, Retire
 from services.batch_store.spill import Spiller, spill_folder
-from services.batch_store.state import RETRY_AFTER_S, Place, Retire, StoreState
+from services.batch_store.state import StoreState
 from services.batch_store.stream_clears import ClearLog
 from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import pin

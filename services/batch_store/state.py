@@ -6,10 +6,7 @@ the bytes it answers for pass the limit.
     sealed in memory --copied--> sealed on disk, and its file in memory a zombie
     zombie that held weights --last mapping gone--> spare --put of the same size--> grant; or --room wanted--> zombie
 
-A file that leaves is a zombie first: renamed so that nobody finds it, counted until the kernel says that nobody maps
-it. There is no way back from zombie to sealed: a name is never used again, a spare lends its pages to a grant under
-the grant's own name; nor from disk to memory. Memory and disk
-have a limit each.
+There is no way back from zombie to sealed (`room.py`), nor from disk to memory. Memory and disk have a limit each.
 """
 
 from __future__ import annotations
@@ -18,53 +15,26 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import islice
 
 from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id, revised_name
 from proto.messages import ErrorCode, PutTask, StoreStats
+from services.batch_store.room import SPARE_BYTES, Place, Retire, Room, held_bytes
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 
 GRANT_S = 5.0
 """A grant that nobody writes to is taken back after so long: its producer died."""
-RETRY_AFTER_S = 0.2
 MAX_TOMBSTONES = 65536
 """The oldest are forgotten past these. A put that comes later still makes an orphan: no lease names it, nobody locates
 it, and the next reconciliation clears it. A tombstone that a file here could contradict after a restart is kept."""
 PAGE_TASKS = 4096
-PAGE_BYTES = 4096
 SCAN_FILES = 256
 """How many of the oldest files are looked at for one that fits the rest of the spill."""
-SPARE_BYTES = 32 << 20
-MAX_SPARES = 2
-"""Fresh pages are four fifths of the time that a put of a large model takes (1 GiB: 0.41 s, onto pages that a process
-has mapped already 0.06), and every version has the size of the one before: the pages of so many versions are kept."""
 _PUT_ID = re.compile(r"[0-9a-f]{32}")
 _WEIGHTS = f"{WEIGHTS}/"
-
-
-class Place(IntEnum):
-    """Where a file lies."""
-
-    MEMORY = 0
-    DISK = 1
-
-
-def held_bytes(nbytes: int) -> int:
-    """What a file of `nbytes` takes of shared memory: whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Effect: rename file `source` to `target` (a zombie), then delete it once nobody maps it."""
-
-    source: str
-    target: str
-    place: Place = Place.MEMORY
 
 
 @dataclass(slots=True)
@@ -94,41 +64,22 @@ class Held:
     files: dict[int, list[str]] = field(default_factory=dict)
 
 
-class StoreState:
+class StoreState(Room):
     """The index of one store. Methods are events; they return effects or raise RpcError for the caller."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int = 0) -> None:
-        """Limits of memory and of the spill folder. `incarnation` keeps zombies' names apart from a former life's."""
-        self.limits = (memory_bytes, spill_bytes)
-        """By `Place`."""
+        """As of `Room`."""
+        super().__init__(name, memory_bytes, incarnation, spill_bytes)
         self.tombstones: dict[str, int] = {}
         """task id -> highest fence that was cleared; oldest first, bounded by MAX_TOMBSTONES."""
-        self._name = name
-        self._incarnation = incarnation
         self._grants: dict[str, Grant] = {}
         self._sealed: dict[str, Sealed] = {}
         self._tasks: dict[str, Held] = {}
-        self._zombies: dict[str, tuple[Place, int]] = {}
-        self._worth_keeping: dict[str, int] = {}
-        """Zombies that may become spares, and the exact size of the file."""
-        self._spares: dict[str, int] = {}
-        """Files that nobody can find or maps, by name, and their exact size: their pages count as used."""
         self._movable: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
         """Sealed files in memory, oldest first: those of tasks, those of weights (which spill last)."""
         self._moving: dict[str, int] = {}
-        self._used = [0, 0]
-        self._zombie_bytes = self._shards = 0
-        self._serial = self._retired = 0
-        self._puts = self._clears = self._busy = 0
-
-    @property
-    def limit_bytes(self) -> int:
-        """Memory and spill together."""
-        return sum(self.limits)
-
-    def used(self, place: Place) -> int:
-        """Bytes that lie there or are promised there, in whole pages."""
-        return self._used[place]
+        self._serial = self._shards = 0
+        self._puts = self._clears = 0
 
     # ---- puts
 
@@ -304,41 +255,6 @@ class StoreState:
         self._forget_tombstones()
         return effects
 
-    def reaped(self, target: str) -> None:
-        """Nobody maps this zombie any more and it was deleted."""
-        place, nbytes = self._zombies.pop(target)
-        self._worth_keeping.pop(target, None)
-        self._used[place] -= nbytes
-        self._zombie_bytes -= nbytes
-
-    # ---- spares
-
-    def keep(self, target: str) -> bool:
-        """Nobody maps this zombie any more. True: it is a spare now; False: delete it, it is `reaped`."""
-        if target not in self._worth_keeping or len(self._spares) >= MAX_SPARES:
-            return False
-        _, held = self._zombies.pop(target)
-        self._zombie_bytes -= held
-        self._spares[target] = self._worth_keeping.pop(target)
-        return True
-
-    def spare(self, nbytes: int) -> str | None:
-        """The spare whose pages fit a put of `nbytes` exactly."""
-        return next((name for name, size in self._spares.items() if size == nbytes), None)
-
-    def spend(self, name: str) -> None:
-        """A spare's pages are no longer its own: the grant that begins at once takes them, or they are freed."""
-        self._used[Place.MEMORY] -= held_bytes(self._spares.pop(name))
-
-    def give_up_spares(self) -> list[str]:
-        """Room is wanted: all spares are zombies again, to be deleted and `reaped`."""
-        names = list(self._spares)
-        for name in names:
-            held = held_bytes(self._spares.pop(name))
-            self._zombies[name] = (Place.MEMORY, held)
-            self._zombie_bytes += held
-        return names
-
     # ---- the spill
 
     def lacks_room(self, put_id: str, nbytes: int) -> bool:
@@ -433,21 +349,6 @@ class StoreState:
                 "put in parts or raise services.batch-store.memory",
             )
 
-    def _reserve(self, nbytes: int) -> None:
-        """Take room in memory or raise busy."""
-        need = held_bytes(nbytes)
-        memory, disk = self.limits
-        if self._used[Place.MEMORY] + need > memory:
-            self._busy += 1
-            spill = f"{self._used[Place.DISK]} of {disk} of the spill" if disk else "spill is off"
-            raise RpcError(
-                ErrorCode.BUSY,
-                f"{self._name}: put of {nbytes} bytes refused: {self._used[Place.MEMORY]} of {memory} in use, {spill}; "
-                "raise services.batch-store.memory or spill_limit, or checkpoint more often",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._used[Place.MEMORY] += need
-
     def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
         names = [task.task_id for task in tasks if self.tombstones.get(task.task_id, -1) >= task.fence]
         if names:
@@ -509,13 +410,6 @@ class StoreState:
 
     def _order_of(self, table: Table) -> OrderedDict[str, None]:
         return self._movable[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
-
-    def _retire(self, source: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
-        self._retired += 1
-        target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
-        self._zombies[target] = (place, held_bytes(nbytes))
-        self._zombie_bytes += held_bytes(nbytes)
-        return Retire(source, target, place)
 
     def _forget_tombstones(self) -> None:
         """Keep the list bounded; a tombstone that a file on disk could contradict after a restart stays."""

@@ -39,7 +39,8 @@ from proto.messages import (
     TaskHandle,
 )
 from proto.tensors import Array
-from services.batch_store.state import GRANT_S, held_bytes
+from services.batch_store.room import held_bytes
+from services.batch_store.state import GRANT_S
 from shared.batch import Batch, BatchStatus
 from shared.dataplane.client import Receipt, TaskShards
 from shared.rpc.errors import RpcError

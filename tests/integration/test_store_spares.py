@@ -12,7 +12,7 @@ import numpy as np
 
 from proto.messages import Ack, BatchMeta, Clear, GetStoreStats, PutTask, StoreStats, TaskHandle
 from proto.tensors import Array
-from services.batch_store.state import SPARE_BYTES, held_bytes
+from services.batch_store.room import SPARE_BYTES, held_bytes
 from shared.dataplane.client import TaskShards
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
 

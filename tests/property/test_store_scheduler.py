@@ -36,7 +36,8 @@ from proto.messages import (
     TaskResult,
     WeightsRef,
 )
-from services.batch_store.state import Place, Retire, StoreState, held_bytes
+from services.batch_store.room import Place, Retire, held_bytes
+from services.batch_store.state import StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
     Answer,

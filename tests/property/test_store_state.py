@@ -10,7 +10,8 @@ from proto import blockfile
 from proto.blockfile import Layout, Table
 from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
-from services.batch_store.state import Place, Retire, StoreState, held_bytes
+from services.batch_store.room import Place, Retire, held_bytes
+from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
 
 LIMIT = 6 * 4096

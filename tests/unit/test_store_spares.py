@@ -14,7 +14,8 @@ from proto.blockfile import Layout, parse
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
-from services.batch_store.state import Place, StoreState, held_bytes
+from services.batch_store.room import Place, held_bytes
+from services.batch_store.state import StoreState
 from shared.dataplane import landing as landing_module
 from shared.dataplane import reread as reread_module
 from shared.dataplane.landing import Landings

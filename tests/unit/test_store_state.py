@@ -14,7 +14,8 @@ from proto.blockfile import Layout
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
-from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, Retire, StoreState
+from services.batch_store.room import Retire
+from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, StoreState
 from shared.rpc.errors import RpcError
 
 

@@ -20,7 +20,7 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, Located, PutTask, StreamOpened
 from services.batch_store import stream_server
 from services.batch_store.files import StoreFiles
-from services.batch_store.state import Retire
+from services.batch_store.room import Retire
 from services.batch_store.stream_server import WINDOW_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource, pin
 from shared.dataplane import mapping
