@@ -40,11 +40,10 @@ from proto.messages import (
     Registered,
     Resolve,
     Resolved,
-    ServiceRow,
-    Status,
     WaitEvals,
     WeightsRef,
 )
+from services.scheduler import view
 from services.scheduler.core import Core
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
@@ -70,9 +69,10 @@ from services.scheduler.events import (
 )
 from services.scheduler.leases import Holder
 from services.scheduler.ledger import STORE
+from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
-from services.scheduler.tasks import TaskState
+from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.stages import ROLLOUT
@@ -91,25 +91,6 @@ class Waiting:
     asked: Asked
     answer_by: float
     open: bool = True
-
-
-@dataclass
-class Seen:
-    """What the last heartbeat of an instance said."""
-
-    at: float
-    state: str = "STARTING"
-    rss_bytes: int = 0
-    store_bytes: int = 0
-    store_shards: int = 0
-
-
-@dataclass
-class Pace:
-    """How far a lease is, and when it ends unless it gets further."""
-
-    deadline: float
-    progress: int = -1
 
 
 class Scheduler:
@@ -131,13 +112,12 @@ class Scheduler:
         self._evals: list[Waiting] = []
         self._held: list[tuple[float, int, Waiting]] = []
         self._order = itertools.count()
-        self._pace: dict[int, Pace] = {}
-        self._expiries: list[tuple[float, int]] = []
+        self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
         self._clearing: set[str] = set()
         self._reconcile_at = 0.0
         self._tell_at = 0.0
-        self._told: dict[str, dict[str, float | str]] = {}
+        self._teller = view.Teller()
         self._requests: dict[type[Any], Callable[[Asked], None]] = {
             Register: self._register,
             Heartbeat: self._heartbeat,
@@ -174,7 +154,7 @@ class Scheduler:
         """After replay: live leases get a fresh `lease_s`, known stores are reconciled and sent what they owe."""
         self._now = now
         for lease in self.core.leases:
-            self._watch(lease.lease_id)
+            self._paces.begin(lease.lease_id, now)
         for holder in self.core.registry:
             self._seen[holder] = Seen(now)
         self._devices.begin(self.core.registry, now)
@@ -201,7 +181,8 @@ class Scheduler:
                 strays = [entry for entry in event.tasks if self.core.is_stray(entry)]
                 if strays:
                     self._out.append(SendClear(event.store, strays, tracked=False))
-                    self._tell("scheduler/gc", {"strays": float(len(strays)), "store": event.store})
+                    told = {"strays": float(len(strays)), "store": event.store}
+                    self._out.extend(self._teller.tell("scheduler/gc", told))
         self._settle()
         return self._take()
 
@@ -279,24 +260,19 @@ class Scheduler:
                 waiting.open = False
                 kind = type(waiting.asked.request).__name__
                 self._out.append(Fail(waiting.asked.ref, ErrorCode.NOT_READY, f"scheduler: nothing yet for {kind}"))
-        while self._expiries and self._expiries[0][0] <= self._now:
-            _, lease_id = heapq.heappop(self._expiries)
-            pace = self._pace.get(lease_id)
+        for lease_id in self._paces.expired(self._now):
             lease = self.core.leases.get(lease_id)
-            if pace is None or lease is None:
-                self._pace.pop(lease_id, None)
-            elif pace.deadline > self._now:
-                heapq.heappush(self._expiries, (pace.deadline, lease_id))
-            else:
-                del self._pace[lease_id]
-                self._tell("scheduler/lost_lease", {"holder": service_name(*lease.holder), "lease": float(lease_id)})
+            if lease is not None:
+                told = {"holder": service_name(*lease.holder), "lease": float(lease_id)}
+                self._out.extend(self._teller.tell("scheduler/lost_lease", told))
                 self._durable(LeaseExpired(lease_id))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
             self._out.extend(RequestInventory(store) for store in self.core.clears.stores)
         if self._tell_at <= self._now:
             self._tell_at = self._now + TELL_S
-            self._tell_state()
+            waiting = sum(map(len, self._leasing))
+            self._out.extend(self._teller.state(self.core, waiting=waiting, bad_rows=self.bad_rows))
 
     # ---------------------------------------------------------------------------------------------- registry
 
@@ -351,10 +327,7 @@ class Scheduler:
             if lease is None or lease.holder != holder or lease.incarnation != beat.incarnation:
                 lost.append(lease_id)
                 continue
-            pace = self._pace[lease_id]
-            if progress > pace.progress:
-                pace.progress = progress
-                pace.deadline = self._now + self.lease_s
+            self._paces.told(lease_id, progress, self._now)
         ack = HeartbeatAck(
             scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
         )
@@ -392,22 +365,17 @@ class Scheduler:
         if grant is None:
             return False
         self._out.append(Persist(Leased(codec.encode_body(request), asked.call)))
-        self._watch(grant.lease_id)
+        self._paces.begin(grant.lease_id, self._now)
         self._out.append(Answer(asked.ref, msgspec.structs.replace(grant, lease_s=self.lease_s)))
         return True
-
-    def _watch(self, lease_id: int) -> None:
-        pace = Pace(self._now + self.lease_s)
-        self._pace[lease_id] = pace
-        heapq.heappush(self._expiries, (pace.deadline, lease_id))
 
     def _complete(self, asked: Asked) -> None:
         request: Complete = asked.request
         refused = self._durable(request)
         if self.core.leases.get(request.lease_id) is None:
-            self._pace.pop(request.lease_id, None)
-        elif request.lease_id in self._pace:
-            self._pace[request.lease_id].deadline = self._now + self.lease_s  # a result is progress
+            self._paces.end(request.lease_id)
+        else:
+            self._paces.result(request.lease_id, self._now)
         self._out.append(Answer(asked.ref, CompleteAck(refused=refused)))
 
     # ---------------------------------------------------------------------------------------------- the driver
@@ -429,11 +397,8 @@ class Scheduler:
 
     def _commit(self, asked: Asked) -> None:
         request: CommitStep = asked.request
-        held = [seen for (service, _), seen in self._seen.items() if service == STORE]
-        totals = {
-            "store/bytes": float(sum(seen.store_bytes for seen in held)),
-            "store/shards": float(sum(seen.store_shards for seen in held)),
-        }
+        nbytes, shards = view.stores_of(self._seen)
+        totals = {"store/bytes": float(nbytes), "store/shards": float(shards)}
         self._durable(msgspec.structs.replace(request, metrics={**request.metrics, **totals}))
         self._out.append(Answer(asked.ref, Ack()))
 
@@ -457,58 +422,4 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- what people see
 
     def _status(self, asked: Asked) -> None:
-        core = self.core
-        held = [seen for (service, _), seen in self._seen.items() if service == STORE]
-        rows = []
-        for (service, instance), row in core.registry.items():
-            seen = self._seen.get((service, instance), Seen(self._now))
-            rows.append(
-                ServiceRow(
-                    service=service,
-                    instance=instance,
-                    state=seen.state,
-                    pid=row.pid,
-                    host=row.host,
-                    incarnation=row.incarnation,
-                    heartbeat_age_s=max(self._now - seen.at, 0.0),
-                    rss_bytes=seen.rss_bytes,
-                    endpoint=row.endpoint,
-                )
-            )
-        status = Status(
-            run=core.plan.run,
-            step=core.committed_step,
-            steps=core.config.steps,
-            lineage=core.lineage,
-            version=core.versions.newest[1] if core.versions.newest else 0,
-            services=rows,
-            tasks=self._counts(),
-            store_bytes=sum(seen.store_bytes for seen in held),
-            store_limit_bytes=core.limit_bytes,
-            store_shards=sum(seen.store_shards for seen in held),
-            last_row=self.last_row,
-        )
-        self._out.append(Answer(asked.ref, status))
-
-    def _counts(self) -> dict[str, int]:
-        counts = dict(zip(TaskState.NAMES[1:], self.core.tasks.counts[1:], strict=True))
-        return {**counts, "COLLECTED": self.core.clears.collected}
-
-    def _tell_state(self) -> None:
-        self._tell(
-            "scheduler/tasks",
-            {**{k: float(v) for k, v in self._counts().items()}, "dropped": float(self.core.dropped + self.bad_rows)},
-        )
-        self._tell(
-            "scheduler/leases",
-            {"live": float(len(self.core.leases)), "waiting": float(sum(map(len, self._leasing)))},
-        )
-        self._tell(
-            "scheduler/gc",
-            {"collected": float(self.core.clears.collected), "pending": float(self.core.clears.pending())},
-        )
-
-    def _tell(self, topic: str, values: dict[str, float | str]) -> None:
-        if self._told.get(topic) != values:
-            self._told[topic] = values
-            self._out.append(Tell(topic, values))
+        self._out.append(Answer(asked.ref, view.status(self.core, self._seen, self.last_row, self._now)))

@@ -1,0 +1,96 @@
+"""What people are shown of a run: the answer to `GetStatus`, and telemetry when it changed. It changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from proto.messages import ServiceRow, Status
+from services.scheduler.core import Core
+from services.scheduler.events import Tell
+from services.scheduler.leases import Holder
+from services.scheduler.ledger import STORE
+from services.scheduler.tasks import TaskState
+
+
+@dataclass
+class Seen:
+    """What the last heartbeat of an instance said."""
+
+    at: float
+    state: str = "STARTING"
+    rss_bytes: int = 0
+    store_bytes: int = 0
+    store_shards: int = 0
+
+
+def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
+    """Bytes and shards of all stores."""
+    held = [each for (service, _), each in seen.items() if service == STORE]
+    return sum(each.store_bytes for each in held), sum(each.store_shards for each in held)
+
+
+def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], now: float) -> Status:
+    """The run as it stands at `now`, with a row for everybody who has registered."""
+    nbytes, shards = stores_of(seen)
+    rows = []
+    for (service, instance), row in core.registry.items():
+        one = seen.get((service, instance), Seen(now))
+        rows.append(
+            ServiceRow(
+                service=service,
+                instance=instance,
+                state=one.state,
+                pid=row.pid,
+                host=row.host,
+                incarnation=row.incarnation,
+                heartbeat_age_s=max(now - one.at, 0.0),
+                rss_bytes=one.rss_bytes,
+                endpoint=row.endpoint,
+            )
+        )
+    return Status(
+        run=core.plan.run,
+        step=core.committed_step,
+        steps=core.config.steps,
+        lineage=core.lineage,
+        version=core.versions.newest[1] if core.versions.newest else 0,
+        services=rows,
+        tasks=counts(core),
+        store_bytes=nbytes,
+        store_limit_bytes=core.limit_bytes,
+        store_shards=shards,
+        last_row=last_row,
+    )
+
+
+def counts(core: Core) -> dict[str, int]:
+    """Tasks by state."""
+    live = dict(zip(TaskState.NAMES[1:], core.tasks.counts[1:], strict=True))
+    return {**live, "COLLECTED": core.clears.collected}
+
+
+class Teller:
+    """Says what is new of each topic, once."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, dict[str, float | str]] = {}
+
+    def tell(self, topic: str, values: dict[str, float | str]) -> list[Tell]:
+        """The effect, or none when these values were told last."""
+        if self._told.get(topic) == values:
+            return []
+        self._told[topic] = values
+        return [Tell(topic, values)]
+
+    def state(self, core: Core, *, waiting: int, bad_rows: int) -> list[Tell]:
+        """Tasks, leases and collection. `waiting`: lease requests that are held back."""
+        tasks = {name: float(count) for name, count in counts(core).items()}
+        return [
+            *self.tell("scheduler/tasks", {**tasks, "dropped": float(core.dropped + bad_rows)}),
+            *self.tell("scheduler/leases", {"live": float(len(core.leases)), "waiting": float(waiting)}),
+            *self.tell(
+                "scheduler/gc",
+                {"collected": float(core.clears.collected), "pending": float(core.clears.pending())},
+            ),
+        ]
