@@ -23,9 +23,11 @@ from proto.messages import (
     Ack,
     ErrorCode,
     GetLog,
+    GetStatus,
     GetSupervisorState,
     LogLines,
     RestartService,
+    Status,
     StopRun,
     SupervisorState,
 )
@@ -138,8 +140,9 @@ def logs(
     run, before = context.obj
     raw = as_json or before
     with _one_line_errors():
-        keys = select(name, [*_known(run), (SUPERVISOR, 0)])
-        if isinstance(run, Access):
+        here = [*_known(run), (SUPERVISOR, 0)]
+        keys = select(name, [*here, *_registered(run)])
+        if isinstance(run, Access) or not set(keys) <= set(here):
             _print_remote_logs(run, keys, lines, follow=follow, raw=raw)
             return
     files = [run.log_file(*key) for key in keys]
@@ -157,7 +160,7 @@ def logs(
         return
 
 
-def _print_remote_logs(run: Access, keys: list[Key], lines: int, *, follow: bool, raw: bool) -> None:
+def _print_remote_logs(run: Run, keys: list[Key], lines: int, *, follow: bool, raw: bool) -> None:
     positions, begun = dict.fromkeys(keys, -1), False
     with suppress(KeyboardInterrupt):
         while True:
@@ -181,6 +184,17 @@ def _known(run: Run) -> list[Key]:
         state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
+
+
+def _registered(run: Run) -> list[Key]:
+    """Who works in the run, also on hosts that have joined it; nobody while the scheduler is away."""
+    try:
+        status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
+    except RpcError as error:
+        if error.code == ErrorCode.BAD_REQUEST:
+            raise  # it answers, and does not let us look
+        return []
+    return [(row.service, row.instance) for row in status.services]
 
 
 def _timestamp(line: str) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.supervisor.plan import Key
+from shared.actor.log_page import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 
-TAIL_BYTES = 256 << 10
 _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
 
 
@@ -49,24 +49,6 @@ def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
     log = [part for line in tail(run.log_file(*key), lines) for part in readable(line).splitlines()]
     printed = tail(run.logs / f"{key[0]}-{key[1]}.out", lines)
     return (log[-lines:] + printed)[-lines:] if printed else log[-lines:]
-
-
-def page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
-    """The last `lines` whole lines if `position` is negative, else those from there on; and where the next begin.
-
-    Reads at most 256 KiB, so what came after `position` may take several pages.
-    """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = max(0, size - TAIL_BYTES) if position < 0 else position if position <= size else 0
-            file.seek(begin)
-            data = file.read(TAIL_BYTES)
-    except OSError:
-        return [], max(0, position)
-    whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == TAIL_BYTES else 0)  # one line may fill a page
-    found = data[:whole].decode(errors="replace").splitlines()
-    return (found[-lines:] if lines > 0 else []) if position < 0 else found, begin + whole
 
 
 class Follower:

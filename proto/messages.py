@@ -157,7 +157,10 @@ class LogLines(Message, frozen=True, kw_only=True):
 
 @message(19)
 class GetLog(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: the last `lines` lines of a service's log; with a `position`, what came after that."""
+    """The last `lines` lines of a service's log; with a `position`, what came after that.
+
+    Of operators to the supervisor, which asks the service itself when its log lies on a host that has joined.
+    """
 
     REPLY: ClassVar[type[Message]] = LogLines
     service: str

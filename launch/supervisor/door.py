@@ -17,7 +17,7 @@ from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir
 from shared.security.curve import check_listen
-from shared.security.keys import load
+from shared.security.keys import Keyring, load
 from shared.security.roles import Role
 from shared.security.zap import Gate
 
@@ -33,6 +33,8 @@ class Door:
         self._run = run
         self._context = context
         self._mailbox = mailbox
+        self.keys: Keyring | None = None
+        """Of the run, for those it reaches on other hosts; None when it does not listen to any."""
         self._gate: Gate | None = None
         self._monitor = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
         self._telemetry = TelemetrySender(SUPERVISOR, 0, incarnation)
@@ -46,7 +48,8 @@ class Door:
         """
         if endpoint:
             check_listen(endpoint)
-            self._gate = Gate(self._context, load(self._run.keys, Role.SERVICE))
+            self.keys = load(self._run.keys, Role.SERVICE)
+            self._gate = Gate(self._context, self.keys)
             self._mailbox.bind(self._context, endpoint, gate=self._gate, admits=Role.OPERATOR)
             structlog.get_logger(SUPERVISOR).info("listens", endpoint=endpoint)
         self._reports = asyncio.create_task(

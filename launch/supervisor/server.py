@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import psutil
 import structlog
 import zmq
 
-from launch.logs import page
 from launch.supervisor.door import Door
+from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
 from launch.supervisor.state import (
     Begin,
@@ -65,6 +65,7 @@ from proto.messages import (
     StopRun,
 )
 from proto.messages import SupervisorState as SupervisorStateReply
+from shared.actor.log_page import page
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
@@ -179,13 +180,16 @@ class Supervisor:
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
         """What the scheduler says about the run; None while it does not answer."""
+        try:
+            return await self._scheduler_client().call(GetStatus(), Status, deadline_s=deadline_s)
+        except RpcError:
+            return None
+
+    def _scheduler_client(self) -> Client:
         if self._scheduler is None:
             endpoint = self._run.endpoint("scheduler", 0)
             self._scheduler = Client(self._context, endpoint, "scheduler/0", self._incarnation)
-        try:
-            return await self._scheduler.call(GetStatus(), Status, deadline_s=deadline_s)
-        except RpcError:
-            return None
+        return self._scheduler
 
     # ---- events and effects
 
@@ -370,10 +374,11 @@ class Supervisor:
         ]
         return SupervisorStateReply(run=self._run.name, phase=self.state.phase, processes=rows)
 
-    def _on_get_log(self, request: GetLog, call: Call) -> LogLines:
+    def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
         if key not in self.state.processes and key != (SUPERVISOR, 0):  # a name from elsewhere is no path here
-            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(*key)}")
+            ring = self._door.keys if self._door is not None else None
+            return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
         lines, position = page(self._run.log_file(*key), request.lines, request.position)
         return LogLines(lines=lines, position=position)
 

@@ -22,6 +22,7 @@ from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, Ping, Pong, ServiceReport
+from shared.actor.log_page import page
 from shared.actor.refusals import report_refusals
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
@@ -101,6 +102,7 @@ class Service:
         self.progress: Callable[[], int] = lambda: 0
         """What the heartbeat tells of the working thread, which alone advances it."""
         self.mailbox.handle(Ping, self._ping)
+        self.mailbox.handle(messages.GetLog, self._log_page)
 
     # ---- to override
 
@@ -345,6 +347,14 @@ class Service:
 
     def _ping(self, _: Ping, call: Call) -> Pong:
         return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
+
+    def _log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:
+        """For the supervisor, which cannot read it when this service has joined from another host."""
+        if (request.service, request.instance) != (self.NAME, self.instance):
+            name = service_name(request.service, request.instance)
+            raise RpcError(messages.ErrorCode.BAD_REQUEST, f"{self.name} has no log of {name}")
+        lines, position = page(self.run.log_file(self.NAME, self.instance), request.lines, request.position)
+        return messages.LogLines(lines=lines, position=position)
 
 
 def install_signals(service: Service, loop: asyncio.AbstractEventLoop, *, supervised: bool) -> None:

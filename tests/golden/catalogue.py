@@ -28,7 +28,7 @@ ROUTES = {
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
-    "GetLog": ("operator", "supervisor"),
+    "GetLog": ("operator, supervisor", "supervisor, every service"),
     "Register": ("every service", "scheduler"),
     "Heartbeat": ("every service", "scheduler"),
     "HoldDevices": ("policy-trainer-worker, rollout, reference", "scheduler"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from shared.rpc.errors import DeadlineExceeded
 from shared.rundir import RunDir
 from shared.security.roles import Role
 from tests.integration.netns import Host, two_hosts
-from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, wait_for
+from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, environment, wait_for
 
 STEPS = 60
 LIMIT_S = 240.0
@@ -82,6 +83,17 @@ def test_a_rollout_of_a_joined_host_feeds_the_run_and_the_run_is_done(tmp_path: 
         stack.enter_context(on(away, tmp_path / "rollout.out", "services.rollout", *own))
         stack.enter_context(on(away, tmp_path / "store.out", "services.batch_store", *own))
         wait_for("puts on the joined host", lambda: puts_at(joined), LIMIT_S)
+        log = ctl(path, "logs", "rollout/1", "--json")
+        assert log.returncode == 0, log.stderr
+        own_log = joined.log_file("rollout", 1).read_text().splitlines()
+        assert log.stdout.splitlines()
+        assert set(log.stdout.splitlines()) <= set(own_log)
+        rows = {
+            (row["service"], row["instance"]): row
+            for row in json.loads(ctl(path, "status", "--json").stdout)["services"]
+        }
+        assert rows["rollout", 1]["state"] == "READY"
+        assert rows["rollout", 1]["heartbeat_age_s"] < 10
         wait_for("the end of the run", lambda: launcher.poll() is not None, LIMIT_S)
         assert launcher.returncode == 0, (tmp_path / "out").read_text()[-2000:]
     rows = (path / "metrics.jsonl").read_text().splitlines()

@@ -1,0 +1,45 @@
+"""The log of a service that the supervisor did not start: it stands with the service, on a host that has joined.
+
+It is asked of the service itself; nothing here may turn a name from elsewhere into a path.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from proto.messages import ErrorCode, GetLog, LogLines, Resolve, Resolved
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rundir import service_name
+from shared.security.curve import is_tcp
+from shared.security.keys import Keyring
+
+CALL_S = 1.0
+"""Twice within the time that `ctl` waits for the supervisor."""
+
+
+async def log_of_joined(
+    request: GetLog,
+    scheduler: Client,
+    context: zmq.Context[zmq.Socket[bytes]],
+    incarnation: int,
+    keys: Keyring | None,
+) -> LogLines:
+    """What the service named in `request` answers; `keys`: None when the run does not reach other hosts.
+
+    Raises RpcError: bad_request when no such service has registered, deadline when it does not answer.
+    """
+    name = service_name(request.service, request.instance)
+    try:
+        ask = Resolve(service=request.service, instance=request.instance)
+        where = await scheduler.call(ask, Resolved, deadline_s=CALL_S)
+    except RpcError:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {name}") from None
+    remote = is_tcp(where.endpoint)
+    if not where.endpoint or (remote and keys is None):
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: it answers nobody here")
+    client = Client(context, where.endpoint, name, incarnation, keys=keys if remote else None)
+    try:
+        return await client.call(request, LogLines, deadline_s=CALL_S)
+    finally:
+        client.close()
