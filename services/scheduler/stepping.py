@@ -227,8 +227,8 @@ class Stepping(Freshness):
 
     def _open_evaluations(self, version: tuple[int, int]) -> None:
         for begun in self.evaluations.open.values():
-            if begun.version[1] == version[1]:
-                begun.version = version  # the same step again, by a trainer that was reloaded
+            if begun.version[1] == version[1] and self.versions.get(begun.version) is None:
+                begun.version = version  # the same step again, and the first making of it went with its store
         for each in due(self.plan, self.config.steps, version[1]):
             if self.evaluations.known(each.name, version[1]):
                 continue

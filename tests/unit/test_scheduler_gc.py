@@ -234,3 +234,19 @@ def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_
     for event in bench.journal:
         copy.apply(event)
     assert snapshot.dump(copy) == snapshot.dump(bench.machine.core)
+
+
+def test_an_evaluation_that_a_replay_overtakes_ends_on_the_version_it_began_with() -> None:
+    bench = Bench(plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),)), Configure(5, 3, 2, False)).start()
+    begun = bench.granted(most=1)
+    assert begun.split == "held"
+    bench.complete(begun, samples=1)
+    assert reload(bench, 0).lineage == 1
+    bench.publish(0)
+    rest = bench.granted(most=8)
+    assert rest.split == "held"
+    assert rest.weights is not None
+    assert (rest.weights.lineage, rest.weights.step) == (0, 0)
+    bench.complete(rest, samples=1)
+    assert bench.ask(WaitEvals(driver=1, step=0)).accuracy == {"held": 1.0}
+    assert bench.granted().weights.lineage == 1  # type: ignore[union-attr]
