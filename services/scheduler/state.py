@@ -181,8 +181,7 @@ class Scheduler:
                 strays = [entry for entry in event.tasks if self.core.is_stray(entry)]
                 if strays:
                     self._out.append(SendClear(event.store, strays, tracked=False))
-                    told = {"strays": float(len(strays)), "store": event.store}
-                    self._out.extend(self._teller.tell("scheduler/gc", told))
+                    self._tell("scheduler/gc", {"strays": float(len(strays)), "store": event.store})
         self._settle()
         return self._take()
 
@@ -263,16 +262,15 @@ class Scheduler:
         for lease_id in self._paces.expired(self._now):
             lease = self.core.leases.get(lease_id)
             if lease is not None:
-                told = {"holder": service_name(*lease.holder), "lease": float(lease_id)}
-                self._out.extend(self._teller.tell("scheduler/lost_lease", told))
+                self._tell("scheduler/lost_lease", {"holder": service_name(*lease.holder), "lease": float(lease_id)})
                 self._durable(LeaseExpired(lease_id))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
             self._out.extend(RequestInventory(store) for store in self.core.clears.stores)
         if self._tell_at <= self._now:
             self._tell_at = self._now + TELL_S
-            waiting = sum(map(len, self._leasing))
-            self._out.extend(self._teller.state(self.core, waiting=waiting, bad_rows=self.bad_rows))
+            held_back = sum(map(len, self._leasing))
+            self._out.extend(self._teller.state(self.core, waiting=held_back, bad_rows=self.bad_rows))
 
     # ---------------------------------------------------------------------------------------------- registry
 
@@ -423,3 +421,6 @@ class Scheduler:
 
     def _status(self, asked: Asked) -> None:
         self._out.append(Answer(asked.ref, view.status(self.core, self._seen, self.last_row, self._now)))
+
+    def _tell(self, topic: str, values: dict[str, float | str]) -> None:
+        self._out.extend(self._teller.tell(topic, values))
