@@ -129,7 +129,7 @@ def catalogue() -> str:
     parts = [
         each
         for each in vars(messages).values()
-        if isinstance(each, type) and issubclass(each, msgspec.Struct) and each.__module__ == messages.__name__
+        if isinstance(each, type) and issubclass(each, msgspec.Struct) and each.__module__.startswith(messages.__name__)
         and not issubclass(each, Message)
     ]  # fmt: skip
     lines += ["", "Parts of bodies. A *record* is an array by position, a *struct* a map by field name:", ""]

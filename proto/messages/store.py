@@ -1,0 +1,116 @@
+"""The batch store: room for puts, where shards are, their end."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from proto.messages.common import Ack
+from proto.registry import Message, Record, Request, message
+
+
+class PutTask(Record, frozen=True, array_like=True):
+    """One task in a put, under which fence."""
+
+    task_id: str
+    fence: int
+
+
+@message(60)
+class PutGrant(Message, frozen=True, kw_only=True):
+    """Answer to `PutBegin`: write the file of SPEC section 9 at `path`, then seal it."""
+
+    path: str
+
+
+@message(61)
+class PutBegin(Request, frozen=True, kw_only=True):
+    """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
+
+    `put_id`: 32 hexadecimal digits chosen by the producer; a retry of the whole put uses the same one.
+    """
+
+    REPLY: ClassVar[type[Message]] = PutGrant
+    put_id: str
+    nbytes: int
+    tasks: list[PutTask]
+
+
+@message(62)
+class PutSealed(Message, frozen=True, kw_only=True):
+    """Answer to `PutSeal`: the shards survive the store's death from here on."""
+
+    nbytes: int
+
+
+@message(63)
+class PutSeal(Request, frozen=True, kw_only=True):
+    """The producer has written the file. Sealing twice is one seal; other bytes under a sealed id are a conflict."""
+
+    REPLY: ClassVar[type[Message]] = PutSealed
+    put_id: str
+
+
+@message(64)
+class Located(Message, frozen=True, kw_only=True):
+    """Answer to `Locate`. `files[i]` is a path; `places[j]` lists indices into `files` that hold task `j`."""
+
+    files: list[str]
+    places: list[list[int]]
+
+
+@message(65)
+class Locate(Request, frozen=True, kw_only=True):
+    """A reader asks which sealed files hold these tasks (with these fences). Error: missing, collected."""
+
+    REPLY: ClassVar[type[Message]] = Located
+    tasks: list[PutTask]
+
+
+@message(66)
+class Clear(Request, frozen=True, kw_only=True):
+    """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one goes.
+
+    Idempotent. Later puts under a tombstoned fence are refused.
+    """
+
+    REPLY: ClassVar[type[Message]] = Ack
+    tasks: list[PutTask]
+
+
+@message(67)
+class Inventory(Message, frozen=True, kw_only=True):
+    """Answer to `GetInventory`: one page of what is sealed. `cursor` 0: this was the last page."""
+
+    tasks: list[PutTask]
+    cursor: int
+
+
+@message(68)
+class GetInventory(Request, frozen=True, kw_only=True):
+    """The scheduler asks a store what it holds, page by page, to reconcile."""
+
+    REPLY: ClassVar[type[Message]] = Inventory
+    cursor: int = 0
+
+
+@message(69)
+class StoreStats(Message, frozen=True, kw_only=True):
+    """Answer to `GetStoreStats`. `bytes` counts sealed and granted room, and unlinked files that are still mapped."""
+
+    bytes: int
+    limit_bytes: int
+    shards: int
+    tasks: int
+    files: int
+    zombie_bytes: int
+    tombstones: int
+    puts: int
+    clears: int
+    busy: int
+
+
+@message(70)
+class GetStoreStats(Request, frozen=True, kw_only=True):
+    """Anyone asks a store for exact counts."""
+
+    REPLY: ClassVar[type[Message]] = StoreStats
