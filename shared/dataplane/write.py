@@ -98,7 +98,7 @@ def _write_rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[i
 def _flat(array: Array) -> Buffer:
     """Its bytes, without a copy."""
     try:
-        return memoryview(array).cast("B")
+        return array.data.cast("B")
     except (ValueError, TypeError):  # empty, or of a type that buffers do not know
         return array.reshape(-1).view(np.uint8).data if array.nbytes else b""
 

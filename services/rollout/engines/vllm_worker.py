@@ -67,7 +67,8 @@ class PolicyWeights:
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                storage.fill_(0)  # whatever lay there may read as NaN, and a masked NaN is one still
+                # zeros: whatever lay there may read as NaN, and a masked NaN is one still
+                storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:
         """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it; returns them.
