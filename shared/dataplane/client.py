@@ -147,10 +147,10 @@ class DataClient:
         )
         while True:
             grant = await self._begin(client, begin, deadline)
-            written = await self._write(grant.path, layout, deadline)
+            written = await self._write(grant.path, tasks, layout, store, deadline)
             if written is None:
                 continue  # taken back or lost with the store before it was written: ask again
-            descriptor, checksums = written
+            descriptor, receipts = written
             try:
                 await client.call(PutSeal(put_id=put_id), PutSealed, deadline_s=deadline - loop.time())
             except RpcError as error:
@@ -159,7 +159,7 @@ class DataClient:
                 continue  # the store restarted and threw the unsealed file away
             finally:
                 os.close(descriptor)
-            return await loop.run_in_executor(self._threads, _receipts, tasks, layout, checksums, store)
+            return receipts
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
@@ -201,11 +201,13 @@ class DataClient:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
-    async def _write(self, path: str, layout: Layout, deadline: float) -> tuple[int, list[int]] | None:
-        """The descriptor (its lock shows the store that the producer lives) and the checksums; None: file gone."""
+    async def _write(
+        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str, deadline: float
+    ) -> tuple[int, list[Receipt]] | None:
+        """The descriptor (its lock shows the store that the producer lives) and the receipts; None: file gone."""
         loop = asyncio.get_running_loop()
         while True:
-            work = loop.run_in_executor(self._threads, self._fill, path, layout)
+            work = loop.run_in_executor(self._threads, self._fill, path, tasks, layout, store)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -224,23 +226,28 @@ class DataClient:
                     ) from None
                 await asyncio.sleep(FULL_RETRY_S)
 
-    def _fill(self, path: str, layout: Layout) -> tuple[int, list[int]] | None:
+    def _fill(
+        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
+    ) -> tuple[int, list[Receipt]] | None:
         descriptor = lock_named(path, os.O_RDWR)
         if descriptor is None:
             return None
         try:
-            if layout.file_bytes < LANDING_BYTES:
-                return descriptor, write_block(descriptor, layout, self._helper)
+            return descriptor, _receipts(tasks, layout, self._checksums(path, descriptor, layout), store)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _checksums(self, path: str, descriptor: int, layout: Layout) -> list[int]:
+        """Of every row, once all is written."""
+        if layout.file_bytes >= LANDING_BYTES:
             with self._landing:
                 target = self._landings.of(path, descriptor, layout.file_bytes)
                 if target is not None:
                     # on two cores the other one computes the canary meanwhile
                     helper = self._helper if len(os.sched_getaffinity(0)) > 2 else None
-                    return descriptor, copy_block(target, layout, helper)
-            return descriptor, write_block(descriptor, layout, self._helper)
-        except BaseException:
-            os.close(descriptor)
-            raise
+                    return copy_block(target, layout, helper)
+        return write_block(descriptor, layout, self._helper)
 
     # ---- fetch
 
@@ -339,7 +346,7 @@ def _as_wire(array: Array, where: str) -> Array:
         raise WireError(f"{where}: {error}") from None
 
 
-def _close_result(work: asyncio.Future[tuple[int, list[int]] | None]) -> None:
+def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> None:
     """The put was cancelled: let go of its file, so that the store takes the room back."""
     if not work.cancelled() and work.exception() is None:
         written = work.result()

@@ -100,7 +100,7 @@ def _flat(array: Array) -> Buffer:
     try:
         return array.data.cast("B")
     except (ValueError, TypeError):  # empty, or of a type that buffers do not know
-        return array.reshape(-1).view(np.uint8).data if array.nbytes else b""
+        return array.reshape(-1).view(np.uint8).data if array.nbytes else _NONE
 
 
 def _write_large(descriptor: int, data: Buffer, offset: int) -> int:
