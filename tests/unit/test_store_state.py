@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from proto import blockfile
-from proto.blockfile import Layout
+from proto.blockfile import Layout, Table
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
@@ -111,13 +111,22 @@ def test_directory_has_one_owner(tmp_path: Path) -> None:
 
 def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() -> None:
     state = StoreState("store", 1 << 30, 1)
+    files: dict[str, Table] = {}
 
     def put(number: int, names: list[str], keys: list[str]) -> list[str]:
         layout = Layout([(name, 1, {key: np.full(9, number) for key in keys}) for name in names])
         put_id = f"{number:032x}"
         state.begin(put_id, layout.file_bytes, [PutTask(name, 1) for name in names], 0.0)
-        assert state.seal(put_id, blockfile.parse(layout.head([number] * len(names) * len(keys)), layout.file_bytes))
-        return [effect.source for effect in state.supersede(put_id)]
+        files[f"{put_id}.blk"] = blockfile.parse(layout.head([number] * len(names) * len(keys)), layout.file_bytes)
+        assert state.seal(put_id, files[f"{put_id}.blk"])
+        gone = [effect.source for effect in state.supersede(put_id)]
+        for name in gone:
+            del files[name]
+        again = StoreState("store", 1 << 30, 2)  # the same after a restart, from the files that are left
+        for name, table in files.items():
+            assert again.recover(name.removesuffix(".blk"), table.file_bytes, table) == []
+        assert again.stats().shards == state.stats().shards
+        return gone
 
     both = ["train/0/0", "train/0/1"]
     assert put(1, both, ["a", "p:1"]) == []
