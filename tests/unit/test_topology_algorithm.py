@@ -59,6 +59,12 @@ def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> N
     assert loaded(folder, loss, "algorithm.loss.anchor=rollout").algorithm.loss.clip is not None
 
 
+def test_only_a_step_of_several_updates_needs_a_forward_pass_before_them(folder: Path) -> None:
+    assert loss_spec(loaded(folder, "algorithm.loss.anchor=proximal")).anchor == "present"
+    assert loss_spec(loaded(folder, "algorithm.loss.anchor=proximal", TWO_UPDATES)).anchor == "proximal"
+    assert loss_spec(loaded(folder, "algorithm.loss.anchor=rollout")).anchor == "rollout"
+
+
 def test_supervised_fine_tuning_asks_for_no_proximal_forward(folder: Path) -> None:
     topology = loaded(folder, *SFT)
     assert topology.algorithm.loss.clip is None
