@@ -36,7 +36,8 @@ LAYOUTS = {
 }
 FAMILY = "qwen3-tied"
 ALONE = Layout(1).place(0)
-TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3}
+# eps: without one AdamW's first updates have their full size however small a gradient is, rounding included
+TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3, "eps": 1e-5}
 
 
 def back(backend: MegatronBackend | TorchBackend, case: Case) -> dict[str, float]:

@@ -127,8 +127,10 @@ def test_dual_clip_bounds_the_loss_only_where_the_advantage_is_negative() -> Non
     assert bool(clipped[negative & (plain > bound)].all())
 
 
-def test_gspo_is_the_gradient_of_the_sequence_ratio_itself() -> None:
-    loss = spec("gspo", clip_low=0.05, clip_high=0.1)
+@pytest.mark.parametrize("bounds", [(0.05, 0.1), (0.9, 9.0)])
+def test_gspo_is_the_gradient_of_the_sequence_ratio_itself(bounds: tuple[float, float]) -> None:
+    low, high = bounds
+    loss = spec("gspo", clip_low=low, clip_high=high)
     cur, tokens = data(spread=0.2)
     total, sums = token_loss(loss, cur, tokens, torch.zeros(M))
     found = gradient(total, cur)
@@ -139,10 +141,10 @@ def test_gspo_is_the_gradient_of_the_sequence_ratio_itself() -> None:
         strict=True,
     ):
         s = part.mean().exp()
-        objective = objective - torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage) / len(LENGTHS)
+        objective = objective - torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage) / len(LENGTHS)
     assert total.item() == pytest.approx(objective.item(), rel=1e-12)
     torch.testing.assert_close(found, gradient(objective, cur), rtol=1e-12, atol=1e-15)
-    assert 0 < float(sums["clipped"]) < M
+    assert (0 < float(sums["clipped"]) < M) == (high < 1)
 
 
 def test_gspo_of_a_sample_of_several_sequences_is_the_mean_of_their_losses_by_tokens() -> None:
