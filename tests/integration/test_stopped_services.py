@@ -17,7 +17,7 @@ from tests.integration.whole_cluster import Cluster, cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-STEPS = 240
+STEPS = 160
 TASKS = 8
 SILENCE_S = 15.0
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
@@ -102,12 +102,24 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_the_rank_that_did_not_come_to_the_collective_is_named(seen: Seen) -> None:
-    said = (seen.run.run.log_file("policy-trainer-worker", 0)).read_text()
-    assert "policy-trainer-worker/1 did not come within 5 s" in said
+def _causes(seen: Seen) -> dict[str, list[str]]:
+    """What the launcher said of each process that ended over something, by name."""
+    lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
+    causes: dict[str, list[str]] = {}
+    for line in lines:
+        if line["event"] == "process died":
+            causes.setdefault(line["name"], []).append(line["cause"])
+    return causes
+
+
+def test_the_rank_that_did_not_come_to_the_collective_is_named_by_the_other(seen: Seen) -> None:
+    # In the midst of a collective, or before it: the other rank ends over it long before the launcher notices.
+    (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
+    missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not come within 5 s")
+    assert any(each in cause for each in missed), cause
 
 
 def test_the_launcher_says_who_gave_no_answer(seen: Seen) -> None:
-    lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
-    silent = {line["name"] for line in lines if line.get("cause") == f"no answer for {SILENCE_S:g} s"}
+    causes = _causes(seen)
+    silent = {name for name, said in causes.items() if f"no answer for {SILENCE_S:g} s" in said}
     assert silent == set(STOPPED)
