@@ -23,6 +23,19 @@ R = TypeVar("R", bound=Message)
 _GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
 
 
+def _not_there(run: Run) -> str:
+    if not isinstance(run, RunDir):
+        return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
+    if run.export.is_dir():
+        return f"run {run.path}: has ended, its model is in {run.export}"
+    last = _last_row(run).get("step")
+    so_far = f"it stands at step {last:g} of {_steps(run)}" if last is not None else "it has made no step"
+    return (
+        f"run {run.path}: neither scheduler nor supervisor answers, so it does not run; {so_far}, go on with "
+        f"`python -m launch.cluster {run.topology} --run-dir {run.path} --resume`"
+    )
+
+
 async def collect(run: Run) -> dict[str, Any]:
     """`{run, step, steps, version, services: [...], tasks, store}`. Raises RpcError when nobody answers."""
     seen, supervised = await asyncio.gather(
@@ -30,8 +43,7 @@ async def collect(run: Run) -> dict[str, Any]:
         _try(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
     )
     if seen is None and supervised is None:
-        where = run.path if isinstance(run, RunDir) else run.name
-        raise RpcError(ErrorCode.DEADLINE, f"run {where}: neither scheduler nor supervisor answers; is it running?")
+        raise RpcError(ErrorCode.DEADLINE, _not_there(run))
     last = _last_row(run) if isinstance(run, RunDir) else {}
     return {
         "run": run.name,
