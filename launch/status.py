@@ -26,9 +26,9 @@ _GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
 def _not_there(run: Run) -> str:
     if not isinstance(run, RunDir):
         return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
-    if run.export.is_dir():
-        return f"run {run.path}: has ended, its model is in {run.export}"
     last = _last_row(run).get("step")
+    if last is not None and last == _steps(run) and run.export.is_dir():
+        return f"run {run.path}: is done, its model is in {run.export}"
     so_far = f"it stands at step {last:g} of {_steps(run)}" if last is not None else "it has made no step"
     return (
         f"run {run.path}: neither scheduler nor supervisor answers, so it does not run; {so_far}, go on with "

@@ -157,13 +157,15 @@ def _seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def by_phase(result: Result) -> dict[str, int]:
-    """Peak bytes in each phase between the first step and the last but one; at the ends of a phase memory moves."""
-    peaks: dict[str, int] = {}
+def by_phase(result: Result) -> dict[str, dict[str, int]]:
+    """Bytes by service at the peak of each phase between the first step and the last but one; at the ends of a phase
+    memory moves."""
+    peaks: dict[str, dict[str, int]] = {}
     for at, found in result.memory.looks:
         if result.ready_at <= at <= result.last_step_at:
             phase = next((name for since, name in reversed(result.phases) if since <= at), "")
-            peaks[phase] = max(peaks.get(phase, 0), sum(found.values()))
+            if sum(found.values()) > sum(peaks.get(phase, {}).values()):
+                peaks[phase] = found
     return peaks
 
 
@@ -185,8 +187,11 @@ def main() -> None:
     line("  the same, above a run of the 0.8M model", steps[0][0] - floor, steps[1][0] - floor)
     for name in sorted(set(steps[0][1]) | set(steps[1][1])):
         line(f"  of it, at that moment: {name}", steps[0][1].get(name, 0), steps[1][1].get(name, 0))
-    for phase, peak in sorted(by_phase(colocated).items(), key=lambda item: -item[1]):
-        print(f"{f'  colocated, while the phase is {phase!r}':<44}{'':>9}{peak / MIB:>11.0f}")
+    large = ("policy_trainer.worker", "reference", "rollout")
+    print(f"\n{'colocated, peak MiB while the phase is':<44}{'all':>9}" + "".join(f"{name:>24}" for name in large))
+    for phase, found in sorted(by_phase(colocated).items(), key=lambda item: -sum(item[1].values())):
+        each = "".join(f"{found.get(name, 0) / MIB:>24.0f}" for name in large)
+        print(f"  {phase:<42}{sum(found.values()) / MIB:>9.0f}{each}")
     seconds = [statistics.median(row["time/step"] for row in each.rows[1:]) for each in (apart, colocated)]
     print(f"\n{'seconds a step (median from the second on)':<44}{seconds[0]:>9.2f}{seconds[1]:>11.2f}", end="")
     print(f"{seconds[1] / seconds[0]:>8.2f}")
