@@ -174,14 +174,20 @@ class World:
         return client, incarnation
 
     def _clear(self, request: Clear, call: Call) -> Ack:
-        self.clear_came.set()
         if self.refusals:
             self.refusals -= 1
             raise RpcError(ErrorCode.BUSY, "batch-store/0: not now", retry_after_s=0.01)
+        self.clear_came.set()
         for task in request.tasks:
             self.cleared[task.task_id] += 1
             self.holds = {held for held in self.holds if held[0] != task.task_id or held[1] > task.fence}
         return Ack()
+
+    async def until_cleared(self, task_ids: list[str]) -> None:
+        async with asyncio.timeout(20):
+            while not all(self.cleared[task] for task in task_ids):
+                self.clear_came.clear()
+                await self.clear_came.wait()
 
     def _inventory(self, request: GetInventory, call: Call) -> Inventory:
         return Inventory(tasks=[PutTask(*held) for held in sorted(self.holds)], cursor=0)
@@ -357,10 +363,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
             assert (await driver) == {"held": 1.0}
         client, _ = world.client()
         oldest = [task for step in world.trained[:-2] for task in step]
-        async with asyncio.timeout(20):
-            while not all(world.cleared[task] for task in oldest):
-                world.clear_came.clear()
-                await world.clear_came.wait()
+        await world.until_cleared(oldest)
         status = await client.call(GetStatus(), Status, deadline_s=10)
         assert status.step == status.version == status.steps == len(world.trained)
         assert status.tasks["TRAINED"] == 2 * TASKS_PER_STEP
@@ -409,6 +412,7 @@ def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: Ru
             )
             ack = await client.call(beat, HeartbeatAck, deadline_s=10)
             assert (ack.registered, ack.lost_leases) == (True, [first.lease_id])
+            await world.until_cleared([task.task_id for task in first.batch.tasks])
             assert all(world.cleared[task.task_id] == 1 for task in first.batch.tasks)
 
     asyncio.run(scene())
