@@ -8,7 +8,7 @@ ahead  the quickstart without its reference, one process that samples and one th
        samples/s with staleness 1 over samples/s with staleness 0.
 sync   a version of --sync-mib from the trainer's memory into the engine's: put into a real store, mapped, set, proved
        by its canary, over real messages. The ratio is the seconds of one copy of as many bytes, over those of a sync,
-       the fastest of each. Then the same weights set and proved in a vLLM engine, which copies and packs them.
+       the fastest of each; target 0.25 at 1 GiB. Then into a vLLM engine, which copies and packs them.
 trl    GRPO on answers of up to 128 tokens whose lengths spread widely: a random model of the quickstart's shape ends
        an answer with one token in 64 or so, hence lengths are nearly geometric. KL to the reference on both sides, two
        threads for TRL and two processes of a thread (and the reference's) for the cluster. The learning rate is so low
@@ -81,20 +81,20 @@ def sync(mib: int, times: int, threads: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = Path(name) / "large"
         save_random_of(model, mib)
-        show_syncs("sync", weight_sync.measure_transformers(model, times, threads), "at 1 GiB 0.25; ")
+        show_syncs("sync", weight_sync.measure_transformers(model, times, threads))
         if importlib.util.find_spec("vllm") is None:
             line("sync into vLLM", "", "", "vLLM is not installed")
         else:
-            show_syncs("sync into vLLM", weight_sync.measure_vllm(model, times, threads), "")
+            show_syncs("sync into vLLM", weight_sync.measure_vllm(model, times, threads))
 
 
-def show_syncs(what: str, measured: weight_sync.Measured, note: str) -> None:
+def show_syncs(what: str, measured: weight_sync.Measured) -> None:
     best, copied = measured.fastest(), min(measured.copies)
     line(f"{measured.nbytes / 2**20:.0f} MiB: one memcpy", f"{copied:.3f} s", "", "fastest of both")
     for part, seconds in zip(weight_sync.PARTS, best.parts, strict=True):
         line(f"  {part}", f"{seconds:.3f} s")
     ratio = f"{copied / best.total:.2f}"
-    line(f"{what}, of memcpy", f"{best.total:.3f} s", ratio, f"{note}medians {measured.median_ratio():.2f}")
+    line(f"{what}, of memcpy", f"{best.total:.3f} s", ratio, f"medians {measured.median_ratio():.2f}")
 
 
 # ------------------------------------------------------------------------------------------------------------- TRL
