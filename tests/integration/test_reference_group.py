@@ -64,8 +64,17 @@ def rank_pid(running: Cluster, instance: int) -> int | None:
 
 
 @pytest.mark.timeout(280)
-def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(tmp_path: Path) -> None:
-    with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=260) as running:
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param((), id="apart"),
+        pytest.param(("placement.colocate=[policy-trainer, reference]",), id="colocated", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
+    place: tuple[str, ...], tmp_path: Path
+) -> None:
+    with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:
         running.wait_for("the first step", lambda: len(running.rows()) >= 1)
         shards = scored_tasks(running)
         assert len(running.rows()) < EVERY, "too late: the reference may have been refreshed"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
 LIMIT = 1e-5
-MAX_TOKENS = 200
+MAX_TOKENS = 10
 """Several micro-batches, that is."""
 
 
