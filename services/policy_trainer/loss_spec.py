@@ -14,14 +14,13 @@ def loss_spec(topology: Topology) -> LossSpec:
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
     in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
-    present = loss.anchor == "proximal" and algorithm.updates_per_step == 1
     clip_low, clip_high = loss.clip or (0.0, 0.0)
     gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
     return LossSpec(
         name=loss.name,
         clip_low=clip_low,
         clip_high=clip_high,
-        anchor="present" if present else loss.anchor,
+        anchor="present" if algorithm.ratio_is_one else loss.anchor,
         temperature=topology.sampling.temperature,
         tis_cap=loss.tis_cap or 0.0,
         kl_estimator=kl.estimator if kl is not None and in_loss else "",

@@ -81,7 +81,7 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     if loss["anchor"] == "proximal" and loss.get("tis_cap") is None and loss.get("ratio_mask") is None:
         loss["tis_cap"] = _TIS_CAP
     name = loss.get("name", "ppo_clip")
-    ratio_is_one = one_update and loss["anchor"] == "proximal"  # then nothing is there to be clipped, but for rounding
+    ratio_is_one = one_update and loss["anchor"] == "proximal"  # then nothing is there to be clipped
     if name == "cispo" and loss.get("clamp") is None and not ratio_is_one:
         loss["clamp"] = "upper"
     if isinstance(name, str) and name in CLIPS and loss.get("clip") is None and not ratio_is_one:

@@ -51,7 +51,6 @@ def test_each_loss_has_the_options_it_uses_and_no_others(
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> None:
-    """Its rounding would be: a geometric mean strays from 1 by as much as the bounds of gspo when weights are bf16."""
     loss = f"algorithm.loss={{name: {name}, aggregation: seq_mean_token_mean}}"
     topology = loaded(folder, loss)
     assert (topology.algorithm.loss.clip, topology.algorithm.loss.clamp) == (None, None)
