@@ -19,6 +19,7 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.residency import PARTS
+from services.reference.frozen import FrozenTorch
 from services.reference.scorer import Scorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
@@ -86,13 +87,11 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
 
     async def scored(device: str) -> list[Array]:
         scorer = Scorer(
-            model=model,
-            dtype="float32",
+            lambda: FrozenTorch(model, "float32", 4096, device),
+            source=model,
             threads=1,
             temperature=1.0,
-            max_tokens=4096,
             scratch=tmp_path / f"{device}.bin",
-            device=device,
         )
         await scorer.start()
         found = await scorer.score([task], threading.Event())
