@@ -14,7 +14,7 @@ from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import cluster
 
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
-STEPS = 5
+STEPS = 20
 SMALL = (
     f"run.steps={STEPS}",
     "run.deterministic=true",
@@ -29,7 +29,7 @@ SMALL = (
     "services.rollout.block_tasks=8",
     "reward.function=tests.integration.bad_numbers:reward",
     "algorithm.loss={name: 'tests.integration.bad_numbers:loss', anchor: rollout}",
-    "checkpoint={every: 1, keep_last: 9}",
+    "checkpoint={every: 1, keep_last: 30}",
 )
 
 
@@ -44,8 +44,8 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         assert "run.on_bad_step" in output
         assert [row["step"] for row in stopped.rows()] == [1]
     with cluster(QUICKSTART, tmp_path, *SMALL, "run.on_bad_step=skip", limit_s=150, resume=True) as running:
-        running.wait_for("the step with a bad loss", lambda: len(running.rows()) >= LOSS_STEP)
         pid = running.wait_for("the worker", lambda: running.pid("policy-trainer-worker"))
+        running.wait_for("the step with a bad loss", lambda: len(running.rows()) >= LOSS_STEP)
         os.kill(pid, signal.SIGKILL)
         assert running.end() == 0, running.output()
         rows = running.rows()
@@ -54,7 +54,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         weights = {step: everything(running.path, step) for step in range(1, STEPS + 1)}
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     # a bad reward spoils the step, a bad gradient each of its two updates
-    assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2, 0]
+    assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2] + [0] * (STEPS - 4)
     assert all(row[name] == 0 for row in (rows[1], rows[3]) for name in ("policy/grad_norm", "loss/policy"))
     named = {line["step"]: line["tasks"] for line in skipped if line["step"] == REWARD_STEP}
     assert named == {REWARD_STEP: [f"train/0/{TASKS + 1}"]}
@@ -62,7 +62,8 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
     first = TASKS * (LOSS_STEP - 1)
     assert sorted(in_loss[0] + in_loss[1]) == sorted(f"train/0/{first + index}" for index in range(TASKS))
     # weights and optimizer state of a skipped step are those of the step before, to the bit
-    assert [weights[step] == weights[step - 1] for step in range(2, STEPS + 1)] == [True, False, True, False]
+    same = [step for step in range(2, STEPS + 1) if weights[step] == weights[step - 1]]
+    assert same == [REWARD_STEP, LOSS_STEP]
     # its tasks were consumed like any others
     assert {step: state for step, (state, _) in states.items()} == dict.fromkeys(range(1, STEPS + 1), "TRAINED")
     assert rows[-1]["gc/tasks"] >= TASKS
