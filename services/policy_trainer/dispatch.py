@@ -8,7 +8,6 @@ tokens; what travels is handles and per-sample numbers.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -56,7 +55,8 @@ class WorkerDispatch:
         """`clients`: of the workers' mailboxes, by rank; `driver`: the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
-        self._orders = itertools.count(1)
+        self._order = 0
+        """Number of the last call; none is given twice, since an old call may still reach a rank in its next life."""
         self._places = [layout.place(rank) for rank in range(layout.world_size)]
         self._parts = layout.dp
         self._step = -1
@@ -66,21 +66,20 @@ class WorkerDispatch:
         """A call failed: the workers refuse what was sent after it until they are taken over again."""
 
     async def take_over(self) -> messages.WorkerState:
-        """Where the workers stand; calls of other drivers are refused from here on, and numbering starts again.
+        """Where the workers stand; calls of other drivers, and earlier ones of this, are refused from here on.
 
         Ranks that do not stand at the same step are dirty: only a reload makes them one group again.
         """
-        states = await self._take_over(0)
-        order = max(state.order for state in states)
-        if any(state.order != order for state in states):
-            states = await self._take_over(order)
-            order = max(state.order for state in states)
-        self._orders = itertools.count(order + 1)
+        states = await self._take_over(self._order)
+        self._order = max(state.order for state in states)
+        if any(state.order != self._order for state in states):
+            states = await self._take_over(self._order)
+            self._order = max(state.order for state in states)
         self._refused = False
         steps = {state.step for state in states}
         dirty = any(state.dirty for state in states) or len(steps) > 1
         self._step, self._updates_left = min(steps), 0
-        return messages.WorkerState(step=self._step, driver=self._driver, order=order, dirty=dirty)
+        return messages.WorkerState(step=self._step, driver=self._driver, order=self._order, dirty=dirty)
 
     async def go_on(self, step: int) -> None:
         """Have the workers take calls again if they refused one, with nothing changed: they have to stand at `step`.
@@ -205,7 +204,8 @@ class WorkerDispatch:
 
     def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
         """Number `request` now and have every rank do its part; the answer is one of all."""
-        numbered = msgspec.structs.replace(request, driver=self._driver, order=next(self._orders))
+        self._order += 1
+        numbered = msgspec.structs.replace(request, driver=self._driver, order=self._order)
         return asyncio.ensure_future(self._call(numbered, reply))
 
     async def _call(self, request: WorkerRequest, reply: type[R]) -> R:

@@ -1,0 +1,61 @@
+"""The numbers of calls: each is given once in a driver's life, whatever happens to the ranks meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proto.messages import ErrorCode, GetWorkerState, InitModel, WorkerReady, WorkerRequest, WorkerState
+from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.worker.lane import Lane
+from shared.ranks.layout import Layout
+from shared.rpc.errors import RpcError
+
+DRIVER = 7
+
+
+class Rank:
+    """The client of a worker that does what its real lane lets through; `calls` are all that reached it."""
+
+    def __init__(self) -> None:
+        self.lane = Lane()
+        self.calls: list[WorkerRequest] = []
+
+    async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        if isinstance(request, GetWorkerState):
+            self.lane.take_over(request.driver, request.at_least)
+            return WorkerState(step=0, driver=DRIVER, order=self.lane.done, dirty=False)
+        self.calls.append(request)
+        self.lane.add(request, None)  # type: ignore[arg-type]
+        await self.lane.next()
+        return WorkerReady(step=0, parameters=1)
+
+    def die(self) -> None:
+        self.lane = Lane()
+
+
+def test_a_call_that_reaches_a_rank_in_its_next_life_takes_no_later_calls_place() -> None:
+    async def scene() -> None:
+        ranks = [Rank(), Rank()]
+        clients: list[Any] = list(ranks)
+        workers = WorkerDispatch(clients, Layout(2), DRIVER)
+        await workers.take_over()
+        for _ in range(3):
+            await workers.init_model()
+        late = ranks[1].calls[-1]
+        for rank in ranks:
+            rank.die()
+        with pytest.raises(RpcError):
+            await workers.init_model()
+        await workers.take_over()
+        with pytest.raises(RpcError, match="was used") as refused:
+            ranks[1].lane.add(late, None)  # type: ignore[arg-type]
+        assert refused.value.code == ErrorCode.CONFLICT
+        await workers.init_model()
+        given = [call.order for call in ranks[0].calls]
+        assert len(set(given)) == len(given) == 5
+        assert all(isinstance(call, InitModel) for call in ranks[0].calls)
+
+    asyncio.run(scene())
