@@ -230,7 +230,8 @@ class Supervisor:
 
     def _spawn(self, key: Key) -> Event:
         service, instance = key
-        arguments = ["--run", str(self._run.path), "--instance", str(instance), "--supervisor", self._endpoint]
+        arguments = ["--run", str(self._run.path), "--instance", str(instance)]
+        arguments += ["--supervisor", self._endpoint, "--parent", str(os.getpid())]
         if key in self._listen:
             arguments += ["--listen", self._listen[key]]
         with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:

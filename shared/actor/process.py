@@ -29,6 +29,7 @@ def parse_arguments(name: str) -> argparse.Namespace:
         "--listen", default="", metavar="tcp://ADDRESS:PORT", help="answer other hosts too, there; port 0: a free one"
     )
     parser.add_argument("--supervisor", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -45,10 +46,9 @@ def run_process(service_class: type[Service], module: str) -> int:
     0 stopped, 1 failed, 2 command line, 75 (`PEER_LOST_STATUS`) ended because another process is gone.
     """
     arguments = parse_arguments(module)
-    parent = os.getppid()
     if arguments.supervisor:
         die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != arguments.parent:
             return 1  # the supervisor died before we asked to be told
     try:
         run = RunDir.open(arguments.run)

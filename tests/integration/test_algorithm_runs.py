@@ -95,8 +95,8 @@ def test_filter_reward_kl_masks_entropy_and_functions_of_ones_own_act_in_one_run
     assert 0 < sum(row["rollout/tasks_dropped"] for row in rows) <= 4 * 16
     assert any(row["reward/kl"] != 0 for row in rows)
     assert 0 < rows[-1]["policy/masked_fraction"] < 1  # sampled one version before it is trained on
-    for row in rows:  # each token of the loss is worth 3, those that are masked out are worth nothing
-        assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.1)
+    for row in rows:  # a token is worth 3, times a truncated importance weight near 1; a masked one nothing
+        assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.3)
     with np.load(tmp_path / "seen.npz") as seen:
         assert len(seen["rewards"]) == len(seen["loss_tokens"]) == 16 * 8
         assert seen["groups"].tolist() == np.repeat(np.arange(16), 8).tolist()

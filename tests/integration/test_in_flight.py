@@ -11,7 +11,7 @@ from tests.integration.second_model import save_llama
 from tests.integration.token_versions import TokenVersions
 from tests.integration.whole_cluster import cluster
 
-STEPS = 12
+STEPS = 20
 STALENESS = 2
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
 # Hot, so that nobody stops early: a block takes longer than the engine needs to hear of the next version.

@@ -99,6 +99,6 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
         if row["step"] - 1 == version:
             assert abs(row["loss/kl"]) < 1e-6, row["step"]
         else:
-            assert row["loss/kl"] > 1e-3, row["step"]
+            assert row["loss/kl"] > 1e-5, row["step"]
     # after the death both are in their next lives, which the leases told where to stand
     assert loads == [{EVERY, 2 * EVERY}] * 2

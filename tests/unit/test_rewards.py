@@ -331,10 +331,12 @@ def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
 
 
 def test_closing_leaves_no_process_behind(folder: Path) -> None:
-    async def scenario() -> list[psutil.Process]:
+    before = set(psutil.Process().children(recursive=True))
+
+    async def scenario() -> set[psutil.Process]:
         async with pool(Line("my_rewards:where"), processes=3) as made:
             await made.score([[sample("x") for _ in range(8)]], lambda: None)
-            children = psutil.Process().children(recursive=True)
+            children = set(psutil.Process().children(recursive=True)) - before
             assert any("services.rollout.rewards.process" in each.cmdline() for each in children)
         return children
 
