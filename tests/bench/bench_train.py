@@ -3,7 +3,7 @@
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples, lengths spread 1:8
 (each in its own process, per CPU second of one thread, alternating in one run); dividing 10,000 samples over 8 ranks;
 the driver's share of a step's CPU beside 8 real workers; peak memory with the output layer in chunks against whole at a
-vocabulary of 150,000.
+vocabulary of 150,000; where CUDA exists, the model FLOPs utilisation of forward + backward (`model_flops`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from proto.messages import BatchMeta, TaskHandle
 from services.policy_trainer.slicing import imbalance, slice_batch
@@ -52,14 +53,20 @@ def main() -> None:
             print(f"| TRL | not measured: no {PEER.relative_to(ROOT)}, see tests/bench/peers/trl.txt | |")
         milliseconds, spread = _slicing()
         print(f"| 10,000 samples over 8 ranks (imbalance {spread:.4f}) | {milliseconds:.1f} ms | <= 50 ms |")
-        share = _found([sys.executable, "-m", "tests.bench.driver_share"])
-        each = f"{1e3 * share['driver_s']:.0f} ms of {share['workers_s']:.1f} s of CPU a step"
-        print(f"| the driver beside 8 ranks ({each}) | {100 * share['share']:.2f} % | <= 2 % |")
+        driver = _found([sys.executable, "-m", "tests.bench.driver_share"])
+        each = f"{1e3 * driver['driver_s']:.0f} ms of {driver['workers_s']:.1f} s of CPU a step"
+        print(f"| the driver beside 8 ranks ({each}) | {100 * driver['share']:.2f} % | <= 2 % |")
         chunked = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "chunked"])
         whole = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "whole"])
         print(f"| peak memory, output layer in chunks | {chunked / 1e6:,.0f} MB | |")
         print(f"| the same, logits of all tokens at once | {whole / 1e6:,.0f} MB | |")
         print(f"| ratio | {chunked / whole:.2f} | <= 0.5 |")
+        if torch.cuda.is_available():
+            used = _found([sys.executable, "-m", "tests.bench.train_parts", "utilisation", "cuda"])
+            share = f"{100 * used['mfu']:.1f} %" if used["mfu"] else "peak of this device not known"
+            print(f"| forward + backward, 0.6B, bfloat16: {used['flops_per_s'] / 1e12:.0f} TFLOP/s | MFU {share} | |")
+        else:
+            print("| MFU | not measured: no CUDA device | |")
 
 
 def _batch() -> dict[str, list[list[int]]]:

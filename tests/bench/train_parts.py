@@ -1,10 +1,13 @@
-"""What `bench_train` measures in processes of their own: `speed BATCH MODEL` and `memory chunked|whole`."""
+"""What `bench_train` measures in processes of their own: `speed BATCH MODEL`, `memory chunked|whole` and
+`utilisation cuda|cpu`.
+"""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import logprobs
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
+from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
@@ -50,6 +54,51 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
         times.append(time.process_time() - began)
         backend.drop_gradients()
     return {"tokens_per_s": len(ids) / min(times), "seconds": times}
+
+
+def utilisation(device: str) -> dict[str, Any]:
+    """Operations a second of forward and backward in bfloat16, and MFU where the device's peak is known.
+
+    On CUDA a Qwen3 of 0.6B's sizes over 32 sequences of 512 to 4,096 tokens; on a CPU a small one, to try the way.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    on_gpu = device == "cuda"
+    sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    given = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
+    config = AutoConfig.for_model("qwen3", tie_word_embeddings=True, max_position_embeddings=8192, **given)
+    rng = np.random.default_rng(0)
+    lengths = (rng.integers(512, 4097, 32) if on_gpu else rng.integers(16, 129, 8)).astype(np.int32)
+    ids = rng.integers(0, config.vocab_size, int(lengths.sum())).astype(np.int32)
+    mask = np.ones(len(ids), np.uint8)
+    mask[np.cumsum(lengths) - lengths] = 0
+    flat = {
+        "token_ids": ids,
+        "lengths": lengths,
+        "rollout_logprobs": np.full(len(ids), -2.0, np.float32),
+        "versions": np.zeros(len(ids), np.int32),
+    }
+    spec = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
+    ones = np.ones(len(ids), np.float32)
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        needed = training_flops(model, config, lengths.tolist())
+        model.save_pretrained(Path(name) / "model")
+        options = BackendOptions(max_tokens=16384, threads=1, device=device, scratch=Path(name) / "offloaded")
+        backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
+        times = []
+        for _ in range(ROUNDS + 1):  # the first one warms up
+            began = time.perf_counter()
+            loss = BatchLoss(spec, flat, ones, ones / mask.sum(), device)
+            backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+            backend.drop_gradients()
+    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    rate = needed / min(times[1:])
+    return {"flops_per_s": rate, "mfu": rate / peak if peak else None, "tokens_per_s": len(ids) / min(times[1:])}
 
 
 def memory(how: str) -> dict[str, Any]:
@@ -86,4 +135,8 @@ def memory(how: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(speed(Path(sys.argv[2]), Path(sys.argv[3])) if sys.argv[1] == "speed" else memory(sys.argv[2])))
+    if sys.argv[1] == "speed":
+        found = speed(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        found = {"memory": memory, "utilisation": utilisation}[sys.argv[1]](sys.argv[2])
+    print(json.dumps(found))

@@ -12,20 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from services.policy_trainer.worker.residency import PARTS
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import Scorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.devices import ENGINE, WEIGHTS
-from shared.ranks.layout import Layout
+from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
+from tests.parity.groups import run_group
 from tests.unit.rollout_engine import sampling
 from tests.unit.tiny_models import make_model, ragged
 
@@ -48,10 +51,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def updated(model: Path, scratch: Path, device: str, *, moved: bool) -> dict[str, torch.Tensor]:
+def updated(
+    model: Path,
+    scratch: Path,
+    device: str,
+    *,
+    moved: bool,
+    backend: type[TorchBackend | MegatronBackend] = TorchBackend,
+) -> dict[str, torch.Tensor]:
     """The weights after two updates; `moved`: everything leaves the device between gradient and optimizer step."""
     options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch)
-    made = TorchBackend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
+    made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
     ids, lengths, mask = ragged()
     flat = {
         "token_ids": ids,
@@ -71,6 +81,22 @@ def updated(model: Path, scratch: Path, device: str, *, moved: bool) -> dict[str
             assert made.backload(PARTS) == freed
         made.step(step)
     return made.state().weights
+
+
+def megatron_rank(place: Place, folder: Path) -> None:
+    """What a rank does on the device that its folder is named after."""
+    for moved in (False, True) if folder.name == "cuda" else (False,):
+        weights = updated(folder.parent / "model", folder, folder.name, moved=moved, backend=MegatronBackend)
+        save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")
+
+
+def test_megatron_s_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(model)
+    run_group("tests.integration.test_on_gpu:megatron_rank", Layout(1), tmp_path / DEVICE, DEVICE)
+    stayed, moved = (load_file(tmp_path / DEVICE / "rank-0" / f"{each}.safetensors") for each in (False, True))
+    for name, weight in updated(model, tmp_path / "cpu", "cpu", moved=False).items():
+        assert torch.equal(stayed[name], moved[name]), name
+        torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
 def test_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     return totals
 
 
-def run_group(function: str, layout: Layout, folder: Path) -> None:
+def run_group(function: str, layout: Layout, folder: Path, device: str = "cpu") -> None:
     """Start `layout.world_size` processes and wait for them; a rank that fails fails the test with its output."""
     folder.mkdir(parents=True)
     context = _server()
@@ -44,7 +44,7 @@ def run_group(function: str, layout: Layout, folder: Path) -> None:
     for rank in range(layout.world_size):
         (folder / f"rank-{rank}").mkdir()
         degrees = (layout.world_size, layout.tp, layout.pp, layout.cp)
-        process = context.Process(target=_rank, args=(function, str(folder), degrees, rank), daemon=True)
+        process = context.Process(target=_rank, args=(function, str(folder), degrees, rank, device), daemon=True)
         process.start()
         processes.append(process)
     try:
@@ -68,7 +68,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: int) -> None:
+def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: int, device: str) -> None:
     import torch.distributed as dist
 
     from shared.ranks.process_group import open_group
@@ -82,7 +82,7 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         place = Layout(*degrees).place(rank)
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)
-        open_group(Path(folder) / "group", place, "cpu", deadline_s=COLLECTIVE_S)
+        open_group(Path(folder) / "group", place, device, deadline_s=COLLECTIVE_S)
         work(place, Path(folder))
         dist.barrier()
         code = 0
