@@ -2,9 +2,8 @@
 never hand out a GPU twice to services that do not take turns, nor one that is not there.
 
 A process numbers what it sees from 0: what is handed out here is the value of CUDA_VISIBLE_DEVICES. A rank of the
-trainer sees one GPU, an instance of the reference its part of `services.reference.gpus`, an engine all of its
-`services.rollout.gpus`. So nobody can put anything on a GPU of somebody else, by mistake or through a library that
-always opens the first one.
+trainer or of the reference sees one GPU, an engine all of its `services.rollout.gpus`. So nobody can put anything on a
+GPU of somebody else, by mistake or through a library that always opens the first one.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def _shares(topology: Topology) -> list[_Share]:
     trainer, reference, rollout = services.policy_trainer, services.reference, services.rollout
     shares = [_Share("policy-trainer", trainer.host, trainer.world_size, 1)] if trainer.gpus else []
     if reference is not None and reference.gpus:
-        processes = sum(1 for spec in topology.services_plan() if spec.service == "reference")
-        shares.append(_Share("reference", reference.host, processes, reference.gpus // processes))
+        shares.append(_Share("reference", reference.host, reference.world_size, 1))
     if rollout.gpus:
         shares.append(_Share("rollout", rollout.host, rollout.instances, rollout.gpus))
     return shares

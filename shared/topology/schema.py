@@ -170,7 +170,7 @@ class Topology(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a step begins with the trainer's own forward pass (`loss.anchor: proximal`)."""
+        """Whether a task needs room for log-probs of the trainer's own forward pass (`loss.anchor: proximal`)."""
         return self.algorithm.loss.anchor == "proximal"
 
     @property

@@ -118,6 +118,23 @@ async def attack(bench: Bench) -> None:
     assert 0 <= stats.bytes <= stats.limit_bytes
 
 
+async def sent(message: Message, client: Client, outcomes: Counter[str], *, deadline_s: float) -> str:
+    """Send `message` and count what became of it; the defect it showed, or ""."""
+    try:
+        if isinstance(message, Request):
+            await client.exchange(message, deadline_s=deadline_s)
+        else:
+            client.tell(message)
+        outcomes["answered"] += 1
+    except WireError:
+        outcomes["unsendable"] += 1
+    except RpcError as error:
+        outcomes[error.code] += 1
+        if error.code == ErrorCode.INTERNAL:
+            return f"{error} <- {message!r:.300}"
+    return ""
+
+
 async def _bombard(attacker: Attacker, clients: dict[str, Client], pids: dict[str, int]) -> None:
     dice = attacker.dice
     for client in clients.values():
@@ -131,18 +148,9 @@ async def _bombard(attacker: Attacker, clients: dict[str, Client], pids: dict[st
     async def one(kind: type[Message]) -> None:
         service = dice.choice(SERVICES)
         message = attacker.body(kind)
-        try:
-            if isinstance(message, Request):
-                await clients[service].exchange(message, deadline_s=CALL_S)
-            else:
-                clients[service].tell(message)
-            outcomes["answered"] += 1
-        except WireError:
-            outcomes["unsendable"] += 1
-        except RpcError as error:
-            outcomes[error.code] += 1
-            if error.code == ErrorCode.INTERNAL:
-                defects.append(f"{error} <- {message!r:.300}")
+        defect = await sent(message, clients[service], outcomes, deadline_s=CALL_S)
+        if defect:
+            defects.append(defect)
 
     for _ in range(REQUESTS // AT_ONCE):
         await asyncio.gather(*(one(dice.choice((*kinds, Telemetry, Telemetry))) for _ in range(AT_ONCE)))

@@ -19,7 +19,6 @@ import pytest
 import zmq
 
 from proto import codec, envelope
-from proto.errors import WireError
 from proto.limits import CONTROL
 from proto.messages import (
     Error,
@@ -39,9 +38,8 @@ from proto.messages import (
 )
 from proto.registry import Message, Request, all_messages
 from shared.rpc.client import Client
-from shared.rpc.errors import RpcError
 from shared.rpc.offenders import STRIKES
-from tests.fuzz.test_hostile_requests import Attacker
+from tests.fuzz.test_hostile_requests import Attacker, sent
 from tests.integration.tiny.harness import QUICKSTART
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -174,19 +172,9 @@ async def send_hostile_values(clients: dict[str, Client]) -> list[str]:
     defects: set[str] = set()
 
     async def one(name: str, kind: type[Message]) -> None:
-        body = attacker.body(kind)
-        try:
-            if isinstance(body, Request):
-                await clients[name].exchange(body, deadline_s=2.0)
-            else:
-                clients[name].tell(body)
-            outcomes["answered"] += 1
-        except WireError:
-            outcomes["unsendable"] += 1
-        except RpcError as error:
-            outcomes[error.code] += 1
-            if error.code == ErrorCode.INTERNAL:
-                defects.add(f"{name}: {error} <- {body!r:.300}")
+        defect = await sent(attacker.body(kind), clients[name], outcomes, deadline_s=2.0)
+        if defect:
+            defects.add(f"{name}: {defect}")
 
     for _ in range(REQUESTS):
         await asyncio.gather(*(one(name, dice.choice(kinds)) for name in clients))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ from proto import blockfile
 from proto.errors import WireError
 from proto.tensors import Array
 from services.reference.frozen import FrozenTorch
+from tests.integration.test_reference_refresh import assert_follows, refreshed
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -47,13 +47,6 @@ def scored_tasks(running: Cluster) -> dict[str, dict[str, Array]]:
                         values = np.frombuffer(data, dtype, shard.nbytes // dtype.itemsize, shard.offset)
                         found.setdefault(task_id, {})[shard.key] = values
     return {task_id: shards for task_id, shards in found.items() if set(KEYS) <= shards.keys()}
-
-
-def refreshed(running: Cluster, instance: int) -> list[int]:
-    """Steps of the versions that one rank took, over its lives."""
-    log = running.run.log_file("reference", instance)
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]
 
 
 def rank_pid(running: Cluster, instance: int) -> int | None:
@@ -91,14 +84,6 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
     for task_id, task in shards.items():
         expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
         assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # the KL of a step is nothing exactly when the policy that is trained is the reference: right after a refresh
-    for row in rows:
-        version = (row["step"] - 1) // EVERY * EVERY
-        assert row["reference/version"] == version
-        if row["step"] - 1 == version:
-            assert abs(row["loss/kl"]) < 1e-6, row["step"]
-        else:
-            assert row["loss/kl"] > 1e-5, row["step"]
+    assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
     # after the death both are in their next lives, which the leases told where to stand
     assert loads == [{EVERY, 2 * EVERY}] * 2
