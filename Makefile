@@ -102,7 +102,7 @@ test-gpu: setup-dev ## the tests that need a CUDA device
 # ---------------------------------------------------------------------------------------------- measure
 .PHONY: bench-data bench-train bench-rollout bench-quickstart
 bench-data: setup peers-data ## the data plane against the machine's limits and its peers
-	$(PY) -m tests.bench.bench_data
+	$(PY) -m tests.bench.bench_data --sizes 1,4,16
 
 bench-train: setup ## the training step against its peers
 	$(PY) -m tests.bench.bench_train
