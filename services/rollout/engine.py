@@ -101,7 +101,8 @@ class Engine(Protocol):
     ) -> list[list[Generation]]:
         """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
 
-        `watch`, and `said` in a prompt, are the embedded engine's alone (`services.rollout.partial_s`).
+        `watch`, and `said` in a prompt, are not the openai engine's (`services.rollout.partial_s`); vllm finds a stop
+        text only within what it samples itself, not where it begins in `said`.
         """
 
     async def base_weights(self) -> dict[str, Array]:

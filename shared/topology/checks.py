@@ -204,8 +204,10 @@ def _partial(topology: Topology) -> Found:
     if rollout.partial_s is None:
         return
     path, value = ("services", "rollout", "partial_s"), f"{rollout.partial_s:g}"
-    if rollout.engine != "transformers":
-        yield path, f"{value} has no effect with engine {rollout.engine}, which begins samples anew; remove it"
+    if rollout.engine == "openai":
+        yield path, f"{value} has no effect with engine openai, which begins samples anew; remove it"
+    if rollout.engine == "vllm" and topology.sampling.stop:
+        yield path, f"{value}: vllm would miss a stop text (sampling.stop) across the cut; remove one of them"
     if topology.workflow is not None:
         yield path, f"{value} has no effect with a workflow, whose samples begin anew; remove it"
     if topology.algorithm.loss.name == "cross_entropy":

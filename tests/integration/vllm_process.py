@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 
 from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch, WeightsMismatch
 from services.rollout.engines import vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.weights_sync import WeightsSync
@@ -36,7 +37,8 @@ HOT = 2.0
 
 
 class AskedLater(threading.Event):
-    """Calls `reached` on the engine's own thread when it is asked for the so-manieth time whether it is set; never is.
+    """Calls `reached` on the engine's own thread when it is asked for the so-manieth time whether it is set; it
+    never is before `give_up`.
 
     An engine asks before each step: what `reached` does is done between the same two steps every time.
     """
@@ -45,12 +47,26 @@ class AskedLater(threading.Event):
         super().__init__()
         self._left = asked
         self._reached = reached
+        self._given_up = False
 
     def is_set(self) -> bool:
         self._left -= 1
         if self._left == 0:
             self._reached()
-        return False
+        return self._given_up
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+
+class Shown:
+    """Keeps each note that an engine shows."""
+
+    def __init__(self) -> None:
+        self.taken: list[list[list[dict[str, Any]]]] = []
+
+    def watch(self, every_s: float) -> Watch:
+        return Watch(every_s, lambda first, groups: self.taken.append(plain(groups)))
 
 
 class CancelLater(threading.Event):
@@ -121,6 +137,7 @@ class Scenario:
         self._base = await self._engine.base_weights()
         await self._weights()
         await self._sampling()
+        await self._cut_off()
         await self._interrupted()
         await self._updated_midway()
         await self._slept([psutil.Process()])
@@ -173,6 +190,30 @@ class Scenario:
         tokens = sum(len(each.token_ids) for group in groups for each in group)
         self._answer["tokens_per_s"] = tokens / (time.perf_counter() - started)
 
+    async def _cut_off(self) -> None:
+        """A block that is given up, and its samples gone on with."""
+        sampling = SamplingParams(4, 1.0, 16, 0)
+        notes = Shown()
+        cut = self._engine.generate(self._prompts, sampling, CancelLater(3), notes.watch(every_s=1e9))
+        self._answer["cut_off"] = await failure(cut)
+        (noted,) = notes.taken
+        self._answer["noted"] = noted
+        went_on = json.loads(json.dumps(noted))
+        open_ends = [
+            (prompt, each)
+            for prompt, group in zip(self._prompts, went_on, strict=True)
+            for each in group
+            if not each["finish"]
+        ]
+        prompts = [
+            Prompt(f"{prompt.name}/{i}+{len(each['ids'])}", prompt.token_ids, each["ids"])
+            for i, (prompt, each) in enumerate(open_ends)
+        ]
+        ends = await self._engine.generate(prompts, replace(sampling, samples=1), threading.Event())
+        for (_, each), (end,) in zip(open_ends, plain(ends), strict=True):
+            each |= {name: each[name] + end[name] for name in ("ids", "logprobs")} | {"finish": end["finish"]}
+        self._answer["went_on"] = went_on
+
     async def _interrupted(self) -> None:
         engine, answer = self._engine, self._answer
         sampling = SamplingParams(4, 1.0, 16, 0)
@@ -205,16 +246,32 @@ class Scenario:
             asyncio.run_coroutine_threadsafe(engine.pause(), loop).result()
             loop.call_soon_threadsafe(reached.set)
 
-        block = engine.generate(self._prompts, SamplingParams(16, HOT, 48, 0), AskedLater(3, hold))
-        task = asyncio.create_task(block)
-        task.add_done_callback(lambda _: reached.set())  # it failed: its error comes up below
-        await reached.wait()
-        assert not task.done(), task.result()
+        async def held(cancel: AskedLater, notes: Shown, every_s: float) -> asyncio.Task[list[list[Generation]]]:
+            reached.clear()
+            block = engine.generate(self._prompts, SamplingParams(16, HOT, 48, 0), cancel, notes.watch(every_s))
+            task = asyncio.create_task(block)
+            task.add_done_callback(lambda _: reached.set())  # it failed: its error comes up below
+            await reached.wait()
+            assert not task.done(), task.result()
+            return task
+
+        notes = Shown()
+        task = await held(AskedLater(3, hold), notes, 0.0)
         answer["midway_error"] = (await sync.load(*self._version(2))).canary_error
         answer["done_in_pause"] = task.done()
         await engine.resume()
         answer["midway"] = plain(await task)
+        answer["midway_noted"] = notes.taken
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
+        # Given up after other weights were scored, with which its samples took steps, before anyone called them right.
+        notes, cancel = Shown(), AskedLater(3, hold)
+        task = await held(cancel, notes, 1e9)
+        await engine.set_weights(self._version(1)[1])
+        await engine.score(self._version(1)[0].canary.token_ids)
+        cancel.give_up()
+        answer["given_up_in_pause"] = await failure(task)
+        (answer["noted_in_pause"],) = notes.taken
+        await engine.resume()
 
     async def _slept(self, computing: list[psutil.Process]) -> None:
         """Two sleeps, each followed by another version; `computing`: the processes with the weights."""

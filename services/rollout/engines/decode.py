@@ -8,7 +8,6 @@ shape lets the logits be the same.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ import torch
 import xxhash
 from torch import nn
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams
+from services.rollout.engines.notes import Notes
 from services.rollout.engines.passes import make_passes
 
 _DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
@@ -30,23 +30,6 @@ class Ending:
 
     eos_ids: tuple[int, ...]
     stopped: Callable[[list[int]], bool] | None = None
-
-
-class Notes:
-    """When to show what a block has so far; `first`: the number of its first prompt among all that were asked for."""
-
-    def __init__(self, watch: Watch, first: int) -> None:
-        self._watch = watch
-        self._first = first
-        self._due = time.monotonic() + watch.every_s
-
-    @property
-    def due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def take(self, groups: list[list[Generation]]) -> None:
-        self._watch.note(self._first, groups)
-        self._due = time.monotonic() + self._watch.every_s
 
 
 class Draws:

@@ -21,7 +21,8 @@ from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.decode import Block, Ending, Notes
+from services.rollout.engines.decode import Block, Ending
+from services.rollout.engines.notes import Notes
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms

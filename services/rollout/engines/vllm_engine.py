@@ -29,9 +29,11 @@ import xxhash
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.notes import Notes
 from services.rollout.engines.transformers_engine import eos_ids
+from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
 from shared.devices import ENGINE, NOTHING, Parts
@@ -89,6 +91,8 @@ class VllmEngine:
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
+        self._proved: int | None = None
+        """How many swaps there were when the block was paused: what is swapped in now has yet to be proved."""
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
@@ -121,9 +125,7 @@ class VllmEngine:
         cancel: threading.Event,
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
-        if watch is not None:
-            raise ValueError("vllm shows no unfinished generation")
-        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel))
+        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel, watch))
 
     async def base_weights(self) -> dict[str, Array]:
         """The weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
@@ -149,9 +151,11 @@ class VllmEngine:
             await self._compute.run(lambda: self._wake(tags))
 
     async def pause(self) -> None:
+        self._proved = self._swaps
         self._compute.pause()
 
     async def resume(self) -> None:
+        self._proved = None
         self._compute.resume()
 
     def stats(self) -> dict[str, float]:
@@ -209,55 +213,68 @@ class VllmEngine:
         self._progress += 1
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
     ) -> list[list[Generation]]:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._must_have_weights()
         self._drop_caches_of_older_weights()
         greedy = sampling.temperature == 0
+        samples = 1 if greedy else sampling.samples  # vLLM refuses a group of equal ones
         swaps = self._swaps
         started = time.perf_counter()
-        outputs = self._run(
-            [
-                (
-                    prompt.token_ids,
-                    VllmParams(
-                        n=1 if greedy else sampling.samples,
-                        temperature=sampling.temperature,
-                        max_tokens=sampling.max_new_tokens,
-                        seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
-                        logprobs=0,  # of the sampled token
-                        flat_logprobs=True,
-                        # The tokenizer may know another end than the model's generation config, which counts here.
-                        ignore_eos=True,
-                        stop_token_ids=self._eos_ids,
-                        stop=list(sampling.stop),
-                        detokenize=bool(sampling.stop),
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    ),
-                )
-                for prompt in prompts
-            ],
-            lambda: self._before_step(cancel),
-        )
+        notes = Notes(watch, 0) if watch is not None else None
+
+        def take_notes(notes: Notes, names: list[str]) -> None:
+            proved = self._swaps if self._proved is None else self._proved
+            groups = under_way(self._llm.output_processor, self._finished, names, samples, swaps, proved)
+            notes.take([group * (sampling.samples // samples) for group in groups])
+
+        def before_step(names: list[str]) -> None:
+            try:
+                self._compute.before_step(cancel)
+            except GenerationCancelled:
+                if notes is not None:
+                    take_notes(notes, names)
+                raise
+            if notes is not None and notes.due:
+                take_notes(notes, names)
+            self._steps += 1
+
+        outputs = self._run([self._request(each, sampling, samples) for each in prompts], before_step)
         swapped = self._swaps > swaps
-        results = [[_generation(each, swaps if swapped else None) for each in output.outputs] for output in outputs]
+        results = [[generation(each, swaps if swapped else None) for each in output.outputs] for output in outputs]
         self._generate_s += time.perf_counter() - started
-        self._tokens += sum(len(generation.token_ids) for group in results for generation in group)
-        # vLLM refuses a group of equal samples.
+        self._tokens += sum(len(each.token_ids) for group in results for each in group)
         return [group * sampling.samples for group in results] if greedy else results
 
-    def _run(self, requests: Sequence[tuple[Sequence[int], Any]], before_step: Callable[[], None]) -> list[Any]:
-        """Finished outputs of (prompt, params), in order. What `before_step` raises ends all of them."""
+    def _request(self, prompt: Prompt, sampling: SamplingParams, samples: int) -> tuple[list[int], Any]:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = VllmParams(
+            n=samples,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens - len(prompt.said),
+            seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,
+            # The tokenizer may know another end than the model's generation config, which counts here.
+            ignore_eos=True,
+            stop_token_ids=self._eos_ids,
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return [*prompt.token_ids, *prompt.said], params
+
+    def _run(self, requests: Sequence[tuple[list[int], Any]], before_step: Callable[[list[str]], None]) -> list[Any]:
+        """Finished outputs of (prompt, params), in order. What `before_step` (given their names) raises ends all."""
         names = [str(self._requests + i) for i in range(len(requests))]
         self._requests += len(requests)
         try:
             for name, (token_ids, params) in zip(names, requests, strict=True):
-                self._llm.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+                self._llm.add_request(name, {"prompt_token_ids": token_ids}, params)
             while not all(name in self._finished for name in names):
-                before_step()
+                before_step(names)
                 # Also those of a paused block in whose midst this runs.
                 self._finished |= {output.request_id: output for output in self._step() if output.finished}
                 self._progress += 1
@@ -282,10 +299,6 @@ class VllmEngine:
                 "was lost or ran out of memory ends the engine, it is started again",
             ) from error
         return outputs
-
-    def _before_step(self, cancel: threading.Event) -> None:
-        self._compute.before_step(cancel)
-        self._steps += 1
 
     def _read_base(self) -> dict[str, Array]:
         return {name: to_numpy(value) for name, value in named_weights(load_model(self._path, self._dtype)).items()}
@@ -336,7 +349,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        (output,) = self._run([(token_ids.tolist(), params)], self._compute.check_stopped)
+        (output,) = self._run([(token_ids.tolist(), params)], lambda names: self._compute.check_stopped())
         rows = zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True)
         return np.array([row[token].logprob for token, row in rows], np.float32)
 
@@ -358,15 +371,3 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.engine_core.shutdown()
-
-
-def _generation(output: Any, swaps: int | None) -> Generation:
-    """`swaps`: how many there had been when the block began; None if it saw none."""
-    spans = [] if swaps is None else output.weight_versions
-    swaps_of = [np.full(each.end - each.start, int(each.version) - (swaps or 0), np.int32) for each in spans]
-    return Generation(
-        token_ids=np.array(output.token_ids, np.int32),
-        logprobs=np.array(output.logprobs.logprobs, np.float32),
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
-        swaps=np.concatenate(swaps_of) if swaps_of else None,
-    )

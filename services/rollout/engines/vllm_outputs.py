@@ -1,0 +1,79 @@
+"""Reads what vLLM sampled, of finished requests and of those under way. Must never change anything in vLLM: the one
+place that knows how version 0.32 keeps what is under way, for which it has no call.
+
+To have the outputs of each step handed over instead would cost every token what a note costs now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from proto.tensors import Array
+from services.rollout.engine import Generation
+
+
+def generation(output: Any, swaps: int | None) -> Generation:
+    """Of vLLM's CompletionOutput that is finished. `swaps`: how many there had been when the block began; None if it
+    saw none."""
+    spans = [] if swaps is None else [(int(each.version), each.end - each.start) for each in output.weight_versions]
+    return _made(output.token_ids, output.logprobs, spans, swaps or 0, _reason(output))
+
+
+def under_way(
+    processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, swaps: int, proved: int
+) -> list[list[Generation]]:
+    """What the requests in `names` have so far, `samples` each, with finish_reason "" where one goes on.
+
+    `processor`: the engine's output processor; `finished`: RequestOutput by name, of those that it has let go of;
+    `swaps`: how many there had been when the block began; `proved`: tokens of weights that came after so many swaps
+    are left out.
+    """
+    found: dict[tuple[str, int], Generation] = {}
+    ended = [(name, each) for name, output in finished.items() for each in output.outputs]
+    ended += [
+        (parent.external_req_id, each)  # None: goes on
+        for parent in processor.parent_requests.values()
+        for each in parent.output_aggregator
+        if each is not None
+    ]
+    for name, output in ended:
+        spans = [(int(each.version), each.end - each.start) for each in output.weight_versions or ()]
+        found[name, output.index] = _made(output.token_ids, output.logprobs, spans, swaps, _reason(output), proved)
+    for state in processor.request_states.values():
+        token_ids = state.detokenizer.output_token_ids
+        starts = state.weight_version_starts
+        ends = [start for _, start in starts[1:]] + [len(token_ids)]  # nothing sampled yet: one more than starts
+        spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
+        logprobs = state.logprobs_processor.logprobs
+        found[state.external_req_id, state.request_index] = _made(token_ids, logprobs, spans, swaps, "", proved)
+    return [[found[name, index] for index in range(samples)] for name in names]
+
+
+def _reason(output: Any) -> str:
+    return "stop" if output.finish_reason == "stop" else "length"
+
+
+def _made(
+    token_ids: Sequence[int],
+    logprobs: Any,
+    spans: Sequence[tuple[int, int]],
+    swaps: int,
+    finish_reason: str,
+    proved: int | None = None,
+) -> Generation:
+    """`spans`: (swaps before, tokens) in order; none: as many as when the block began."""
+    of_token: Array = np.repeat(
+        np.array([version - swaps for version, _ in spans], np.int32), [tokens for _, tokens in spans]
+    )
+    count = len(token_ids)
+    if proved is not None:
+        count = min(count, int((of_token <= proved - swaps).sum())) if spans else count
+    return Generation(
+        token_ids=np.array(token_ids[:count], np.int32),
+        logprobs=np.array(logprobs.logprobs[:count] if count else (), np.float32),
+        finish_reason=finish_reason if count == len(token_ids) else "",
+        swaps=of_token[:count] if spans else None,
+    )
