@@ -54,7 +54,7 @@ class Generation:
 
     `token_ids` int32 [N], the sampled EOS included; `logprobs` float32 [N] at the sampling temperature (at
     temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N]: how often the weights had been
-    replaced since the block began when the token was sampled, None: never.
+    replaced since the block began when the token was sampled, None: for none of its tokens.
     """
 
     token_ids: Array
@@ -100,6 +100,8 @@ class Engine(Protocol):
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
         """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
+
+        May be called while other calls are under way: an engine that can decodes them side by side.
 
         `watch`, and `said` in a prompt, are not the openai engine's (`services.rollout.partial_s`); vllm finds a stop
         text only within what it samples itself, not where it begins in `said`.

@@ -72,7 +72,7 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"train/0/{i}", tokenizer(text)["input_ids"]) for i, text in enumerate(["47+85=", "1+2="])]
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["whole", "compacted"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["block", "table"])
 def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_weights(
     prompts: list[Prompt], deterministic: bool
 ) -> None:
@@ -82,11 +82,10 @@ def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_we
     crossed = 0
     for prompt, group in zip(prompts, groups, strict=True):
         for each in group:
-            assert each.swaps is not None
-            assert len(each.swaps) == len(each.token_ids)
-            swap = int((each.swaps == 0).sum())
-            assert each.swaps.tolist() == [0] * swap + [1] * (len(each.swaps) - swap)
-            if not 1 < swap < len(each.swaps):
+            swaps = [0] * len(each.token_ids) if each.swaps is None else each.swaps.tolist()
+            swap = swaps.count(0)
+            assert swaps == [0] * swap + [1] * (len(each.token_ids) - swap)
+            if not 1 < swap < len(swaps):
                 continue
             crossed += 1
             expected = expected_logprobs(list(prompt.token_ids), each.token_ids.tolist(), swap, TEMPERATURE)

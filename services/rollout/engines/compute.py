@@ -34,6 +34,10 @@ class ComputeThread:
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    def begin(self, work: Callable[[], None]) -> None:
+        """As `run`, for work that says itself when it is done."""
+        self._executor.submit(work)
+
     async def between_steps(self, work: Callable[[], T]) -> T:
         """As `run`, and in the midst of a block if that is paused."""
         done: Future[T] = Future()
@@ -68,14 +72,26 @@ class ComputeThread:
 
     # ---- on the thread
 
-    def before_step(self, cancel: threading.Event) -> None:
-        """A block calls this before each of its steps. Raises GenerationCancelled."""
+    def before_step(self, going_on: Callable[[], bool]) -> bool:
+        """Whoever samples calls this before each step; waits while paused. False: there is nothing left to step for,
+        says `going_on`, which is asked now and again in a pause. Raises GenerationCancelled when the thread is to end.
+        """
         while not self._running.is_set():
             with contextlib.suppress(queue.Empty):
                 self._between.get(timeout=_PAUSE_POLL_S)()
+            if not going_on():
+                return False
+        self.check_stopped()
+        return going_on()
+
+    def before_block_step(self, cancel: threading.Event) -> None:
+        """The same for a block that is alone on the thread. Raises GenerationCancelled when `cancel` is set, too."""
+
+        def going_on() -> bool:
             check_cancelled(cancel)
-        check_cancelled(cancel)
-        check_cancelled(self._stopped)
+            return True
+
+        self.before_step(going_on)
 
     def check_stopped(self) -> None:
         """Raises GenerationCancelled."""

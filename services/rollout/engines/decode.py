@@ -1,4 +1,5 @@
-"""Samples one block of prompts from a causal language model. Must never draw from a global random generator.
+"""Samples one block of prompts from a causal language model, whose rows stay to its end: the same block gives the same
+bits. Must never draw from a global random generator.
 
 A prompt is run once; its keys and values are repeated for its samples. Random numbers belong to a prompt: they follow
 from the run's seed and the prompt's name, so a task samples the same in whichever block it is, as far as the block's
@@ -20,8 +21,12 @@ from services.rollout.engine import Generation, GenerationCancelled, Prompt, Sam
 from services.rollout.engines.notes import Notes
 from services.rollout.engines.passes import make_passes
 
-_DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
+DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
 _SEED_MASK = (1 << 63) - 1
+
+
+Stopped = Callable[[list[int]], bool]
+"""Whether a stop text is in the tail of these token ids."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,12 @@ class Ending:
     """What ends a completion: `eos_ids`, and `stopped`, which finds a stop text in the tail of token ids."""
 
     eos_ids: tuple[int, ...]
-    stopped: Callable[[list[int]], bool] | None = None
+    stopped: Stopped | None = None
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """The random numbers of a prompt."""
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
 
 
 class Draws:
@@ -37,19 +47,16 @@ class Draws:
 
     def __init__(self, names: Sequence[str], seed: int, samples: int) -> None:
         self._samples = samples
-        self._generators = [
-            torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
-            for name in names
-        ]
+        self._generators = [generator_of(seed, name) for name in names]
         self._drawn = torch.empty(0)
 
     def at(self, step: int) -> torch.Tensor:
         """float32 [prompts, samples] of `step`; steps are asked for in order."""
-        if step % _DRAWN_STEPS == 0:
+        if step % DRAWN_STEPS == 0:
             self._drawn = torch.stack(
-                [torch.rand((_DRAWN_STEPS, self._samples), generator=each) for each in self._generators], dim=1
+                [torch.rand((DRAWN_STEPS, self._samples), generator=each) for each in self._generators], dim=1
             )
-        return self._drawn[step % _DRAWN_STEPS]
+        return self._drawn[step % DRAWN_STEPS]
 
 
 def pick(logprobs_RV: torch.Tensor, uniform_RN: torch.Tensor | None) -> torch.Tensor:
@@ -74,19 +81,15 @@ class Block:
         sampling: SamplingParams,
         ending: Ending,
         *,
-        compact: bool,
         before_step: Callable[[], None],
         swaps: Callable[[], int],
         notes: Notes | None = None,
     ) -> None:
-        """`compact`: drop finished rows on the way (changes the batch's shape, hence the last bits).
-
-        `before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
+        """`before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
         `swaps` counts how often. Keys and values of the tokens before stay those of the weights that made them.
         """
         self._sampling = sampling
         self._ending = ending
-        self._compact = compact
         self._before_step = before_step
         self._swaps = swaps
         self._notes = notes
@@ -110,37 +113,31 @@ class Block:
         n, rows, steps = self._sampling.samples, len(length_R), ids_RT.shape[1]
         temperature = self._sampling.temperature
         draws = Draws([prompt.name for prompt in self._prompts], self._sampling.seed, n) if temperature else None
-        live = torch.arange(rows, device=self._device)  # rows that the model still runs
-        running_L = live < self._real * n  # of those, the ones that are not finished
+        running_R = torch.arange(rows, device=self._device) < self._real * n  # rows that are not finished
         eos = torch.tensor(self._ending.eos_ids, device=self._device)
-        logits_LV = self._prefill()
+        logits_RV = self._prefill()
         for step in range(steps):
-            logprobs_LV = (logits_LV.float() / (temperature or 1.0)).log_softmax(-1)
+            logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
             uniform = draws.at(step) if draws else None
             if step == 0:  # one row of logits a prompt: all its samples come from there
-                ids = pick(logprobs_LV, uniform).expand(-1, n)
+                ids = pick(logprobs_RV, uniform).expand(-1, n)
             else:
-                ids = pick(logprobs_LV, None if uniform is None else uniform.reshape(-1, 1)[live.cpu()])
-            id_L = ids.reshape(-1)
-            ids_RT[live, step] = id_L
-            logprobs_RT[live, step] = logprobs_LV.gather(1, ids).reshape(-1)
-            length_R[live] += running_L
-            ended_L = torch.isin(id_L, eos) & running_L
+                ids = pick(logprobs_RV, None if uniform is None else uniform.reshape(-1, 1))
+            id_R = ids.reshape(-1)
+            ids_RT[:, step] = id_R
+            logprobs_RT[:, step] = logprobs_RV.gather(1, ids).reshape(-1)
+            length_R += running_R
+            ended_R = torch.isin(id_R, eos) & running_R
             if self._ending.stopped is not None:
-                said = [self._prompts[row // n].said for row in live.tolist()]
-                ended_L |= _ended_by_text(self._ending.stopped, said, ids_RT[live, : step + 1], running_L)
-            stopped_R[live] |= ended_L
-            running_L = running_L & ~ended_L & (length_R[live] < self._limit_R[live])
-            remaining = int(running_L.sum())
-            if remaining == 0 or step == steps - 1:
+                said = [prompt.said for prompt in self._prompts for _ in range(n)]
+                ended_R |= _ended_by_text(self._ending.stopped, said, ids_RT[:, : step + 1], running_R)
+            stopped_R |= ended_R
+            running_R = running_R & ~ended_R & (length_R < self._limit_R)
+            if step == steps - 1 or not bool(running_R.any()):
                 break
             if step == 0:
                 self._passes.repeat(n)
-            if self._compact and 4 * remaining <= 3 * len(live):
-                kept = running_L.nonzero().squeeze(1)
-                live, running_L, id_L = live[kept], running_L[kept], id_L[kept]
-                self._passes.keep(kept)
-            logits_LV = self._decode(id_L)
+            logits_RV = self._decode(id_R)
         return self._results()
 
     def _prefill(self) -> torch.Tensor:
@@ -193,7 +190,7 @@ class Block:
 
 
 def _ended_by_text(
-    stopped: Callable[[list[int]], bool], said_L: Sequence[Sequence[int]], ids_LT: torch.Tensor, running_L: torch.Tensor
+    stopped: Stopped, said_L: Sequence[Sequence[int]], ids_LT: torch.Tensor, running_L: torch.Tensor
 ) -> torch.Tensor:
     ended_L = torch.zeros_like(running_L)
     for row in running_L.nonzero().squeeze(1).tolist():

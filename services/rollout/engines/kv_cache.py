@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._room = (self._widened(self.keys, repeats), self._widened(self.values, repeats))
         self._show(self._room, self.keys.shape[2])
 
+    def gather(self, parts: Sequence[tuple[GrowingLayer, torch.Tensor]], length: int) -> None:
+        """Take these rows of other layers as the first `length` tokens of this one."""
+        room = self._capacity - length
+        keys = right_aligned([(part.keys, part.keys.shape[2], rows) for part, rows in parts], length, room)
+        values = right_aligned([(part.values, part.values.shape[2], rows) for part, rows in parts], length, room)
+        self.lazy_initialization(keys, values)
+        self._room = (keys, values)
+        self._show(self._room, length)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows in `indices`."""
         if self._room is None:
@@ -67,3 +77,34 @@ def make_cache(config: Any, capacity: int) -> Cache:
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def grows(cache: Cache) -> bool:
+    """Whether all its layers are growing ones."""
+    return all(type(layer) is GrowingLayer for layer in cache.layers)
+
+
+def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int) -> None:
+    """Fill a fresh cache with rows of others, all of which grow."""
+    for number, layer in enumerate(into.layers):
+        if isinstance(layer, GrowingLayer):
+            of = [(cache.layers[number], rows) for cache, rows in parts]
+            layer.gather([(part, rows) for part, rows in of if isinstance(part, GrowingLayer)], length)
+
+
+def right_aligned(parts: Sequence[tuple[torch.Tensor, int, torch.Tensor]], length: int, room: int) -> torch.Tensor:
+    """[rows, heads, length + room, width] of (states [.., heads, >= columns, width], columns, rows): each row's columns
+    end at `length`; zeros come before them, because what is masked must yet be a number. What does not fit before that
+    column is padding, and cut off.
+    """
+    first = parts[0][0]
+    total = sum(len(rows) for _, _, rows in parts)
+    out = first.new_empty(total, first.shape[1], length + room, first.shape[3])
+    begin = 0
+    for states, columns, rows in parts:
+        end, held = begin + len(rows), min(columns, length)
+        target = out[begin:end]
+        target[:, :, : length - held] = 0
+        torch.index_select(states[:, :, columns - held : columns], 0, rows, out=target[:, :, length - held : length])
+        begin = end
+    return out

@@ -180,7 +180,7 @@ class OpenAIEngine:
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
     ) -> list[list[Generation]]:
-        self._compute.before_step(cancel)
+        self._compute.before_block_step(cancel)
         started = time.perf_counter()
         room = asyncio.Semaphore(_CONNECTIONS)
         tasks = [asyncio.create_task(self._group(prompt, sampling, room)) for prompt in prompts]
@@ -188,7 +188,7 @@ class OpenAIEngine:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-                self._compute.before_step(cancel)
+                self._compute.before_block_step(cancel)
                 for task in done:
                     task.result()
         finally:

@@ -7,17 +7,21 @@ Rows are padded on the left; what is padding no row sees.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engines.kv_cache import make_cache
+from services.rollout.engines.kv_cache import gather, grows, make_cache, right_aligned
 from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """First `begin`, then `repeat`, then `go_on` and `keep` in any order. All give logits [R, vocabulary]."""
+    """First `begin`, then `repeat`, then `go_on` and `keep` in any order. Passes give logits [R, vocabulary]."""
+
+    gathers: bool
+    """Whether `gathered` is possible; not where a layer keeps anything else than the keys and values of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
         """The prompts' pass; `lengths`: of each without its padding."""
@@ -32,6 +36,20 @@ class Passes(Protocol):
         """Only these rows go on."""
 
 
+Part = tuple[Passes, Tensor]
+"""Some passes, begun or going on, and which of their rows to take, in order; one may come several times."""
+
+
+def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
+    """All these rows go on together, with room for `room` more tokens each; the passes they come from are used up.
+
+    What they have read stays as it was read. Rows end at one column: shorter ones are padded on the left.
+    """
+    if is_plain(model):
+        return PlainPasses.gathered(model, parts, room)
+    return ModelPasses.gathered(model, parts, room)
+
+
 def make_passes(model: nn.Module, capacity: int) -> Passes:
     """`capacity`: tokens of the longest row at its end."""
     return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
@@ -42,14 +60,30 @@ class ModelPasses:
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model
+        self._length = 0
         accepted = inspect.signature(model.forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in accepted}
         self._cache = make_cache(self._model.config, capacity)
         self._mask_RL: Tensor | None = None
         self._positions_R1 = torch.empty(0)
+        self.gathers = grows(self._cache)
+
+    @classmethod
+    def gathered(cls, model: nn.Module, parts: Sequence[Part], room: int) -> ModelPasses:
+        mine = [(part, rows) for part, rows in parts if isinstance(part, ModelPasses)]
+        places = _places([(part._length, part._positions_R1[:, 0], rows) for part, rows in mine])
+        made = cls(model, places.length + room)
+        made._length = places.length
+        made._positions_R1 = places.positions_R[:, None]
+        if int(places.start_R.max()):
+            columns_L = torch.arange(places.length, device=places.start_R.device)
+            made._mask_RL = (columns_L >= places.start_R[:, None]).long()
+        gather(made._cache, [(part._cache, rows) for part, rows in mine], places.length)
+        return made
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
         positions_PL, valid_PL = _positions(ids_PL, lengths)
+        self._length = ids_PL.shape[1]
         if min(lengths) != ids_PL.shape[1]:
             self._mask_RL = valid_PL.long()
         self._positions_R1 = positions_PL[:, -1:]
@@ -63,6 +97,7 @@ class ModelPasses:
 
     def go_on(self, id_R: Tensor) -> Tensor:
         self._positions_R1 = self._positions_R1 + 1
+        self._length += 1
         if self._mask_RL is not None:
             self._mask_RL = torch.cat([self._mask_RL, self._mask_RL.new_ones(len(id_R), 1)], 1)
         return self._forward(id_R[:, None], self._positions_R1)
@@ -89,6 +124,8 @@ class ModelPasses:
 class PlainPasses:
     """By `PlainDecoder`; keys and values in room that is taken once, when the prompts' rows are repeated."""
 
+    gathers = True
+
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._decoder = PlainDecoder(model)
         self._capacity = capacity
@@ -97,6 +134,24 @@ class PlainPasses:
         self._length = 0
         self._positions_R = torch.empty(0)
         self._bias = torch.zeros(1, 1, capacity)
+
+    @classmethod
+    def gathered(cls, model: nn.Module, parts: Sequence[Part], room: int) -> PlainPasses:
+        mine = [(part, rows) for part, rows in parts if isinstance(part, PlainPasses)]
+        places = _places([(part._length, part._positions_R, rows) for part, rows in mine])
+        made = cls(model, places.length + room)
+        made._length, made._positions_R = places.length, places.positions_R
+        for layer in range(len(mine[0][0]._pasts)):
+            keys = [(part._pasts[layer].keys, part._length, rows) for part, rows in mine]
+            values = [(part._pasts[layer].values, part._length, rows) for part, rows in mine]
+            made._pasts.append(
+                Past(right_aligned(keys, places.length, room), right_aligned(values, places.length, room))
+            )
+        if int(places.start_R.max()):
+            hidden_RL = torch.arange(places.length + room) < places.start_R[:, None]
+            bias = torch.zeros(hidden_RL.shape).masked_fill_(hidden_RL, float("-inf"))
+            made._bias = bias.repeat_interleave(made._pasts[0].keys.shape[1], 0)[:, None]
+        return made
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
         positions_PL, valid_PL = _positions(ids_PL, lengths)
@@ -146,6 +201,21 @@ class PlainPasses:
         room = states.new_empty(prompts, samples, heads, self._capacity, width)
         room[:, :, :, :length] = states[:, None]
         return room.flatten(0, 1)
+
+
+class _Places(NamedTuple):
+    """Where gathered rows lie: they end at column `length`; of each the first column, and its last token's position."""
+
+    length: int
+    start_R: Tensor
+    positions_R: Tensor
+
+
+def _places(parts: Sequence[tuple[int, Tensor, Tensor]]) -> _Places:
+    """Of (columns, position of the last token of each row, rows to take)."""
+    positions_R = torch.cat([positions[rows] for _, positions, rows in parts])
+    length = int(positions_R.max()) + 1
+    return _Places(length, length - 1 - positions_R, positions_R)
 
 
 def _positions(ids_PL: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The embedded engine: a transformers model decoded on a thread of its own. Must never be loaded by a light process.
 
-Everything that touches the model runs on the one compute thread, in the order it was asked for, except that weights
-are replaced and scored in the midst of a block while the engine is paused.
+Everything that touches the model runs on the one compute thread, in the order it was asked for, except that blocks are
+decoded side by side (not in deterministic mode), and that weights are replaced and scored in the midst of them while
+the engine is paused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.decode import Block, Ending
+from services.rollout.engines.decode import Block, Ending, Stopped
 from services.rollout.engines.notes import Notes
+from services.rollout.engines.side_by_side import Call, SideBySide
+from services.rollout.engines.slots import SlotTable
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
 from shared.model.determinism import require_deterministic_algorithms
@@ -35,7 +38,7 @@ from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
 MAX_ROWS = 1024
-"""Rows of one decode loop; a larger lease is sampled in parts, because rows cost key/value memory."""
+"""Rows of a block in deterministic mode; a larger lease is sampled in parts, because rows cost key/value memory."""
 STOP_S = 1.0
 
 
@@ -43,7 +46,7 @@ class TransformersEngine:
     """See `services.rollout.engine.Engine`. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """`deterministic`: keep the batch's shape through a block, so that the same block gives the same bits;
+        """`deterministic`: each call is a block of its own, whose shape stays: the same block gives the same bits;
         `device`: `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
@@ -51,6 +54,9 @@ class TransformersEngine:
         self._deterministic = deterministic
         self._device = device
         self._compute = ComputeThread()
+        self._calls: SideBySide | None = None
+        """None in deterministic mode, whose blocks are decoded one after the other."""
+        self._table: SlotTable
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
@@ -84,6 +90,8 @@ class TransformersEngine:
         cancel: threading.Event,
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
+        if self._calls is not None:
+            return await self._calls.generate(prompts, sampling, cancel, watch)
         return await self._compute.run(lambda: self._generate(prompts, sampling, cancel, watch))
 
     async def base_weights(self) -> dict[str, Array]:
@@ -109,11 +117,10 @@ class TransformersEngine:
         self._compute.resume()
 
     def stats(self) -> dict[str, float]:
-        return {
-            "generated_tokens": float(self._tokens),
-            "decode_steps": float(self._steps),
-            "generate_s": self._generate_s,
-        }
+        tokens, seconds = self._tokens, self._generate_s
+        if self._calls is not None:
+            tokens, seconds = self._table.tokens, self._calls.seconds
+        return {"generated_tokens": float(tokens), "decode_steps": float(self._steps), "generate_s": seconds}
 
     async def stop(self) -> None:
         await self._compute.stop(lambda: None, STOP_S)
@@ -152,14 +159,38 @@ class TransformersEngine:
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
+        if not self._deterministic:
+            self._table = SlotTable(
+                self._model, eos_ids=eos_ids(self._path), stopped=self._stop_finder, swaps=lambda: self._swaps
+            )
+            self._calls = SideBySide(self._compute, self)
         self._progress += 1
+
+    # `side_by_side.Stepper`
+
+    def add(self, call: Call) -> bool:
+        self._must_have_weights()
+        return self._table.add(call)
+
+    def step(self) -> None:
+        self._table.step()
+        self._steps += 1
+        self._progress += 1
+
+    def so_far(self, call: Call) -> list[list[Generation]]:
+        return self._table.so_far(call)
+
+    def drop(self, call: Call) -> None:
+        self._table.drop(call)
+
+    # alone, in deterministic mode
 
     @torch.inference_mode()
     def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
     ) -> list[list[Generation]]:
         self._must_have_weights()
-        ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop) if sampling.stop else None)
+        ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop))
         size = max(MAX_ROWS // sampling.samples, 1)
         sampling = replace(sampling, block_rows=min(sampling.block_rows, size * sampling.samples))
         results: list[list[Generation]] = []
@@ -170,7 +201,6 @@ class TransformersEngine:
                 prompts[first : first + size],
                 sampling,
                 ending,
-                compact=not self._deterministic,
                 before_step=lambda: self._before_step(cancel),
                 swaps=lambda: self._swaps - swaps,
                 notes=Notes(watch, first) if watch is not None else None,
@@ -181,7 +211,7 @@ class TransformersEngine:
         return results
 
     def _before_step(self, cancel: threading.Event) -> None:
-        self._compute.before_step(cancel)
+        self._compute.before_block_step(cancel)
         self._steps += 1
         self._progress += 1
 
@@ -219,7 +249,9 @@ class TransformersEngine:
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores
 
-    def _stop_finder(self, texts: tuple[str, ...]) -> Callable[[list[int]], bool]:
+    def _stop_finder(self, texts: tuple[str, ...]) -> Stopped | None:
+        if not texts:
+            return None
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)

@@ -18,8 +18,8 @@ import dataclasses
 import importlib.util
 import json
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ import xxhash
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.notes import Notes
+from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
@@ -43,6 +43,15 @@ from shared.tensors_torch import to_numpy
 
 STOP_S = 10.0
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A call's requests, `samples` of each, and how often the weights had been replaced when they were made."""
+
+    names: list[str]
+    samples: int
+    swaps: int
 
 
 class VllmEngine:
@@ -88,6 +97,8 @@ class VllmEngine:
         self._llm: Any = None
         self._expected: Expected = {}
         self._eos_ids: list[int] = []
+        self._calls = SideBySide(self._compute, self)
+        self._held: dict[Call, _Held] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
@@ -101,7 +112,6 @@ class VllmEngine:
         self._progress = 0
         self._tokens = 0
         self._steps = 0
-        self._generate_s = 0.0
 
     @property
     def progress(self) -> int:
@@ -125,7 +135,7 @@ class VllmEngine:
         cancel: threading.Event,
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
-        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel, watch))
+        return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
         """The weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
@@ -162,7 +172,7 @@ class VllmEngine:
         return {
             "generated_tokens": float(self._tokens),
             "decode_steps": float(self._steps),
-            "generate_s": self._generate_s,
+            "generate_s": self._calls.seconds,
         }
 
     async def stop(self) -> None:
@@ -212,39 +222,38 @@ class VllmEngine:
         self._llm.set_weight_version(str(self._swaps))
         self._progress += 1
 
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
-    ) -> list[list[Generation]]:
+    # `side_by_side.Stepper`
+
+    def add(self, call: Call) -> bool:
         self._must_have_weights()
-        self._drop_caches_of_older_weights()
-        greedy = sampling.temperature == 0
-        samples = 1 if greedy else sampling.samples  # vLLM refuses a group of equal ones
-        swaps = self._swaps
-        started = time.perf_counter()
-        notes = Notes(watch, 0) if watch is not None else None
+        if not self._drop_caches_of_older_weights():
+            return False  # it would read its prompts there
+        greedy = call.sampling.temperature == 0
+        samples = 1 if greedy else call.sampling.samples  # vLLM refuses a group of equal ones
+        names = [self._ask(*self._request(each, call.sampling, samples)) for each in call.prompts]
+        self._held[call] = _Held(names, samples, self._swaps)
+        return True
 
-        def take_notes(notes: Notes, names: list[str]) -> None:
-            proved = self._swaps if self._proved is None else self._proved
-            groups = under_way(self._llm.output_processor, self._finished, names, samples, swaps, proved)
-            notes.take([group * (sampling.samples // samples) for group in groups])
+    def step(self) -> None:
+        self._steps += 1
+        self._step()
+        for call, held in list(self._held.items()):
+            if all(name in self._finished for name in held.names):
+                outputs = [self._finished.pop(name) for name in held.names]
+                del self._held[call]
+                swaps = held.swaps if self._swaps > held.swaps else None
+                results = [[generation(each, swaps) for each in output.outputs] for output in outputs]
+                self._tokens += sum(len(each.token_ids) for group in results for each in group)
+                call.answer.set_result([group * (call.sampling.samples // held.samples) for group in results])
 
-        def before_step(names: list[str]) -> None:
-            try:
-                self._compute.before_step(cancel)
-            except GenerationCancelled:
-                if notes is not None:
-                    take_notes(notes, names)
-                raise
-            if notes is not None and notes.due:
-                take_notes(notes, names)
-            self._steps += 1
+    def so_far(self, call: Call) -> list[list[Generation]]:
+        held, proved = self._held[call], self._swaps if self._proved is None else self._proved
+        groups = under_way(self._llm.output_processor, self._finished, held.names, held.samples, held.swaps, proved)
+        return [group * (call.sampling.samples // held.samples) for group in groups]
 
-        outputs = self._run([self._request(each, sampling, samples) for each in prompts], before_step)
-        swapped = self._swaps > swaps
-        results = [[generation(each, swaps if swapped else None) for each in output.outputs] for output in outputs]
-        self._generate_s += time.perf_counter() - started
-        self._tokens += sum(len(each.token_ids) for group in results for each in group)
-        return [group * sampling.samples for group in results] if greedy else results
+    def drop(self, call: Call) -> None:
+        held = self._held.pop(call)
+        self._llm.abort_request([name for name in held.names if self._finished.pop(name, None) is None])
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, samples: int) -> tuple[list[int], Any]:
         from vllm import SamplingParams as VllmParams
@@ -266,29 +275,16 @@ class VllmEngine:
         )
         return [*prompt.token_ids, *prompt.said], params
 
-    def _run(self, requests: Sequence[tuple[list[int], Any]], before_step: Callable[[list[str]], None]) -> list[Any]:
-        """Finished outputs of (prompt, params), in order. What `before_step` (given their names) raises ends all."""
-        names = [str(self._requests + i) for i in range(len(requests))]
-        self._requests += len(requests)
-        try:
-            for name, (token_ids, params) in zip(names, requests, strict=True):
-                self._llm.add_request(name, {"prompt_token_ids": token_ids}, params)
-            while not all(name in self._finished for name in names):
-                before_step(names)
-                # Also those of a paused block in whose midst this runs.
-                self._finished |= {output.request_id: output for output in self._step() if output.finished}
-                self._progress += 1
-            return [self._finished[name] for name in names]
-        except BaseException:
-            self._llm.abort_request([name for name in names if name not in self._finished])
-            raise
-        finally:
-            for name in names:
-                self._finished.pop(name, None)
+    def _ask(self, token_ids: list[int], params: Any) -> str:
+        """Returns the request's name."""
+        name = str(self._requests)
+        self._requests += 1
+        self._llm.add_request(name, {"prompt_token_ids": token_ids}, params)
+        return name
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> None:
         try:
-            outputs: list[Any] = self._llm.step()
+            outputs = self._llm.step()
         except (RuntimeError, TimeoutError) as error:
             if self._tensor_parallel == 1:
                 raise
@@ -298,7 +294,8 @@ class VllmEngine:
                 f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); a rank that "
                 "was lost or ran out of memory ends the engine, it is started again",
             ) from error
-        return outputs
+        self._finished |= {output.request_id: output for output in outputs if output.finished}
+        self._progress += 1
 
     def _read_base(self) -> dict[str, Array]:
         return {name: to_numpy(value) for name, value in named_weights(load_model(self._path, self._dtype)).items()}
@@ -318,14 +315,18 @@ class VllmEngine:
         if self._in_flight == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
             self._caches_older_weights = False
-        elif not self._llm.has_unfinished_requests():
+        else:
             self._drop_caches_of_older_weights()
 
-    def _drop_caches_of_older_weights(self) -> None:
-        """Keys and values that another block would find again; no request may be running."""
-        if self._caches_older_weights and not self._llm.reset_prefix_cache():
-            raise RpcError(ErrorCode.INTERNAL, "engine vllm: its prefix cache cannot be emptied, requests are running")
+    def _drop_caches_of_older_weights(self) -> bool:
+        """Keys and values that another block would find again. False: not while requests are running."""
+        if self._caches_older_weights:
+            if self._llm.has_unfinished_requests():
+                return False
+            if not self._llm.reset_prefix_cache():
+                raise RpcError(ErrorCode.INTERNAL, "engine vllm: its prefix cache cannot be emptied")
         self._caches_older_weights = False
+        return True
 
     def _must_have_weights(self) -> None:
         """After a level-2 sleep vLLM computes with whatever lies there, and says nothing."""
@@ -349,7 +350,11 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        (output,) = self._run([(token_ids.tolist(), params)], lambda names: self._compute.check_stopped())
+        name = self._ask(token_ids.tolist(), params)
+        while name not in self._finished:
+            self._compute.check_stopped()
+            self._step()
+        output = self._finished.pop(name)
         rows = zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True)
         return np.array([row[token].logprob for token, row in rows], np.float32)
 

@@ -1,0 +1,133 @@
+"""Runs the calls of an engine side by side on its compute thread: one step serves them all, and a call that comes while
+others are under way joins them. Must never let one call's end, failure or cancelling touch another's samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.notes import Notes
+
+
+class Call:
+    """One `Engine.generate`. Belongs to the compute thread once it is asked for."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+    ) -> None:
+        self.prompts = prompts
+        self.sampling = sampling
+        self.cancel = cancel
+        self.notes = Notes(watch, 0) if watch is not None else None
+        self.answer: Future[list[list[Generation]]] = Future()
+
+
+class Stepper(Protocol):
+    """What an engine does for its calls, all on the compute thread."""
+
+    def add(self, call: Call) -> bool:
+        """Take the call up. False: not before the calls under way are done, ask again then."""
+
+    def step(self) -> None:
+        """One step for all the calls; those that it finished have their `answer`."""
+
+    def so_far(self, call: Call) -> list[list[Generation]]:
+        """What a call has, its unfinished generations with finish_reason ""."""
+
+    def drop(self, call: Call) -> None:
+        """Forget a call."""
+
+
+class SideBySide:
+    """`generate` belongs to the service's loop, everything else to the compute thread."""
+
+    def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
+        self._compute = compute
+        self._stepper = stepper
+        self._coming: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._waiting: deque[Call] = deque()
+        self._under_way: list[Call] = []
+        self.seconds = 0.0
+        """With at least one call under way, in all."""
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+    ) -> list[list[Generation]]:
+        """See `Engine.generate`."""
+        call = Call(prompts, sampling, cancel, watch)
+        self._coming.put(call)
+        self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call takes this one along
+        return await asyncio.wrap_future(call.answer)
+
+    def _work(self) -> None:
+        """Until no call is left."""
+        began = time.perf_counter()
+        try:
+            while self._compute.before_step(self._going_on):
+                self._take_up()
+                for call in self._under_way:
+                    if call.notes is not None and call.notes.due:
+                        call.notes.take(self._stepper.so_far(call))
+                if self._under_way:
+                    self._stepper.step()
+                self._under_way = [call for call in self._under_way if not call.answer.done()]
+        except BaseException as error:
+            for call in self._under_way:
+                self._end(call, error)
+            for call in self._waiting:
+                call.answer.set_exception(error)
+            self._under_way.clear()
+            self._waiting.clear()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _going_on(self) -> bool:
+        """Whether there is a call that was not given up; those that were end here."""
+        while not self._coming.empty():
+            call = self._coming.get()
+            if call.answer.set_running_or_notify_cancel():  # somebody still waits for it
+                self._waiting.append(call)
+        for call in [call for call in self._under_way if call.cancel.is_set()]:
+            self._under_way.remove(call)
+            self._end(call, _given_up())
+        for call in [call for call in self._waiting if call.cancel.is_set()]:
+            self._waiting.remove(call)
+            call.answer.set_exception(_given_up())
+        return bool(self._under_way or self._waiting)
+
+    def _take_up(self) -> None:
+        while self._waiting:
+            call = self._waiting[0]
+            try:
+                if not self._stepper.add(call):
+                    return
+            except Exception as error:
+                call.answer.set_exception(error)
+            else:
+                self._under_way.append(call)
+            self._waiting.popleft()
+
+    def _end(self, call: Call, error: BaseException) -> None:
+        """Of a call under way, before it is done."""
+        try:
+            if call.notes is not None and isinstance(error, GenerationCancelled):
+                call.notes.take(self._stepper.so_far(call))
+            self._stepper.drop(call)
+        except Exception as defect:
+            error = defect
+        call.answer.set_exception(error)
+
+
+def _given_up() -> GenerationCancelled:
+    return GenerationCancelled("the block was given up: its lease ended")

@@ -1,0 +1,344 @@
+"""Decodes the calls of an engine in one table of rows: when samples end, their rows go to those that wait, so that
+nobody waits for the longest. Must never draw from a global random generator.
+
+Random numbers belong to a prompt, as in a block (`decode`): a task samples the same whatever is beside it, as far as
+the table's shape lets the logits be the same. Rows that ended are dropped, and others taken in, a good part at a time:
+each time the keys and values of all rows are copied.
+
+Shapes: R rows of the table (the last N of them), T most tokens that one may say, S random numbers drawn ahead, P
+prompts of L tokens, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.rollout.engine import Generation, Prompt
+from services.rollout.engines.decode import DRAWN_STEPS, Stopped, generator_of, pick
+from services.rollout.engines.passes import Part, Passes, gathered, make_passes
+from services.rollout.engines.side_by_side import Call
+
+SLOTS = 256
+"""Rows that are decoded at once; a larger group is alone in the table."""
+_REFILL = 4
+"""Rows are taken in, or dropped, when a quarter of the table would change..."""
+_PATIENCE = 8
+"""...and taken in when they have waited for so many steps."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A call, with what it has said so far."""
+
+    call: Call
+    stopped: Stopped | None
+    swaps: int
+    """How many there had been when it was taken up."""
+    said: list[list[Generation | None]]
+    left: int
+
+    def groups(self) -> list[list[Generation]]:
+        return [[each or _NOTHING for each in group] for group in self.said]
+
+
+@dataclass(eq=False)
+class _Group:
+    """One prompt's samples."""
+
+    held: _Held
+    number: int
+    prompt: Prompt
+    generator: torch.Generator
+
+    @property
+    def samples(self) -> int:
+        return self.held.call.sampling.samples
+
+    @property
+    def limit(self) -> int:
+        """Tokens that each sample may say."""
+        return self.held.call.sampling.max_new_tokens - len(self.prompt.said)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.prompt.token_ids, *self.prompt.said]
+
+
+_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "")
+
+
+@dataclass
+class _Rows:
+    """What belongs to each row of the table; the last three hold what it has said, token by token."""
+
+    last_R: Tensor
+    """The token it said last."""
+    count_R: Tensor
+    limit_R: Tensor
+    temperature_R1: Tensor
+    uniform_RS: Tensor
+    running_R: Tensor
+    """False: it has ended, and waits to be dropped."""
+    ids_RT: Tensor
+    logprobs_RT: Tensor
+    swaps_RT: Tensor
+
+    @classmethod
+    def of(cls, groups: list[_Group], device: torch.device) -> _Rows:
+        """New rows, one a sample."""
+        samples = torch.tensor([group.samples for group in groups], dtype=torch.int64)
+        limits = torch.tensor([group.limit for group in groups], dtype=torch.int64)
+        heat = torch.tensor([group.held.call.sampling.temperature for group in groups], dtype=torch.float32)
+        rows, longest = int(samples.sum()), int(limits.max()) if groups else 0
+        made = cls(
+            last_R=torch.zeros(rows, dtype=torch.int64),
+            count_R=torch.zeros(rows, dtype=torch.int64),
+            limit_R=limits.repeat_interleave(samples),
+            temperature_R1=heat.repeat_interleave(samples)[:, None],
+            uniform_RS=torch.zeros(rows, DRAWN_STEPS),
+            running_R=torch.ones(rows, dtype=torch.bool),
+            ids_RT=torch.zeros((rows, longest), dtype=torch.int32),
+            logprobs_RT=torch.zeros(rows, longest),
+            swaps_RT=torch.zeros((rows, longest), dtype=torch.int32),
+        )
+        return cls(**{each.name: getattr(made, each.name).to(device) for each in fields(cls)})
+
+    def __len__(self) -> int:
+        return len(self.last_R)
+
+    def taken(self, rows: Tensor) -> _Rows:
+        """Only these."""
+        return _Rows(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+
+    def followed_by(self, others: _Rows) -> _Rows:
+        longest = max(self.ids_RT.shape[1], others.ids_RT.shape[1])
+        joined = {}
+        for each in fields(self):
+            pair = [getattr(self, each.name), getattr(others, each.name)]
+            if each.name.endswith("_RT"):
+                pair = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in pair]
+            joined[each.name] = torch.cat(pair)
+        return _Rows(**joined)
+
+
+class SlotTable:
+    """See `side_by_side.Stepper`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_ids: Sequence[int],
+        stopped: Callable[[tuple[str, ...]], Stopped | None],
+        swaps: Callable[[], int],
+        slots: int = SLOTS,
+    ) -> None:
+        """`stopped`: finds these stop texts; `swaps`: how often the model's weights have been replaced."""
+        self._model = model
+        self._eos_ids = list(eos_ids)
+        self._stopped = stopped
+        self._swaps = swaps
+        self._slots = slots
+        self._device = next(model.parameters()).device
+        self._held: dict[Call, _Held] = {}
+        self._waiting: deque[_Group] = deque()
+        self._waited = 0
+        """Steps since somebody who waits might have been taken in."""
+        self._passes: Passes | None = None
+        self._rows = _Rows.of([], self._device)
+        self._whose: list[tuple[_Group, int]] = []
+        """Of each row: group and number in it."""
+        self.tokens = 0
+        """Said by samples that have ended, in all."""
+
+    # ---- calls
+
+    def add(self, call: Call) -> bool:
+        sampling = call.sampling
+        said: list[list[Generation | None]] = [[None] * sampling.samples for _ in call.prompts]
+        left = sampling.samples * len(call.prompts)
+        held = self._held[call] = _Held(call, self._stopped(sampling.stop), self._swaps(), said, left)
+        self._waiting += [
+            _Group(held, number, prompt, generator_of(sampling.seed, prompt.name))
+            for number, prompt in enumerate(call.prompts)
+        ]
+        return True
+
+    @torch.inference_mode()
+    def drop(self, call: Call) -> None:
+        held = self._held.pop(call)
+        self._waiting = deque(group for group in self._waiting if group.held is not held)
+        mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held]
+        self._rows.running_R[mine] = False
+        if not self._held:
+            self._empty()
+
+    def so_far(self, call: Call) -> list[list[Generation]]:
+        held = self._held[call]
+        groups = held.groups()
+        running = self._rows.running_R.tolist()
+        mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held and running[row]]
+        for row, generation in zip(mine, self._said(mine, [""] * len(mine)), strict=True):
+            group, sample = self._whose[row]
+            groups[group.number][sample] = generation
+        return groups
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One pass: of the prompts of those who wait, if it is worth its while to take them in, or of all rows."""
+        running = int(self._rows.running_R.sum())
+        coming = self._coming(running)
+        if coming:
+            self._take_in(coming)
+            return
+        if _REFILL * running <= (_REFILL - 1) * len(self._rows):
+            self._drop_ended()
+        if self._passes is not None:
+            self._say(self._passes.go_on(self._rows.last_R), first=0)
+
+    def _coming(self, running: int) -> list[_Group]:
+        """Groups to take in now."""
+        gathers = self._passes is None or self._passes.gathers
+        if not self._waiting or (running and not gathers):
+            return []
+        self._waited += 1
+        coming: list[_Group] = []
+        free = self._slots - running
+        for group in self._waiting:
+            if group.samples > free and (running or coming):
+                break
+            if not gathers and coming and group.samples != coming[0].samples:
+                break  # their rows can only be repeated alike
+            coming.append(group)
+            free -= group.samples
+        rows = sum(group.samples for group in coming)
+        return coming if _REFILL * rows >= min(running, self._slots) or self._waited > _PATIENCE else []
+
+    def _take_in(self, coming: list[_Group]) -> None:
+        """The prompts' pass, with the first token of each sample; then they are rows like the others."""
+        self._waited = 0
+        for _ in coming:
+            self._waiting.popleft()
+        lengths = [len(group.token_ids) for group in coming]
+        longest, room = max(lengths), max(group.limit for group in coming)
+        ids_PL = torch.zeros((len(coming), longest), dtype=torch.int64)
+        for row, group in enumerate(coming):
+            ids_PL[row, longest - lengths[row] :] = torch.tensor(group.token_ids)
+        prompts = make_passes(self._model, longest + room)
+        logits_PV = prompts.begin(ids_PL.to(self._device), lengths)
+        new = _Rows.of(coming, self._device)
+        samples = torch.tensor([group.samples for group in coming])
+        prompt_N = torch.arange(len(coming)).repeat_interleave(samples).to(self._device)
+        kept = self._rows.running_R.nonzero().squeeze(1)
+        if prompts.gathers:
+            parts: list[Part] = [(prompts, prompt_N)]
+            if self._passes is not None and len(kept):
+                parts.insert(0, (self._passes, kept))
+                room = max(room, int((self._rows.limit_R - self._rows.count_R)[kept].max()))
+            self._passes = gathered(self._model, parts, room)
+        else:  # the table is empty
+            prompts.repeat(coming[0].samples)
+            self._passes = prompts
+        self._whose = [self._whose[row] for row in kept.tolist()]
+        self._whose += [(group, sample) for group in coming for sample in range(group.samples)]
+        self._rows = self._rows.taken(kept).followed_by(new)
+        self._say(logits_PV[prompt_N], first=len(kept))
+
+    def _drop_ended(self) -> None:
+        kept = self._rows.running_R.nonzero().squeeze(1)
+        if not len(kept) or self._passes is None:
+            self._empty()
+            return
+        self._passes.keep(kept)
+        self._whose = [self._whose[row] for row in kept.tolist()]
+        self._rows = self._rows.taken(kept)
+
+    def _empty(self) -> None:
+        self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
+
+    def _say(self, logits_NV: Tensor, first: int) -> None:
+        """One token more for the rows from `first` on; `logits_NV` are theirs."""
+        mine, rows = slice(first, None), self._rows
+        self._draw(first)
+        heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
+        greedy_N1 = heat_N1 == 0
+        logprobs_NV = (logits_NV.float() / heat_N1.masked_fill(greedy_N1, 1.0)).log_softmax(-1)
+        id_N1 = pick(logprobs_NV, rows.uniform_RS[mine].gather(1, (count_N % DRAWN_STEPS)[:, None]))
+        if any(not held.call.sampling.temperature for held in self._held.values()):
+            id_N1 = torch.where(greedy_N1, pick(logprobs_NV, None), id_N1)
+        # A row that has ended writes over its last token, which was read when it ended.
+        at_N1 = count_N.clamp(max=rows.ids_RT.shape[1] - 1)[:, None]
+        rows.ids_RT[mine].scatter_(1, at_N1, id_N1.to(torch.int32))
+        rows.logprobs_RT[mine].scatter_(1, at_N1, logprobs_NV.gather(1, id_N1))
+        rows.swaps_RT[mine].scatter_(1, at_N1, self._swaps())
+        rows.last_R[mine] = id_N1[:, 0]
+        count_N += running_N
+        stopped_N = torch.isin(id_N1[:, 0], torch.tensor(self._eos_ids, device=self._device))
+        if any(held.stopped is not None for held in self._held.values()):
+            stopped_N |= self._stopped_by_text(first)
+        ended_N = (stopped_N | (count_N >= rows.limit_R[mine])) & running_N
+        if bool(ended_N.any()):
+            running_N &= ~ended_N
+            places = ended_N.nonzero().squeeze(1)
+            self._end((places + first).tolist(), stopped_N[places].tolist())
+
+    def _draw(self, first: int) -> None:
+        """Random numbers for those rows from `first` on that have none left for their next token."""
+        due_N = (self._rows.count_R[first:] % DRAWN_STEPS == 0) & self._rows.running_R[first:]
+        rows_of: dict[_Group, list[tuple[int, int]]] = {}
+        for place in due_N.nonzero().squeeze(1).tolist():
+            group, sample = self._whose[first + place]
+            if group.held.call.sampling.temperature:
+                rows_of.setdefault(group, []).append((first + place, sample))
+        for group, places in rows_of.items():
+            drawn_SN = torch.rand((DRAWN_STEPS, group.samples), generator=group.generator)
+            rows, samples = zip(*places, strict=True)
+            self._rows.uniform_RS[list(rows)] = drawn_SN.T[list(samples)].to(self._device)
+
+    def _stopped_by_text(self, first: int) -> Tensor:
+        found_N = torch.zeros(len(self._rows) - first, dtype=torch.bool)
+        counts = self._rows.count_R.tolist()
+        for row in (self._rows.running_R[first:].nonzero().squeeze(1) + first).tolist():
+            group, _ = self._whose[row]
+            if group.held.stopped is not None:
+                said = self._rows.ids_RT[row, : counts[row]].tolist()
+                found_N[row - first] = group.held.stopped([*group.prompt.said, *said])
+        return found_N.to(self._device)
+
+    def _end(self, rows: list[int], stopped: list[bool]) -> None:
+        reasons = ["stop" if each else "length" for each in stopped]
+        for row, generation in zip(rows, self._said(rows, reasons), strict=True):
+            group, sample = self._whose[row]
+            group.held.said[group.number][sample] = generation
+            group.held.left -= 1
+            self.tokens += len(generation.token_ids)
+            if not group.held.left:
+                del self._held[group.held.call]
+                group.held.call.answer.set_result(group.held.groups())
+
+    def _said(self, rows: list[int], reasons: list[str]) -> list[Generation]:
+        """What these rows have said so far, and why they ended."""
+        ids, logprobs, swaps = (
+            each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
+        )
+        counts = self._rows.count_R[rows].tolist()
+        found: list[Generation] = []
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            seen = swaps[place, :count] - self._whose[row][0].held.swaps
+            found.append(
+                Generation(
+                    token_ids=ids[place, :count].copy(),
+                    logprobs=logprobs[place, :count].copy(),
+                    finish_reason=reasons[place],
+                    swaps=seen if count and seen[-1] else None,
+                )
+            )
+        return found
