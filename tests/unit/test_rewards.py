@@ -17,7 +17,7 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.rewards.score import Score, total
+from services.rollout.rewards.score import ANSWER, Score, total
 from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
@@ -169,6 +169,14 @@ def test_terms_are_summed_by_weight(folder: Path) -> None:
     assert values(score([[sample("abc", answer="abc"), sample("ab", answer="x")]], *lines)) == [[5.0, 4.0]]
 
 
+def test_a_sum_that_float32_does_not_hold_loses_its_sample_alone(folder: Path) -> None:
+    lines = [Line("my_rewards:plain", 1e38), Line("my_rewards:plain", 1e38)]
+    ((small, large),) = score([[sample("a"), sample("abc")]], *lines)
+    assert small.value == pytest.approx(2e38)
+    assert (large.value, large.kind) == (None, ANSWER)
+    assert large.failure.startswith("the weighted rewards add up to 6e+38, float32 holds 3.4e+38 at most")
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -208,6 +216,9 @@ def test_a_raise_and_a_nan_cost_only_their_samples(folder: Path) -> None:
         ({"reward": 1.0, "format": 0.25}, 1.0),
         (True, 1.0),
         (math.inf, None),
+        (1e300, None),
+        (-3.5e38, None),
+        ({"a": 3e38, "b": 3e38}, None),
         ({"a": math.nan}, None),
         (None, None),
         ([1.0], None),

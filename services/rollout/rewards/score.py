@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOTAL_KEY = "reward"
+LIMIT = 3.4028234663852886e38
+"""The largest float32: what rewards travel as."""
 
 RAISED = "raised"
 ANSWER = "answer"
@@ -40,7 +42,7 @@ def total(answer: Any) -> Score:
     """The score of one sample from what a function returned.
 
     A number counts as it is; of a dict its key `reward` if there is one, else the sum of its values. Fails for NaN,
-    infinity and everything else.
+    infinity, what float32 does not hold, and everything else.
     """
     try:
         if isinstance(answer, dict):
@@ -50,8 +52,8 @@ def total(answer: Any) -> Score:
             parts, value = {}, float(answer)
     except (TypeError, ValueError, OverflowError) as error:
         return Score(None, f"answered {answer!r:.60}, must be a number or a dict of numbers ({error})", kind=ANSWER)
-    if not math.isfinite(value):
-        return Score(None, f"answered {value}, must be finite", kind=ANSWER)
+    if not abs(value) <= LIMIT:
+        return Score(None, f"answered {value}, must be finite in float32: {LIMIT:.1e} at most", kind=ANSWER)
     return Score(value, parts=parts)
 
 
@@ -65,12 +67,15 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
 
 
 def add(left: Score, right: Score, weight: float) -> Score:
-    """`left + weight * right`; a sample that fails in one function fails."""
+    """`left + weight * right`; a sample that fails in one function fails, and so does one whose sum is too large."""
     if left.value is None:
         return left
     if right.value is None:
         return right
-    return Score(left.value + weight * right.value, parts={**left.parts, **right.parts})
+    value = left.value + weight * right.value
+    if not abs(value) <= LIMIT:
+        return Score(None, f"the weighted rewards add up to {value}, float32 holds {LIMIT:.1e} at most", kind=ANSWER)
+    return Score(value, parts={**left.parts, **right.parts})
 
 
 def add_all(sums: list[Score], places: Sequence[int], scores: Sequence[Score], weight: float) -> None:
