@@ -170,8 +170,8 @@ class Topology(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a task needs room for log-probs of the trainer's own forward pass (`loss.anchor: proximal`)."""
-        return self.algorithm.loss.anchor == "proximal"
+        """Whether the trainer puts log-probs of a pass of its own; a step of one update has them from its only pass."""
+        return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property
     def colocated_services(self) -> frozenset[str]:

@@ -67,7 +67,9 @@ data:
 reward: {{function: "builtin:exact_match"}}
 sampling: {{max_new_tokens: {new}}}
 staleness: 1
-algorithm: {{tasks_per_step: {tasks}, group_size: {group}, kl: {{coef: 0.001}}, loss: {{anchor: proximal}}{filter}}}
+algorithm:
+  {{tasks_per_step: {tasks}, group_size: {group}, num_iterations: 2, kl: {{coef: 0.001}},
+    loss: {{anchor: proximal}}{filter}}}
 optimizer: {{lr: 1.0e-3}}
 lease: {{lease_s: 2}}
 checkpoint: {{every: 1000}}

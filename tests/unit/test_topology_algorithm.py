@@ -59,9 +59,14 @@ def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> N
 
 
 def test_only_a_step_of_several_updates_needs_a_forward_pass_before_them(folder: Path) -> None:
-    assert loss_spec(loaded(folder, "algorithm.loss.anchor=proximal")).anchor == "present"
-    assert loss_spec(loaded(folder, "algorithm.loss.anchor=proximal", TWO_UPDATES)).anchor == "proximal"
-    assert loss_spec(loaded(folder, "algorithm.loss.anchor=rollout")).anchor == "rollout"
+    one, two = (
+        loaded(folder, "algorithm.loss.anchor=proximal"),
+        loaded(folder, "algorithm.loss.anchor=proximal", TWO_UPDATES),
+    )
+    rollout = loaded(folder, "algorithm.loss.anchor=rollout", TWO_UPDATES)
+    assert [loss_spec(each).anchor for each in (one, two, rollout)] == ["present", "proximal", "rollout"]
+    # what is run is what room is kept for
+    assert [each.needs_proximal for each in (one, two, rollout)] == [False, True, False]
 
 
 def test_supervised_fine_tuning_asks_for_no_proximal_forward(folder: Path) -> None:

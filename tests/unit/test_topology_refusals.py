@@ -438,7 +438,7 @@ def test_hub_name_resolves_to_its_local_snapshot(
 
 
 def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
-    topology = load(write(folder))
+    topology = load(write(folder), ["algorithm.num_iterations=2"])
     per_token = 4 + 1 + 4 + 4 + 4 + 4  # with reference and proximal log-probs
     data = 4 * (40 * per_token + 6 * 8)
     # rollout, reference and proximal log-probs are puts of their own, of whole pages, with 8 shards in all
@@ -450,6 +450,12 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     again = 6 * 4 * 40 * 4
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 3 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
+    # a step of one update takes its log-probs from the pass it trains on, and puts none
+    once = load(write(folder))
+    per_token -= 4
+    data = 4 * (40 * per_token + 5 * 8)
+    assert data + 2 * 4096 < task_bytes(once, 32) < data + 2 * 4500 + 7 * 200
+    assert worst_case_bytes(once, 32, 0) == held * task_bytes(once, 32)
     lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit"])
     data = 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
     assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200
