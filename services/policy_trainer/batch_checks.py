@@ -24,18 +24,39 @@ def check_reference(batch: StepBatch) -> None:
         )
 
 
+def check_tasks(batch: StepBatch) -> None:
+    """Raises RpcError(bad_data) when there is nothing to train on (`run.deterministic` puts nothing in the place of a
+    dropped task)."""
+    if not batch.batch.tasks:
+        raise RpcError(
+            ErrorCode.BAD_DATA,
+            f"step {batch.step} refused, weights untouched: all its {batch.dropped} tasks were dropped and "
+            "run.deterministic puts none in their place; the log of the rollout service has the reasons",
+        )
+
+
 def check_rewards(batch: StepBatch, rewards: Array) -> None:
     """Raises RpcError(bad_data) naming the tasks with a reward that is not finite, before anything is computed.
 
     `rewards` float [samples]: the batch's own, or what shaping has made of them.
     """
-    wrong = ~np.isfinite(rewards)
+    _check_finite(batch, rewards, "rewards", "make the reward function return a finite number")
+
+
+def check_advantages(batch: StepBatch, advantages: Array) -> None:
+    """Raises RpcError(bad_data) naming the tasks with an advantage that is not finite. `advantages` float [samples]."""
+    remedy = "look at algorithm.advantage.name and at the size of the rewards"
+    _check_finite(batch, advantages, "advantages", remedy)
+
+
+def _check_finite(batch: StepBatch, values: Array, what: str, remedy: str) -> None:
+    wrong = ~np.isfinite(values)
     if wrong.any():
         names = _tasks_of(batch, wrong)
         raise RpcError(
             ErrorCode.BAD_DATA,
-            f"step {batch.step} refused, weights untouched: {int(wrong.sum())} rewards are not finite, in tasks "
-            f"{', '.join(names[:8])}; make the reward function return a finite number",
+            f"step {batch.step} refused, weights untouched: {int(wrong.sum())} {what} are not finite, in tasks "
+            f"{', '.join(names[:8])}; {remedy}",
             names=names,
         )
 

@@ -13,7 +13,7 @@ from proto.tensors import Array
 from services.policy_trainer import batches, token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
-from services.policy_trainer.batch_checks import check_reference, check_rewards
+from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.loss_spec import loss_spec
 from services.policy_trainer.metrics import StepMetrics
@@ -102,9 +102,10 @@ class Driver:
         """The mini-batches of all iterations, with what the loss needs to know of each sample."""
         algorithm = self.topology.algorithm
         tasks = batch.batch
+        check_tasks(batch)
         check_rewards(batch, batch.scalars["reward"])
         check_reference(batch)
-        if self.loss.anchor == "proximal":
+        if self.topology.needs_proximal:
             done = await self.workers.forward(tasks, [PROX_KEY])
             tasks = Batch(tasks).union(Batch(done.meta)).meta
             metrics.forward_s += done.seconds
@@ -123,15 +124,17 @@ class Driver:
     def advantages(self, batch: StepBatch) -> Array:
         """float32 [samples] of the whole step.
 
-        Raises RpcError: bad_data when a shaped reward is not finite, bad_request when they cannot be computed.
+        Raises RpcError: bad_data when one or a shaped reward is not finite, bad_request when they cannot be computed.
         """
         groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
         try:
             rewards = shaped(self.topology, batch.scalars)
             check_rewards(batch, rewards)
-            return self.estimator(rewards, groups, loss_tokens)
+            advantages = self.estimator(rewards, groups, loss_tokens)
         except ValueError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
+        check_advantages(batch, advantages)
+        return advantages
 
     async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
         """One optimizer step; both calls are on their way at once, the workers keep their order."""

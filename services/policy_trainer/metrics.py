@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
 
 from proto.messages import ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
@@ -16,6 +19,8 @@ SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "m
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
 token."""
+_NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
+"""Of a batch all of whose tasks were dropped, which says nothing of any sample."""
 
 
 @dataclass
@@ -67,7 +72,7 @@ class StepMetrics:
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
             "rollout/logprob_mismatch_max": sums["mismatch_max"],
-            "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens,
+            "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens if sums["tokens"] else 0.0,
             "dispatch/imbalance": self.imbalance,
             "time/step": step_s,
             "time/wait_batch": self.wait_batch_s,
@@ -76,14 +81,14 @@ class StepMetrics:
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
             "throughput/samples_per_s": _samples(batch) / step_s,
-            "throughput/tokens_per_s": float(batch.scalars["length"].sum()) / step_s,
+            "throughput/tokens_per_s": row["rollout/length_mean"] * _samples(batch) / step_s,
         }
         return row
 
 
 def batch_row(batch: StepBatch) -> dict[str, float]:
     """What the batch alone tells; all that is known of a step that another driver's life trained."""
-    scalars = batch.scalars
+    scalars = _NO_SAMPLES | batch.scalars
     rewards = scalars["reward"]
     row = {
         "policy/version": float(batch.step),

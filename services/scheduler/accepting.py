@@ -136,6 +136,7 @@ class Accepting(Freshness):
         if stage == 0 and result.samples < min(2, self.plan.group_size):
             self._drop(slot, f"{result.samples} of {self.plan.group_size} samples are left")
             return
+        self.dropped_in_a_row = 0
         if filters and self._filter(slot):
             return
         table.move(slot, TaskState.ROLLED_OUT)

@@ -85,15 +85,6 @@ class Fixed(Ledger):
         """Raises RpcError(bad_request) when the next step can never be what an undisturbed run would make of it."""
         if self.broken:
             raise RpcError(ErrorCode.BAD_REQUEST, self.broken)
-        step, tasks = self.batched_step + 1, self.plan.tasks_per_step
-        if not self.plan.deterministic or not self._step_is_settled(step):
-            return
-        if all(self.window.slot(each) < 0 for each in range(self.batched_step * tasks, step * tasks)):
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"step {step}: all its {tasks} tasks were dropped, and run.deterministic puts none in their place; "
-                "the log of the rollout service has the reasons",
-            )
 
     def _admit(self) -> None:
         if not self.plan.deterministic:

@@ -7,8 +7,13 @@ completion a task may be overtaken, so every finished task is checked before eac
 
 from __future__ import annotations
 
+from proto.messages import ErrorCode
 from services.scheduler import scalars
 from services.scheduler.granting import Granting
+from shared.rpc.errors import RpcError
+
+HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
+"""So many steps' tasks, and no fewer tasks, dropped in a row: putting others in their place leads nowhere."""
 
 
 class Freshness(Granting):
@@ -19,6 +24,20 @@ class Freshness(Granting):
         if self.plan.deterministic:
             return self.plan.tasks_per_step if self._step_is_settled(self.batched_step + 1) else 0
         return self.window.ready_anywhere if self.plan.by_completion else self.window.ready
+
+    def check_hope(self) -> None:
+        """Raises RpcError(bad_data) when the next step waits for tasks and all that come are dropped.
+
+        Not in deterministic mode, where nothing takes the place of a dropped task: its steps are short of it.
+        """
+        most = max(HOPELESS_STEPS * self.plan.tasks_per_step, HOPELESS_TASKS)
+        if self.dropped_in_a_row < most or self.plan.deterministic or self.takeable() >= self.plan.tasks_per_step:
+            return
+        raise RpcError(
+            ErrorCode.BAD_DATA,
+            f"step {self.batched_step + 1}: {self.dropped_in_a_row} tasks in a row were dropped, the last was "
+            f"{self.last_drop}; mend the reward function, the workflow or the data, then resume",
+        )
 
     def take(self) -> list[int]:
         """Remove the next step's tasks from the window; needs as many `takeable`."""

@@ -88,6 +88,10 @@ class Ledger:
         self.uncovered_bytes = 0
         """Bytes of trained tasks that wait for a checkpoint."""
         self.dropped = 0
+        self.dropped_in_a_row = 0
+        """Train tasks dropped since the last one that had enough samples, in this life; no verb depends on it ..."""
+        self.last_drop = ""
+        """... and why the last of them was."""
         self.filtered = 0
         """Tasks without reward variance dropped since the last batch, with their samples and the sum of rewards ..."""
         self.filtered_samples = 0
@@ -195,6 +199,8 @@ class Ledger:
             self._end_of_evaluation_task(one)
         else:
             self.dropped += 1
+            self.dropped_in_a_row += 1
+            self.last_drop = f"{task_id}: {reason[:200]}"
             self.window.mark_dropped(self.tasks.admission[slot])
         self._collect(slot)
 

@@ -158,6 +158,7 @@ class Scheduler:
         for holder in self.core.registry:
             self._seen[holder] = Seen(now)
         self._devices.begin(self.core.registry, now)
+        self.core.dropped_in_a_row = 0  # whoever resumes a run may have mended its reward function
         if config != self.core.config:
             self._durable(config)
         self._reconcile_at = now + RECONCILE_S

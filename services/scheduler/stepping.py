@@ -121,6 +121,7 @@ class Stepping(Freshness):
         if step > self.batched_step:
             if step != self.committed_step + 1:
                 raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {self.committed_step + 1}")
+            self.check_hope()
             return None
         slots = self.batches.get(step)
         if slots is None:

@@ -1,4 +1,4 @@
-"""A reward and a loss of a user's own that are wrong at one step each, for the runs of `test_bad_steps`."""
+"""An advantage and a loss of a user's own that are wrong at one step each, for the runs of `test_bad_steps`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from typing import Any
 
 TASKS = 8
 """A step: with `shuffle: false` step s takes the rows from (s - 1) * TASKS on."""
-REWARD_STEP, LOSS_STEP = 2, 4
+ADVANTAGE_STEP, LOSS_STEP = 2, 4
+
+
+_MARK = 1000.0
 
 
 def reward(sample: Any) -> float:
-    """A number, yet none that 32 bits hold, for the second task of step REWARD_STEP; else how many even tokens."""
-    if sample.task_id == f"train/0/{TASKS * (REWARD_STEP - 1) + 1}":
-        return 1e300
-    return float(sum(token % 2 == 0 for token in sample.token_ids))
+    """How many even tokens; a mark for the second task of step ADVANTAGE_STEP."""
+    marked = sample.task_id == f"train/0/{TASKS * (ADVANTAGE_STEP - 1) + 1}"
+    return _MARK if marked else float(sum(token % 2 == 0 for token in sample.token_ids))
+
+
+def advantage(rewards: Any, groups: Any, loss_tokens: Any) -> Any:
+    """Rewards around 0, and no number for those with the mark."""
+    found = rewards - rewards.mean()
+    found[rewards == _MARK] = float("nan")
+    return found
 
 
 def loss(cur: Any, anchor: Any, tokens: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run whose reward and loss give numbers that nobody can train on: it stops and says where, or skips the step."""
+"""A run whose advantage and loss give numbers that nobody can train on: it stops and says where, or skips the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.integration.bad_numbers import LOSS_STEP, REWARD_STEP, TASKS
+from tests.integration.bad_numbers import ADVANTAGE_STEP, LOSS_STEP, TASKS
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import cluster
 
@@ -28,6 +28,7 @@ SMALL = (
     "services.reference=null",
     "services.rollout.block_tasks=8",
     "reward.function=tests.integration.bad_numbers:reward",
+    "algorithm.advantage={name: 'tests.integration.bad_numbers:advantage'}",
     "algorithm.loss={name: 'tests.integration.bad_numbers:loss', anchor: rollout}",
     "checkpoint={every: 1, keep_last: 30}",
 )
@@ -39,7 +40,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
     with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=120) as stopped:
         assert stopped.end() == 1
         output = stopped.output()
-        assert f"step {REWARD_STEP} refused, weights untouched: 4 rewards are not finite, in tasks" in output
+        assert f"step {ADVANTAGE_STEP} refused, weights untouched: 4 advantages are not finite, in tasks" in output
         assert f"train/0/{TASKS + 1};" in output
         assert "run.on_bad_step" in output
         assert [row["step"] for row in stopped.rows()] == [1]
@@ -53,17 +54,17 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         states = running.journaled_steps()
         weights = {step: everything(running.path, step) for step in range(1, STEPS + 1)}
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # a bad reward spoils the step, a bad gradient each of its two updates
+    # a bad advantage spoils the step, a bad gradient each of its two updates
     assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2] + [0] * (STEPS - 4)
     assert all(row[name] == 0 for row in (rows[1], rows[3]) for name in ("policy/grad_norm", "loss/policy"))
-    named = {line["step"]: line["tasks"] for line in skipped if line["step"] == REWARD_STEP}
-    assert named == {REWARD_STEP: [f"train/0/{TASKS + 1}"]}
+    named = {line["step"]: line["tasks"] for line in skipped if line["step"] == ADVANTAGE_STEP}
+    assert named == {ADVANTAGE_STEP: [f"train/0/{TASKS + 1}"]}
     in_loss = [line["tasks"] for line in skipped if line["step"] == LOSS_STEP]
     first = TASKS * (LOSS_STEP - 1)
     assert sorted(in_loss[0] + in_loss[1]) == sorted(f"train/0/{first + index}" for index in range(TASKS))
     # weights and optimizer state of a skipped step are those of the step before, to the bit
     same = [step for step in range(2, STEPS + 1) if weights[step] == weights[step - 1]]
-    assert same == [REWARD_STEP, LOSS_STEP]
+    assert same == [ADVANTAGE_STEP, LOSS_STEP]
     # its tasks were consumed like any others
     assert {step: state for step, (state, _) in states.items()} == dict.fromkeys(range(1, STEPS + 1), "TRAINED")
     assert rows[-1]["gc/tasks"] >= TASKS

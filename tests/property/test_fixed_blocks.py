@@ -52,10 +52,12 @@ HURTS = ("silence", "reborn", "missing", "late", "new_driver", "reload", "lose_s
 WORK = ("lease", "finish", "finish", "train", "clear")
 ROUND = 25
 LAST = 1000
+EMPTY_STEP = 3
+"""All of its tasks fail."""
 
 
 class Run:
-    """A machine with two engines, a reference and a driver. Rows 2 and 5 can never be sampled."""
+    """A machine with two engines, a reference and a driver. Rows 2 and 5 can never be sampled, nor EMPTY_STEP's."""
 
     def __init__(self, staleness: int, seed: int, *, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -121,7 +123,7 @@ class Run:
 
     def task_ids(self, first: int, end: int) -> list[str]:
         """Those of these admission numbers whose rows can be sampled."""
-        places = [self.order.at(each) for each in range(first, end)]
+        places = [self.order.at(each) for each in range(first, end) if each // TASKS != EMPTY_STEP - 1]
         return [make_task_id("train", *place) for place in places if place[1] not in (2, 5)]
 
     def admission(self, task_id: str) -> int:
@@ -179,8 +181,8 @@ class Run:
             self.grants.remove((grant, life))
         results = []
         for place, task in enumerate(grant.batch.tasks):
-            row = int(task.task_id.rsplit("/", 1)[1])
-            outcome = Outcome.DROP if grant.split == "train" and row in (2, 5) else Outcome.DONE
+            fails = grant.split == "train" and not self.task_ids(at := self.admission(task.task_id), at + 1)
+            outcome = Outcome.DROP if fails else Outcome.DONE
             if place < missing:
                 outcome = Outcome.RETRY
             samples = 2 if outcome == Outcome.DONE and grant.stage == ROLLOUT.name else 0

@@ -97,8 +97,11 @@ import numpy as np
 def ranks(rewards, groups, loss_tokens, *, factor):
     return factor * np.argsort(np.argsort(rewards))
 
-def nothing(rewards, groups, loss_tokens):
-    return np.full(len(rewards), np.nan)
+def pairs(rewards, groups, loss_tokens):
+    return np.stack([rewards, rewards])
+
+def letters(rewards, groups, loss_tokens):
+    return np.full(len(rewards), "a")
 """
 
 
@@ -133,9 +136,16 @@ def test_an_estimator_that_cannot_be_called_is_refused_at_the_start(
 
 
 @pytest.mark.usefixtures("own")
-def test_an_estimator_that_returns_nan_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 numbers that are not finite"):
-        estimated("rlbus_test_estimator:nothing")
+def test_an_estimator_that_returns_something_else_than_a_number_a_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"returned float64 \[2, 5\]; it must return 5 numbers"):
+        estimated("rlbus_test_estimator:pairs")
+    with pytest.raises(ValueError, match="returned <U1 "):
+        estimated("rlbus_test_estimator:letters")
+
+
+def test_what_float32_does_not_hold_is_for_the_caller_to_see() -> None:
+    rewards = np.array([3.4e38, -3.4e38, -3.4e38, -3.4e38])
+    assert np.isinf(estimated("dr_grpo", rewards, np.zeros(4, int))).tolist() == [True, False, False, False]
 
 
 # ------------------------------------------------------------------------------------ before the estimator

@@ -51,6 +51,7 @@ from services.scheduler.events import (
     Tick,
     WriteRow,
 )
+from services.scheduler.freshness import HOPELESS_TASKS
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import train_graph
@@ -296,6 +297,25 @@ def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_
     assert [task.task_id for task in batch.batch.tasks] == [f"train/0/{row}" for row in (1, 2, 3, 4)]
     assert batch.dropped == 1
     assert ("train/0/0", 3) in bench.acknowledge()
+
+
+def test_a_run_all_of_whose_tasks_are_dropped_ends_and_goes_on_when_it_is_resumed() -> None:
+    bench = Bench().start()
+    assert bench.ask(NextBatch(driver=1, step=1)) is None
+    waiting = bench.calls
+    for _ in range(HOPELESS_TASKS - 1):
+        bench.complete(bench.granted(most=1), outcome=Outcome.DROP)
+    assert bench.answer(bench.effects, waiting) is None
+    grant = bench.granted(most=1)
+    bench.complete(grant, outcome=Outcome.DROP)
+    told = bench.answer(bench.effects, waiting)
+    assert isinstance(told, Fail)
+    assert f"step 1: {HOPELESS_TASKS} tasks in a row were dropped, the last was {ids(grant)[-1]}: " in told.message
+    resumed = Bench(journal=list(bench.journal))
+    for event in bench.journal:
+        resumed.machine.replay(event)
+    resumed.machine.begin(resumed.config, resumed.now)
+    assert len(resumed.step(1).batch.tasks) == 4
 
 
 def test_one_surviving_sample_drops_a_train_task() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from proto.messages import BatchMeta, ErrorCode, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
+from proto.tensors import Array
 from services.policy_trainer import batches
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
-from services.policy_trainer.batch_checks import check_rewards
+from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
 
+SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync"}
 COUNTS = np.array([3, 0, 5, 2], np.int32)
 
 
@@ -71,12 +75,27 @@ def step_batch(rewards: list[float]) -> StepBatch:
     )
 
 
+@pytest.mark.parametrize("check", [check_rewards, check_advantages])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_not_finite_names_its_task(bad: float) -> None:
+def test_a_number_that_is_not_finite_names_its_task(bad: float, check: Callable[[StepBatch, Array], None]) -> None:
+    check(step_batch([1, 0, 1, 0]), np.array([1, 0, 1, 0]))
     with pytest.raises(RpcError, match="train/0/9") as caught:
-        check_rewards(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
-    assert "train/0/7" not in str(caught.value)
+        check(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
+    assert (caught.value.code, caught.value.names) == (ErrorCode.BAD_DATA, ["train/0/9"])
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_all_of_whose_tasks_were_dropped_is_bad_data_and_still_has_a_row() -> None:
+    empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
+    with pytest.raises(RpcError, match="step 5 refused, weights untouched: all its 2 tasks were dropped") as caught:
+        check_tasks(empty)
+    assert caught.value.code == ErrorCode.BAD_DATA
+    metrics = StepMetrics(step=5)
+    metrics.skipped = 1
+    row = metrics.row(empty, step_s=2.0)
+    assert (row["policy/updates_skipped"], row["rollout/tasks_dropped"]) == (1.0, 2.0)
+    assert row.keys() == StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0).keys() - SYNC_KEYS
+    assert {row[name] for name in ("reward/mean", "rollout/staleness_mean", "throughput/tokens_per_s")} == {0.0}
 
 
 def test_mini_batches_carry_their_own_samples() -> None:
