@@ -239,7 +239,8 @@ class TransformersEngine:
         self._must_have_weights()
         if is_plain(self._model):
             self._progress += 1
-            return to_numpy(PlainDecoder(self._model).logprobs(torch.from_numpy(np.asarray(token_ids, np.int64))))
+            with FewRows():
+                return to_numpy(PlainDecoder(self._model).logprobs(torch.from_numpy(np.asarray(token_ids, np.int64))))
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
