@@ -17,8 +17,9 @@ from proto.blockfile import Layout
 from proto.tensors import Array, Buffer
 
 CHUNK_BYTES = 512 << 10
-COPY_BYTES = 1 << 20
-"""Chunks into a mapping: no system call each, so what counts is the second level cache. 1.2 times as fast as halves."""
+COPY_BYTES = 4 << 20
+"""Chunks into a mapping: no system call each, and a copy of so many bytes need not read its target first (where the
+launcher's GLIBC_TUNABLES hold): 1 GiB in 0.09 s instead of 0.15 s."""
 MAX_PIECES = 1024  # IOV_MAX, padding included
 HALVE_BYTES = 8 << 20
 _PADDINGS = [bytes(count) for count in range(64)]

@@ -20,10 +20,7 @@ MAX_ROWS = 8
 
 
 class FewRows(TorchFunctionMode):
-    """While entered (on this thread): products with plain float32 weights on the CPU go through oneDNN.
-
-    Of `functional.linear`, and of `torch.mm` and `torch.addmm` by a transposed weight, as `PlainDecoder` writes them.
-    """
+    """While entered (on this thread): linear layers of plain float32 weights on the CPU go through oneDNN."""
 
     def __torch_function__(
         self,
@@ -34,12 +31,13 @@ class FewRows(TorchFunctionMode):
     ) -> Any:
         if func is functional.linear and not kwargs and _suits(*args):
             return _linear(*args)
-        if func is torch.mm and _suits(args[0], args[1].t()):
-            product, out = _linear(args[0], args[1].t()), (kwargs or {}).get("out")
-            return product if out is None else out.copy_(product)
-        if func is torch.addmm and not kwargs and _suits(args[1], args[2].t()):
-            return _linear(args[1], args[2].t()) + args[0]
         return func(*args, **(kwargs or {}))
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`, for few rows through oneDNN: for who writes products himself, and saves what the mode costs
+    at every other operation."""
+    return _linear(rows, weight, bias) if _suits(rows, weight, bias) else functional.linear(rows, weight, bias)
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

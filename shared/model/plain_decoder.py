@@ -41,6 +41,8 @@ def is_plain(model: nn.Module) -> bool:
 
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""As `functional.linear`: rows [N, in], weight [out, in], bias [out] or None -> [N, out]."""
 
 
 @dataclass
@@ -54,9 +56,10 @@ class Past:
 class PlainDecoder:
     """Only under `torch.inference_mode` or `no_grad`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model`: one that `is_plain`."""
+    def __init__(self, model: nn.Module, product: Product | None = None) -> None:
+        """`model`: one that `is_plain`; `product`: what computes its linear layers, with other last bits."""
         known: Any = model
+        self._product = product
         self._model = known
         config, attention = known.config, known.model.layers[0].self_attn
         self._dim = int(attention.head_dim)
@@ -131,7 +134,8 @@ class PlainDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] of hidden states [..., hidden] before the last norm."""
         head = self._model.lm_head
-        out: Tensor = nn.functional.linear(self.normed(hidden), head.weight, head.bias)
+        product = self._product or nn.functional.linear
+        out: Tensor = product(self.normed(hidden), head.weight, head.bias)
         return out
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -141,9 +145,9 @@ class PlainDecoder:
 
     def logprobs(self, ids_T: Tensor) -> Tensor:
         """float32 [T - 1]: of every token after the first, given those before it."""
-        cos, sin = self.angles(len(ids_T))
-        hidden, _ = self.begin(ids_T[None], cos, sin, None)
-        return self.logits(hidden[0, :-1]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+        cos, sin = self.angles(len(ids_T) - 1)
+        hidden, _ = self.begin(ids_T[None, :-1], cos, sin, None)
+        return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
     def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
         return torch.split(heads, [self._heads, self._key_heads, self._key_heads], dim)
@@ -162,7 +166,7 @@ class PlainDecoder:
             begin = 0
             for linear in (own.q_proj, own.k_proj, own.v_proj):
                 end = begin + linear.out_features
-                _linear(normed, linear, qkv[:, begin:end])
+                self._linear(normed, linear, qkv[:, begin:end])
                 begin = end
             qkv = qkv.view(len(x), -1, self._dim)
             qk = qkv[:, :turned]
@@ -172,26 +176,29 @@ class PlainDecoder:
                 )
                 qk = _normed(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
-            x = _added(x, attend(number, qkv), own.o_proj)
+            x = self._added(x, attend(number, qkv), own.o_proj)
             normed = _normed(x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
-            gate = nn.functional.silu(_linear(normed, mlp.gate_proj), inplace=True).mul_(_linear(normed, mlp.up_proj))
-            x = _added(x, gate, mlp.down_proj)
+            gate = nn.functional.silu(self._linear(normed, mlp.gate_proj), inplace=True)
+            x = self._added(x, gate.mul_(self._linear(normed, mlp.up_proj)), mlp.down_proj)
         return x
+
+    def _linear(self, x: Tensor, linear: Any, out: Tensor | None = None) -> Tensor:
+        if self._product is not None:
+            found = self._product(x, linear.weight, linear.bias)
+            return found if out is None else out.copy_(found)
+        if linear.bias is None:
+            return torch.mm(x, linear.weight.t(), out=out)
+        return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+    def _added(self, x: Tensor, y: Tensor, linear: Any) -> Tensor:
+        """x + linear(y)."""
+        if self._product is not None:
+            return self._product(y, linear.weight, linear.bias).add_(x)
+        sum_ = torch.addmm(x, y, linear.weight.t())
+        return sum_ if linear.bias is None else sum_.add_(linear.bias)
 
 
 def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
     mean = torch.add(x.new_tensor(epsilon), torch.linalg.vecdot(x, x), alpha=1.0 / x.shape[-1])
     return (x * mean.rsqrt_()[..., None]).mul_(weight)
-
-
-def _linear(x: Tensor, linear: Any, out: Tensor | None = None) -> Tensor:
-    if linear.bias is None:
-        return torch.mm(x, linear.weight.t(), out=out)
-    return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
-
-
-def _added(x: Tensor, y: Tensor, linear: Any) -> Tensor:
-    """x + linear(y)."""
-    sum_ = torch.addmm(x, y, linear.weight.t())
-    return sum_ if linear.bias is None else sum_.add_(linear.bias)

@@ -81,11 +81,11 @@ def sync(mib: int, times: int, threads: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = Path(name) / "large"
         save_random_of(model, mib)
-        show_syncs("sync", weight_sync.measure_transformers(model, times, threads))
+        show_syncs("sync", weight_sync.measure_alone("transformers", model, times, threads))
         if importlib.util.find_spec("vllm") is None:
             line("sync into vLLM", "", "", "vLLM is not installed")
         else:
-            show_syncs("sync into vLLM", weight_sync.measure_vllm(model, times, threads))
+            show_syncs("sync into vLLM", weight_sync.measure_alone("vllm", model, times, threads))
 
 
 def show_syncs(what: str, measured: weight_sync.Measured) -> None:

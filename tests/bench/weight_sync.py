@@ -1,7 +1,7 @@
 """Measures how a policy version comes from the trainer's memory into an engine's, over a real store and real messages.
 Must never time a sync whose canary did not match.
 
-    python -m tests.bench.weight_sync MODEL --times N --threads N      into a vLLM engine, as JSON
+    python -m tests.bench.weight_sync MODEL --engine transformers|vllm --times N --threads N       as JSON
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from launch.supervisor.server import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -43,7 +44,7 @@ WARM_UP = 5
 """The first has the drill; from the fourth on the pages of collected versions are used again, as in a run."""
 PARTS = ("canary of the trainer", "put (beside it)", "map", "set", "proof")
 MODULE = "tests.bench.weight_sync"
-VLLM_LIMIT_S = 600.0
+LIMIT_S = 600.0
 T = TypeVar("T")
 
 
@@ -155,17 +156,20 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
     return One((canary_s, put_s, mapped - published, placed - mapped, ended - placed), ended - began)
 
 
-def measure_transformers(model: Path, times: int, threads: int) -> Measured:
-    """Into the embedded engine."""
-    engine = TransformersEngine(model=model, dtype="float32", threads=threads, deterministic=False)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        return asyncio.run(measure(Path(folder), model, engine, times, threads))
-
-
-def measure_vllm(model: Path, times: int, threads: int) -> Measured:
-    """Into a vLLM engine, in a process of its own, which vLLM patches. Raises BenchError."""
-    command = [sys.executable, "-m", MODULE, str(model), "--times", str(times), "--threads", str(threads)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=VLLM_LIMIT_S, check=False)
+def measure_alone(name: str, model: Path, times: int, threads: int) -> Measured:
+    """Into engine `name`, in a process of its own with the environment that the launcher gives to services, as trainer
+    and engine have it (and which vLLM patches). Raises BenchError."""
+    command = [sys.executable, "-m", MODULE, str(model), "--engine", name]
+    command += ["--times", str(times), "--threads", str(threads)]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=child_environment(threads),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     if done.returncode:
         raise BenchError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -173,16 +177,21 @@ def measure_vllm(model: Path, times: int, threads: int) -> Measured:
     return Measured(answer["nbytes"], syncs, answer["copies"])
 
 
+def _engine(name: str, model: Path, threads: int) -> Engine:
+    if name == "transformers":
+        return TransformersEngine(model=model, dtype="float32", threads=threads, deterministic=False)
+    arguments = {"max_model_len": 128, "max_num_seqs": 8}
+    return VllmEngine(model=model, dtype="float32", threads=threads, deterministic=False, engine_args=arguments)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Syncs into a vLLM engine, as JSON.")
+    parser = argparse.ArgumentParser(description="Syncs into an engine, as JSON.")
     parser.add_argument("model", type=Path)
+    parser.add_argument("--engine", choices=("transformers", "vllm"), required=True)
     parser.add_argument("--times", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    arguments = {"max_model_len": 128, "max_num_seqs": 8}
-    engine = VllmEngine(
-        model=args.model, dtype="float32", threads=args.threads, deterministic=False, engine_args=arguments
-    )
+    engine = _engine(args.engine, args.model, args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         measured = asyncio.run(measure(Path(folder), args.model, engine, args.times, args.threads))
     print(json.dumps(asdict(measured)))

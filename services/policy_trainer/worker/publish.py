@@ -14,9 +14,11 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.drill import CANARY_TOKENS, canary_length, canary_tokens, perturb
+from shared.model import few_rows
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy, to_torch
@@ -47,6 +49,11 @@ class Canaries:
 
     def current(self) -> Canary:
         """The canary of the weights as they are now; every rank must call, the answer of rank 0 counts."""
+        model = self._backend.model
+        if is_plain(model):  # then this rank has all of it
+            with torch.inference_mode():
+                ids = torch.from_numpy(self._text.token_ids.astype(np.int64))
+                return self.of(to_numpy(PlainDecoder(model, few_rows.linear).logprobs(ids)))
         with FewRows():
             logprobs = self._backend.forward(self._text, 1.0)
         return self.of(logprobs[1:].astype(np.float32))

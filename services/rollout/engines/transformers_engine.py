@@ -28,6 +28,7 @@ from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.slots import SlotTable
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
+from shared.model import few_rows
 from shared.model.determinism import require_deterministic_algorithms
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights, weight_holders
@@ -239,8 +240,8 @@ class TransformersEngine:
         self._must_have_weights()
         if is_plain(self._model):
             self._progress += 1
-            with FewRows():
-                return to_numpy(PlainDecoder(self._model).logprobs(torch.from_numpy(np.asarray(token_ids, np.int64))))
+            ids = torch.from_numpy(np.asarray(token_ids, np.int64))
+            return to_numpy(PlainDecoder(self._model, few_rows.linear).logprobs(ids))
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
