@@ -23,6 +23,7 @@ from proto import bulk
 from proto.errors import WireError
 from proto.messages import ErrorCode, StreamOpened
 from proto.tensors import Buffer
+from services.batch_store.stream_places import Place, Places
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_line
 from shared.dataplane.bulk_line import BulkLine
@@ -33,8 +34,6 @@ CHUNK_BYTES = 1 << 20
 WINDOW_BYTES = 16 << 20
 """Most bytes of one stream that wait to be sent."""
 MAX_STREAMS = 256
-MAX_READERS = 256
-"""Each may hold one chunk that was copied to be sent, no more."""
 IDLE_S = 20.0
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
@@ -64,7 +63,7 @@ class _Reader:
     """One connection."""
 
     line: BulkLine
-    used: float
+    place: Place
     turns: deque[_Stream] = field(default_factory=deque)
     """Its streams that have something to send."""
     gone: deque[bytes] = field(default_factory=deque)
@@ -82,13 +81,26 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take."""
+    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take.
+
+    `refused`: messages that were not in order; `unknown`: credit for streams that are not here. The last four count
+    connections, see `Places`.
+    """
 
     streams: int
     queued_bytes: int
     buffer_bytes: int
     sent_bytes: int
     refused: int
+    unknown: int
+    turned_away: int
+    evicted: int
+    unproven: int
+    hung_up: int
+
+
+class _HangUp(Exception):
+    """The connection had its chances."""
 
 
 class StreamServer:
@@ -112,7 +124,8 @@ class StreamServer:
         self._epoll = select.epoll()
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(chunk_bytes))
-        self._buffer_bytes = self._sent_bytes = self._refused = 0
+        self._buffer_bytes = self._sent_bytes = self._refused = self._unknown = 0
+        self._places = Places()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False
@@ -165,7 +178,19 @@ class StreamServer:
         with self._lock:
             streams = len(self._streams)
         queued = sum(reader.left for reader in list(self._readers.values()))
-        return StreamStats(streams, queued, self._buffer_bytes, self._sent_bytes, self._refused)
+        places = self._places
+        return StreamStats(
+            streams,
+            queued,
+            self._buffer_bytes,
+            self._sent_bytes,
+            self._refused,
+            self._unknown,
+            places.turned_away,
+            places.evicted,
+            places.unproven,
+            places.hung_up,
+        )
 
     def close(self) -> None:
         """End the thread and every stream; what is queued is lost (readers ask again)."""
@@ -216,38 +241,50 @@ class StreamServer:
         except WireError as error:
             self._refuse(reader, error)
             self._leave(reader)
-        except OSError:
+        except (_HangUp, OSError):
             self._leave(reader)
 
     # ---- connections
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            line, _ = listener.accept()
+            line, peer = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:  # no descriptors, mostly
             self._log.warning("no connection taken", error=str(error))
             self._epoll.modify(listener, 0)  # until the next sweep
             return
-        if len(self._readers) >= MAX_READERS:
+        place, victim = self._places.take(peer[0] if isinstance(peer, tuple) else "", time.monotonic())
+        if victim is not None:
+            self._leave_all({victim})
+        if place is None:
             line.close()
-            self._refused += 1
             return
         line.setblocking(False)
         bulk_line.quick(line)
-        self._readers[line.fileno()] = _Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), time.monotonic())
+        self._readers[line.fileno()] = _Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), place)
         self._epoll.register(line, select.EPOLLIN)
 
     def _leave(self, reader: _Reader) -> None:
         """The connection ends; its streams wait for their reader to come back."""
         self._readers.pop(reader.line.socket.fileno(), None)
+        self._places.leave(reader.place)
         reader.line.socket.close()  # which takes it out of the epoll set
         for stream in reader.turns:
             stream.ready = False
             stream.wanted.clear()  # it asks again when it is back
         reader.turns.clear()
         self._sent(reader)
+
+    def _leave_all(self, places: set[Place]) -> None:
+        for reader in [each for each in self._readers.values() if each.place in places]:
+            self._leave(reader)
+
+    def _offend(self, reader: _Reader) -> None:
+        """Raises _HangUp: once too often."""
+        if self._places.offend(reader.place):
+            raise _HangUp
 
     def _refuse(self, reader: _Reader, error: WireError) -> None:
         self._refused += 1
@@ -273,9 +310,8 @@ class StreamServer:
             self._epoll.modify(reader.line.socket, select.EPOLLIN | (select.EPOLLOUT if writes else 0))
 
     def _progress(self, reader: _Reader, sent: int) -> None:
-        reader.used = time.monotonic()
-        if reader.sending is not None:
-            reader.sending.used = reader.used
+        if reader.sending is not None:  # what everybody gets, a GONE, proves nothing
+            reader.sending.used = reader.place.used = time.monotonic()
         self._sent_bytes += sent
         if sent == reader.left:
             self._sent(reader)
@@ -338,11 +374,14 @@ class StreamServer:
             self._on_credit(reader, head, packed, payload)
         except WireError as error:
             self._refuse(reader, error)
+            self._offend(reader)
 
     def _on_credit(self, reader: _Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
         with self._lock:
             stream = self._streams.get(head.stream_id)
         if stream is None:
+            self._unknown += 1
+            self._offend(reader)
             if len(reader.gone) < _MAX_GONE:
                 reader.gone.append(head.stream_id)
             return
@@ -351,7 +390,8 @@ class StreamServer:
             stream.opener.open(packed, head, payload, room)
             payload = room
         ranges = bulk.unpack_ranges(payload, stream.source.chunks)
-        stream.used = reader.used = time.monotonic()
+        stream.used = time.monotonic()
+        reader.place.prove(stream.used)
         if head.flags & bulk.FLAG_CLOSE:
             self._end(stream)
             return
@@ -387,9 +427,7 @@ class StreamServer:
         for stream in streams:
             if now - stream.used > IDLE_S:
                 self._end(stream)
-        for reader in list(self._readers.values()):
-            if now - reader.used > IDLE_S:
-                self._leave(reader)
+        self._leave_all(self._places.overdue(now))
 
 
 def _credit_only(head: bulk.Head) -> memoryview | None:

@@ -18,9 +18,10 @@ from proto import bulk
 from proto.blockfile import Layout
 from proto.errors import WireError
 from proto.messages import ErrorCode, Located, PutTask, StreamOpened
-from services.batch_store import stream_server
+from services.batch_store import stream_places, stream_server
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
+from services.batch_store.stream_places import Places
 from services.batch_store.stream_server import WINDOW_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource, pin
 from shared.dataplane import mapping
@@ -308,16 +309,111 @@ def test_hostile_messages_are_counted_and_end_nothing(server: StreamServer, sour
 def test_connections_are_counted_and_silent_ones_end(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_server, "MAX_READERS", 2)
+    monkeypatch.setattr(stream_places, "MOST", 2)
     opened = server.open(source)
-    silent = [Reader(opened.endpoint) for _ in range(2)]
-    until(lambda: len(server._readers) == 2)
-    assert Reader(opened.endpoint).raw() == (b"", b"")
-    monkeypatch.setattr(stream_server, "IDLE_S", 0.1)
-    assert silent[0].raw() == silent[1].raw() == (b"", b"")
+    readers = [Reader(opened.endpoint) for _ in range(2)]
+    for reader in readers:
+        reader.ask(reader.take(server.open(source)), [(0, 1)])
+        reader.receive()
+    assert Reader(opened.endpoint).raw() == (b"", b"")  # all places are held by those who have proved themselves
+    assert server.stats().turned_away == 1
+    monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
+    assert readers[0].raw() == readers[1].raw() == (b"", b"")
     reader = Reader(opened.endpoint)
     until(lambda: len(server._readers) == 1)
-    assert not reader.socket._closed  # type: ignore[attr-defined]
+    assert reader.silent()
+
+
+def junk(number: int) -> bytes:
+    """Credit for a stream that is not here, as anyone can make it."""
+    ranges = bulk.pack_ranges([(0, 1)]) + bytes(bulk.TAG_BYTES)
+    return bulk.pack_head(bulk.Head(bulk.CREDIT, 0, 0, 0, 1, number.to_bytes(16, "little"), len(ranges))) + ranges
+
+
+def test_strangers_cannot_take_every_place_from_readers(
+    server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_places, "MOST", 4)
+    opened = server.open(source)
+    strangers = [Reader(opened.endpoint) for _ in range(4)]
+    for number, stranger in enumerate(strangers):
+        stranger.socket.sendall(junk(number))
+        assert bulk.unpack_head(stranger.raw()[0]).kind == bulk.GONE
+    reader = Reader(opened.endpoint)
+    stream = reader.take(opened)
+    for index in range(source.chunks):
+        reader.ask(stream, [(index, 1)])
+        assert reader.receive()[1] == b"".join(source.pieces(index))
+        if index < 20:  # they go on coming; the reader itself pushed out the first
+            strangers.append(Reader(opened.endpoint))
+            until(lambda expected=index + 2: server.stats().evicted == expected)  # type: ignore[misc]
+    assert strangers[0].raw() == (b"", b"")
+    assert server.stats().unknown == 4
+    assert len(server._places) <= 4
+
+
+def test_stranger_that_is_answered_again_and_again_has_to_go(
+    server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither answers nor bytes that trickle in hold its place; and there are only so many answers."""
+    monkeypatch.setattr(stream_places, "PROVE_S", 0.5)
+    opened = server.open(source)
+    slow, fast = Reader(opened.endpoint), Reader(opened.endpoint)
+    with contextlib.suppress(ConnectionError):
+        fast.socket.sendall(b"".join(junk(number) for number in range(3 * stream_places.OFFENCES)))
+    with contextlib.suppress(ConnectionError):
+        while fast.raw()[0]:
+            pass
+    assert server.stats().hung_up == 1
+    assert server.stats().unknown == stream_places.OFFENCES
+    message, ended, at = junk(1), False, 0
+    end = time.monotonic() + 10
+    while not ended:
+        assert time.monotonic() < end
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            slow.socket.settimeout(0.02)
+            try:
+                slow.socket.sendall(message[at % len(message) :][:1])
+                at += 1
+                ended = not slow.socket.recv(1 << 16)
+            except ConnectionError:
+                ended = True
+    assert at < stream_places.OFFENCES * len(message)  # it was the time
+    assert server.stats().unproven == 1
+
+
+def test_forged_credit_ends_its_connection_and_not_the_stream(source: StreamSource) -> None:
+    server = StreamServer("batch-store/0", chunk_bytes=CHUNK)
+    server.bind("tcp://127.0.0.1:*")
+    try:
+        opened = server.open(source)
+        reader, forger = Reader(opened.endpoint), Reader(opened.endpoint)
+        stream = reader.take(opened)
+        good = reader.message(stream, [(0, 1)])
+        with contextlib.suppress(ConnectionError):
+            forger.socket.sendall((good[: bulk.HEAD_BYTES] + bytes(len(good) - bulk.HEAD_BYTES)) * 100)
+            assert forger.raw() == (b"", b"")
+        assert server.stats().refused == stream_places.OFFENCES
+        assert server.stats().hung_up == 1
+        reader.socket.sendall(good)
+        assert reader.receive()[0].chunk == 0
+    finally:
+        server.close()
+
+
+def test_newcomer_pushes_out_the_oldest_stranger_of_the_host_with_most_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_places, "MOST", 4)
+    places = Places()
+    proven, lone = places.take("crowd", 0)[0], places.take("other", 1)[0]
+    first, second = places.take("crowd", 2)[0], places.take("crowd", 3)[0]
+    assert proven is not None
+    proven.prove(3)
+    assert places.take("crowd", 4)[1] is first
+    assert places.take("crowd", 5)[1] is second
+    assert places.overdue(1 + stream_places.PROVE_S + 0.5) == {lone}
+    assert (places.evicted, places.unproven, len(places)) == (2, 1, 4)
 
 
 def test_replayed_credit_is_refused(source: StreamSource) -> None:
