@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -26,7 +28,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
 STREAM_BYTES = 32 << 20
-"""A fetch is cut into streams of at most so many bytes (or one task), of which `STREAMS` run at a time."""
+"""A fetch is cut into streams of at most so many bytes (or one task), of which `STREAMS` of a store run at a time."""
 STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """How many tasks the first stream of a fetch asks for, and the most that any does."""
@@ -86,7 +88,8 @@ class StreamReader:
         self._regions = Regions(IDLE_BYTES)
         self._receiver = Receiver(inflight_bytes)
         self._trimmer: asyncio.TimerHandle | None = None
-        self._slots = asyncio.Semaphore(STREAMS)
+        # of each store its own: the streams of one that is away keep theirs until their waiters' deadlines
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, STREAMS))
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._loads: set[Load] = set()
         self._log = structlog.get_logger("stream")
@@ -207,12 +210,12 @@ class StreamReader:
         try:
             async with asyncio.TaskGroup() as group:
                 while at < len(load.tasks):
-                    await self._slots.acquire()
+                    await self._slots[load.store].acquire()
                     try:
                         tasks = load.tasks[at : at + ask]
                         opened = await self._open(load, client, tasks, STREAM_BYTES)
                     except BaseException:
-                        self._slots.release()
+                        self._slots[load.store].release()
                         raise
                     group.create_task(self._stream(load, client, at, opened))
                     at += opened.covered
@@ -233,13 +236,15 @@ class StreamReader:
         while True:
             try:
                 opened = await client.call(request, StreamOpened, deadline_s=CALL_S)
-            except DeadlineExceeded:
+            except DeadlineExceeded:  # without a wait when the client was closed
+                await asyncio.sleep(AGAIN_S)
                 continue
             except RpcError as error:
                 if error.code == ErrorCode.BUSY:
                     await asyncio.sleep(error.retry_after_s)
                     continue
                 if error.code in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
+                    await asyncio.sleep(AGAIN_S)
                     continue
                 raise _with_shard_names(error, load, tasks) from None
             if not opened.secret and not self.plain:
@@ -281,7 +286,7 @@ class StreamReader:
                 if opened.covered != len(tasks):
                     raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
         finally:
-            self._slots.release()
+            self._slots[load.store].release()
 
     async def _receive(self, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
         """Hand `arrival` to the receiving thread until that is done with it, also when this is cancelled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from proto.messages import (
     StoreStats,
     TaskHandle,
 )
+from shared.dataplane import stream
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from tests.integration.store_process import STORE, Peer, make_run, peer_of
@@ -411,6 +413,43 @@ def test_fetch_from_a_store_that_stays_away_ends_at_its_deadline(store: TcpStore
 
     line = slowed(store, 10e6)
     with_peer(store, body)
+
+
+def test_store_that_is_away_holds_up_no_fetch_from_another(
+    store: TcpStoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "STREAM_BYTES", 1 << 20)  # more streams than run at a time
+    (tmp_path / "other").mkdir()
+    other = TcpStoreProcess(make_run(tmp_path / "other", memory=MEMORY))
+    line = slowed(store, 2e6)
+
+    async def body(peer: Peer) -> None:
+        async with line.open(), peer_of(other.run) as second:
+            tasks = block(0, 16, 130_000)
+            for each in (peer, second):
+                await each.data.put(tasks, store=STORE, deadline_s=10)
+            with ThreadPoolExecutor(2) as threads:
+                clients = {"away": peer.store, "there": second.store}
+                reader = stream.StreamReader(clients.__getitem__, threads)
+                handles = [PutTask(task.task_id, task.fence) for task in tasks]
+                loop = asyncio.get_running_loop()
+                coming = asyncio.create_task(reader.fetch("away", handles, ("a",), loop.time() + 40))
+                await until(lambda: reader.counts.chunks >= 1, "1 chunk")
+                store.kill()
+                line.cut()  # and what it holds
+                found = await reader.fetch("there", handles, ("a",), loop.time() + 15)
+                assert_same(found, tasks, ["a"])
+                assert not coming.done()
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+                reader.close()
+
+    other.start()
+    try:
+        with_peer(store, body)
+    finally:
+        other.kill()
+        other.run.remove_volatile()
 
 
 class Mischief:
