@@ -113,6 +113,7 @@ class StoreService(Service):
         emitted = self.loop.time()
         while True:
             await asyncio.sleep(REAP_S)  # the kernel tells nobody that a mapping went
+            self._streams.check()
             for put_id in self.index.overdue(self.loop.time()):
                 if not files.in_use(put_id):
                     self.log.warning("grant taken back: its producer is gone", put_id=put_id)

@@ -129,6 +129,7 @@ class StreamServer:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False
+        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._log = structlog.get_logger("streams").bind(store=name)
 
@@ -149,8 +150,18 @@ class StreamServer:
         self._thread.start()
         return bound
 
+    def check(self) -> None:
+        """Raises RpcError(draining) when the thread has ended: nobody would send what is promised from here on."""
+        if self._failure is not None:
+            raise RpcError(
+                ErrorCode.DRAINING,
+                f"{self._name}: sends no streams any more, its thread ended with {type(self._failure).__name__}: "
+                f"{self._failure}; this store must be restarted",
+            ) from self._failure
+
     def open(self, source: StreamSource) -> StreamOpened:
-        """Serve `source` to whoever is given the answer. Raises RpcError(busy): too many streams."""
+        """Serve `source` to whoever is given the answer. Raises RpcError: busy (too many streams), draining."""
+        self.check()
         stream_id, secret = secrets.token_bytes(16), secrets.token_bytes(SECRET_BYTES)
         sealer = None if self._plain else Sealer(secret, stream_id, TO_READER, REKEY_BYTES)
         opener = None if self._plain else Opener(secret, stream_id, TO_STORE)
@@ -221,9 +232,8 @@ class StreamServer:
                     self._sweep(swept)
                     self._epoll.modify(listener, select.EPOLLIN)
         except Exception as error:
-            if not self._closing:
-                self._log.error("streams ended", exc_info=error)
-                raise
+            self._log.error("streams ended", exc_info=error)
+            self._failure = error
         finally:
             listener.close()
             for reader in list(self._readers.values()):

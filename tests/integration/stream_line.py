@@ -26,17 +26,21 @@ def free_port() -> int:
 
 @dataclass
 class TcpStoreProcess(StoreProcess):
-    """A store whose chunks leave at `port`, and which tells readers `advertised` (nothing: the truth)."""
+    """A store whose chunks leave at `port`, and which tells readers `advertised` (nothing: the truth).
+
+    `defect`: `module:class.method` that raises KeyError whenever it is called.
+    """
 
     port: int = field(default_factory=free_port)
     advertised: str = ""
     plain: bool = False
+    defect: str = ""
 
     def start(self) -> None:
         endpoint = f"tcp://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "tests.integration.stream_store", str(self.run.path), endpoint]
         self.process = subprocess.Popen(
-            [*command, self.advertised, *(["plain"] if self.plain else [])],
+            [*command, self.advertised, "plain" if self.plain else "", self.defect],
             cwd=REPOSITORY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -452,6 +452,27 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
         other.run.remove_volatile()
 
 
+def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_next_life(
+    store: TcpStoreProcess,
+) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 4, 130_000)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer)
+        coming = asyncio.create_task(fetch(data, tasks))
+        assert store.process is not None
+        assert await asyncio.to_thread(store.process.wait, 20) == 1
+        store.kill()  # its pipes
+        store.start()
+        assert_same(await coming, tasks)
+        data.close()
+
+    store.defect = "services.batch_store.stream_source:StreamSource.pieces"
+    store.start()
+    store.defect = ""
+    with_peer(store, body)
+
+
 class Mischief:
     """What `Meddler` does to chunks: each of the ways once, with the chunks in between left alone."""
 
