@@ -26,13 +26,15 @@ class PutGrant(Message, frozen=True, kw_only=True):
 class PutBegin(Request, frozen=True, kw_only=True):
     """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
 
-    `put_id`: 32 hexadecimal digits chosen by the producer; a retry of the whole put uses the same one.
+    `put_id`: 32 hexadecimal digits chosen by the producer; a retry of the whole put uses the same one. `full`: the
+    mount had no room for what was granted before.
     """
 
     REPLY: ClassVar[type[Message]] = PutGrant
     put_id: str
     nbytes: int
     tasks: list[PutTask]
+    full: bool = False
 
 
 @message(62)
@@ -95,7 +97,10 @@ class GetInventory(Request, frozen=True, kw_only=True):
 
 @message(69)
 class StoreStats(Message, frozen=True, kw_only=True):
-    """Answer to `GetStoreStats`. `bytes` counts sealed and granted room, and unlinked files that are still mapped."""
+    """Answer to `GetStoreStats`. `bytes` counts sealed and granted room, and unlinked files that are still mapped.
+
+    `busy`: how often a producer had to wait, for room under the limit or on the mount.
+    """
 
     bytes: int
     limit_bytes: int

@@ -30,7 +30,6 @@ _TOMBSTONES = "tombstones"
 _LOCK = "store.lock"
 _IDENTITY = "identity"
 _VERIFY_BYTES = 4 << 20
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPY_BYTES = 16 << 20
 _ENDINGS = (".tmp", ".part", ".dead", ".blk")
 _ROOM = (

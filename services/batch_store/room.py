@@ -69,12 +69,16 @@ class Room:
         """Bytes that lie there or are promised there, in whole pages."""
         return self._used[place]
 
+    def count_busy(self) -> None:
+        """A producer has to wait: for room under the limit, or for room on the mount."""
+        self._busy += 1
+
     def _reserve(self, nbytes: int) -> None:
         """Take room in memory or raise busy."""
         need = held_bytes(nbytes)
         memory, disk = self.limits
         if self._used[Place.MEMORY] + need > memory:
-            self._busy += 1
+            self.count_busy()
             spill = f"{self._used[Place.DISK]} of {disk} of the spill" if disk else "spill is off"
             raise RpcError(
                 ErrorCode.BUSY,

@@ -31,7 +31,7 @@ from proto.messages import (
     StoreStats,
     StreamOpened,
 )
-from services.batch_store.files import FULL, Found, StoreFiles
+from services.batch_store.files import Found, StoreFiles
 from services.batch_store.room import RETRY_AFTER_S, Place, Retire
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
@@ -41,6 +41,7 @@ from services.batch_store.stream_source import pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.dataplane.full import FULL
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
@@ -216,10 +217,15 @@ class StoreService(Service):
                 self.index.forget(request.put_id)
                 if error.errno not in FULL:
                     raise
+                self.index.count_busy()
+                self._free_spares(files)
                 text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
                 raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
         if spare is not None:
             files.drop_spare(spare)
+        if request.full:
+            self.index.count_busy()
+            self._free_spares(files)
         return PutGrant(path=files.path(f"{request.put_id}.tmp"))
 
     def _free_spares(self, files: StoreFiles) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from proto.blockfile import Layout
@@ -35,6 +36,7 @@ from proto.messages import (
 )
 from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.dataplane.full import FULL
 from shared.dataplane.landing import MIN_BYTES as LANDING_BYTES
 from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
@@ -145,21 +147,32 @@ class DataClient:
         begin = PutBegin(
             put_id=put_id, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence) for task in tasks]
         )
+        grant = await self._begin(client, begin, deadline)
         while True:
-            grant = await self._begin(client, begin, deadline)
-            written = await self._write(grant.path, tasks, layout, store, deadline)
-            if written is None:
-                continue  # taken back or lost with the store before it was written: ask again
+            try:
+                written = await self._write(grant.path, tasks, layout, store)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                # the store counts it, and keeps the grant of a producer that it hears from
+                again = msgspec.structs.replace(begin, full=True)
+                grant = await self._begin(client, again, deadline)
+                await _wait_for_mount(grant.path, layout.file_bytes, deadline)
+                continue
+            if written is None:  # taken back or lost with the store before it was written
+                grant = await self._begin(client, begin, deadline)
+                continue
             descriptor, receipts = written
             try:
                 await client.call(PutSeal(put_id=put_id), PutSealed, deadline_s=deadline - loop.time())
             except RpcError as error:
                 if error.code != ErrorCode.MISSING:
                     raise
-                continue  # the store restarted and threw the unsealed file away
+            else:
+                return receipts
             finally:
                 os.close(descriptor)
-            return receipts
+            grant = await self._begin(client, begin, deadline)  # a restarted store threw the unsealed file away
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
@@ -202,29 +215,15 @@ class DataClient:
                 await asyncio.sleep(error.retry_after_s)
 
     async def _write(
-        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str, deadline: float
+        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
     ) -> tuple[int, list[Receipt]] | None:
         """The descriptor (its lock shows the store that the producer lives) and the receipts; None: file gone."""
-        loop = asyncio.get_running_loop()
-        while True:
-            work = loop.run_in_executor(self._threads, self._fill, path, tasks, layout, store)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                work.add_done_callback(_close_result)
-                raise
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                if loop.time() + FULL_RETRY_S >= deadline:
-                    raise RpcError(
-                        ErrorCode.BUSY,
-                        f"{path}: no room for {layout.file_bytes} bytes on the mount although the store granted them; "
-                        "something else fills it: enlarge it (mount -o remount,size=…) or lower "
-                        "services.batch-store.memory",
-                        retry_after_s=FULL_RETRY_S,
-                    ) from None
-                await asyncio.sleep(FULL_RETRY_S)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_close_result)
+            raise
 
     def _fill(
         self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
@@ -300,6 +299,18 @@ class DataClient:
                 "or put more tasks in one put",
             ) from None
         return found
+
+
+async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
+    """Until the next attempt. Raises RpcError(busy) when there is no time for one."""
+    if asyncio.get_running_loop().time() + FULL_RETRY_S >= deadline:
+        raise RpcError(
+            ErrorCode.BUSY,
+            f"{path}: no room for {nbytes} bytes on the mount although the store granted them; something else fills it "
+            "(or its quota): enlarge it (mount -o remount,size=…) or lower services.batch-store.memory",
+            retry_after_s=FULL_RETRY_S,
+        )
+    await asyncio.sleep(FULL_RETRY_S)
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, PutTask, StoreStats
+from proto.tensors import Buffer
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of, small_mount
+from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of, small_mount
 
 MOUNT_BYTES = 8 << 20
 MEMORY = 6 << 20
@@ -24,8 +27,15 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     yield from small_mount(folder, MOUNT_BYTES)
 
 
+async def busy(peer: Peer) -> int:
+    """How often producers had to wait, as the store's telemetry says it too."""
+    stats: StoreStats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
+    return stats.busy
+
+
 def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
     first, second = ([TaskShards(f"t/0/{i}", 1, {"a": np.full(2 << 20, i, np.uint8)})] for i in (1, 2))
+    fourth = [TaskShards("t/0/4", 1, {"a": np.zeros(9)})]
     store = StoreProcess(make_run(tmp_path, memory=MEMORY, shm_root=mount))
     store.start()
     junk = mount / "junk"
@@ -47,6 +57,25 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
                 return made
             made.append(mount / f"file-{len(made)}")
 
+    async def quota_used_up(peer: Peer) -> None:
+        """Quotas need a file system and privileges that are not here: what the kernel would say."""
+        before = await busy(peer)
+        refused = [OSError(errno.EDQUOT, "Disk quota exceeded")] * 3
+        writes = os.pwritev
+
+        def pwritev(descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+            if refused:
+                raise refused.pop()
+            return writes(descriptor, buffers, offset)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwritev", pwritev)
+            with pytest.raises(RpcError, match="quota") as caught:
+                await peer.data.put(fourth, store=STORE, deadline_s=0.8)
+            assert caught.value.code == ErrorCode.BUSY
+            await peer.data.put(fourth, store=STORE, deadline_s=10)
+        assert await busy(peer) == before + 3
+
     async def main() -> None:
         async with peer_of(store.run) as peer:
             await peer.data.put(first, store=STORE, deadline_s=10)
@@ -54,13 +83,16 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             with pytest.raises(RpcError, match="enlarge it") as caught:
                 await peer.data.put(second, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
+            assert await busy(peer) >= 2  # at once, and half a second later
             await peer.store.call(Clear(tasks=[PutTask("t/0/1", 1)]), Ack, deadline_s=10)
             with pytest.raises(RpcError) as caught:
                 await peer.data.put(first, store=STORE, deadline_s=5)
             assert caught.value.code == ErrorCode.COLLECTED
             fill()
+            before = await busy(peer)
             waiting = asyncio.ensure_future(peer.data.put(second, store=STORE, deadline_s=20))
-            await asyncio.sleep(0.3)
+            while await busy(peer) == before:
+                await asyncio.sleep(0.01)
             assert not waiting.done()
             junk.unlink()
             await waiting
@@ -68,12 +100,16 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             assert stats.bytes <= MEMORY
             assert stats.shards == 1
             files = use_up_the_inodes()
+            before = await busy(peer)
             third = [TaskShards("t/0/3", 1, {"a": np.zeros(9)})]
             with pytest.raises(RpcError, match="no room for another file") as caught:
                 await peer.data.put(third, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            files[0].unlink()
+            assert await busy(peer) > before
+            for file in files:
+                file.unlink()
             await peer.data.put(third, store=STORE, deadline_s=10)
+            await quota_used_up(peer)
 
     try:
         asyncio.run(main())

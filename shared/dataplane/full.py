@@ -1,0 +1,8 @@
+"""What the kernel says when a mount or a directory takes no more bytes: producers and stores answer it with BUSY, never
+with their end.
+"""
+
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""A full mount; a directory whose quota is used up."""
