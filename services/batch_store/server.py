@@ -32,7 +32,8 @@ from proto.messages import (
     StreamOpened,
 )
 from services.batch_store.files import Found, StoreFiles
-from services.batch_store.room import RETRY_AFTER_S, Place, Retire
+from services.batch_store.retirement import Retirement
+from services.batch_store.room import RETRY_AFTER_S, Place
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
 from services.batch_store.stream_clears import ClearLog
@@ -68,6 +69,7 @@ class StoreService(Service):
         self._spill_root = settings.spill
         self._spiller: Spiller | None = None
         self._files: StoreFiles | None = None
+        self._ended: Retirement
         self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
         handle = self.mailbox.handle
         handle(PutBegin, self._begin)
@@ -90,7 +92,9 @@ class StoreService(Service):
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._spiller = Spiller(self.name, self.index, self._files) if spill is not None else None
+        self._ended = Retirement(self.index, self._files)
+        if spill is not None:
+            self._spiller = Spiller(self.name, self.index, self._files, self._ended)
         return super().bind()
 
     async def start(self) -> None:
@@ -102,8 +106,8 @@ class StoreService(Service):
         files.check_room(self.index.limits)
         self.index.recall(files.tombstones())
         for found in await asyncio.to_thread(files.scan):
-            self._recover(files, found)
-        self._reap(files)
+            self._recover(found)
+        self._ended.settle()
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
         self._streams.bind(self.bulk_endpoint(), self.bulk_advertised)
@@ -118,8 +122,8 @@ class StoreService(Service):
             for put_id in self.index.overdue(self.loop.time()):
                 if not files.in_use(put_id):
                     self.log.warning("grant taken back: its producer is gone", put_id=put_id)
-                    files.retire(self.index.abandon(put_id))
-            self._reap(files)
+                    self._ended.take([self.index.abandon(put_id)])
+            self._ended.settle()
             if self.loop.time() - emitted >= EMIT_S:
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
@@ -163,35 +167,28 @@ class StoreService(Service):
         stats = self.index.stats()
         return msgspec.structs.replace(super().heartbeat(), store_bytes=stats.bytes, store_shards=stats.shards)
 
-    def _recover(self, files: StoreFiles, found: Found) -> None:
+    def _recover(self, found: Found) -> None:
         if found.table is not None:
-            for effect in self.index.recover(found.name.removesuffix(".blk"), found.nbytes, found.table, found.place):
-                files.retire(effect)
+            put_id = found.name.removesuffix(".blk")
+            self._ended.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
             return
         if found.name.endswith(".blk") and not found.doubled:
             self.log.error("damaged file dropped", file=found.name, bytes=found.nbytes, why=found.why)
-        files.retire(self.index.recover_refuse(found.name, found.nbytes, found.place))
+        self._ended.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
 
     async def _ready(self) -> StoreFiles:
         """The files, once a former life's were found again; the wait is bounded by the caller's deadline."""
         return await asyncio.shield(self._scanned)
 
-    def _reap(self, files: StoreFiles) -> None:
-        for name in files.reap(self.index.keep):
-            self.index.reaped(name)
-
-    def _retire(self, files: StoreFiles, effects: list[Retire]) -> None:
-        for effect in effects:
-            files.retire(effect)
-        if effects:
-            self._reap(files)
-
     # ---- requests
 
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
         files = await self._ready()
-        self._reap(files)
+        self._ended.settle()
         self.index.check(request.put_id, request.nbytes, request.tasks)
+        if self._ended.is_due(f"{request.put_id}.tmp"):
+            text = f"{self.name}: put {request.put_id} was given up and its file still waits for a descriptor"
+            raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
         if self.index.lacks_room(request.put_id, request.nbytes):
             self._free_spares(files)
         if self._spiller is not None:
@@ -232,7 +229,7 @@ class StoreService(Service):
         """Somebody wants the room, or has a spare open."""
         for name in self.index.give_up_spares():
             files.give_up_spare(name)
-        self._reap(files)
+        self._ended.settle()
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
         files = await self._ready()
@@ -246,15 +243,15 @@ class StoreService(Service):
                 raise WireError(f"file of {table.file_bytes} bytes, {nbytes} were granted")
             new = self.index.seal(put_id, table)
         except (RpcError, WireError) as error:
-            self._retire(files, [self.index.abandon(put_id)])
+            self._ended.take([self.index.abandon(put_id)])
             if isinstance(error, WireError):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: put {put_id}: {error}") from None
             raise
         if new:
             files.seal(put_id)
-            self._retire(files, self.index.supersede(put_id))
+            self._ended.take(self.index.supersede(put_id))
         else:
-            self._retire(files, [self.index.abandon(put_id)])
+            self._ended.take([self.index.abandon(put_id)])
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
@@ -269,7 +266,7 @@ class StoreService(Service):
             files.entomb(self.index.entomb(request.tasks))
         except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
             self.log.error("tombstones not written", error=str(error))
-        self._retire(files, self.index.clear(request.tasks))
+        self._ended.take(self.index.clear(request.tasks))
         self._clears.add(request.tasks)
         try:
             files.compact(self.index.tombstones)
@@ -283,7 +280,8 @@ class StoreService(Service):
         return Inventory(tasks=tasks, cursor=cursor)
 
     async def _stats(self, request: GetStoreStats, call: Call) -> StoreStats:
-        self._reap(await self._ready())
+        await self._ready()
+        self._ended.settle()
         return self.index.stats()
 
     # ---- readers that share no memory with this store

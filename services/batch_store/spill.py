@@ -15,6 +15,7 @@ import structlog
 
 from proto.errors import WireError
 from services.batch_store.files import StoreFiles
+from services.batch_store.retirement import Retirement
 from services.batch_store.state import StoreState
 from shared.rundir import RunDir
 
@@ -45,9 +46,10 @@ def spill_folder(spill: str, run: RunDir, instance: str) -> Path:
 class Spiller:
     """Moves one file at a time; belongs to the store's event loop."""
 
-    def __init__(self, name: str, index: StoreState, files: StoreFiles) -> None:
+    def __init__(self, name: str, index: StoreState, files: StoreFiles, ended: Retirement) -> None:
         self._index = index
         self._files = files
+        self._ended = ended
         self._log = structlog.get_logger(name)
         self._one_at_a_time = asyncio.Lock()
         self._resume_at = 0.0
@@ -89,11 +91,10 @@ class Spiller:
             return False
         if copied and self._index.wanted(put_id):
             self._files.finish_copy(put_id)
-            self._files.retire(self._index.end_move(put_id))
+            self._ended.take([self._index.end_move(put_id)])
         else:
             if copied:
                 self._files.drop_copy(put_id)
             self._index.give_up_move(put_id, retry=False)
-        for name in self._files.reap(self._index.keep):
-            self._index.reaped(name)
+        self._ended.settle()
         return True

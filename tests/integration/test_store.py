@@ -453,7 +453,7 @@ def _target(descriptor: str) -> str:
         return ""
 
 
-def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped(store: StoreProcess) -> None:
+def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_cleared(store: StoreProcess) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     tasks = block(0, 1500, size=4)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -464,6 +464,17 @@ def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped(store
                 await asyncio.gather(*(put(peer, [task]) for task in tasks[first : first + 100]))
             found = await fetch(peer, tasks)
             assert [int(each["a"][0]) for each in found] == list(range(1500))
+            assert store.process is not None
+            open_ones = len(os.listdir(f"/proc/{store.process.pid}/fd"))
+            resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (open_ones + 40, hard))
+            await clear(peer, tasks[:500])  # all of them mapped: they keep the descriptors that there are
+            await clear(peer, tasks[500:])
+            assert (await stats(peer)).tasks == 0
+            assert (await stats(peer)).zombie_bytes == (await stats(peer)).bytes > 0
+            found.clear()
+            gc.collect()
+            assert (await stats(peer)).bytes == 0
+            assert files(store.run, "blk") == files(store.run, "dead") == []
 
     try:
         asyncio.run(main())
