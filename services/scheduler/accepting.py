@@ -122,6 +122,7 @@ class Accepting(Freshness):
         table.done[slot] |= 1 << stage
         table.store[stage][slot] = self._store_index(result.store)
         table.hash[stage][slot] = result.content_hash
+        table.part_bytes[stage][slot] = result.nbytes
         table.nbytes[slot] += result.nbytes
         if stage == 0:
             table.samples[slot] = result.samples
@@ -187,11 +188,6 @@ class Accepting(Freshness):
         self.filtered_reward += float(np.sum(rewards, dtype=np.float64))
         self._drop(slot, f"all {len(rewards)} rewards are {float(rewards[0])}")
         return True
-
-    def _store_index(self, store: str) -> int:
-        if store not in self.store_names:
-            self.store_names.append(store)
-        return self.store_names.index(store)
 
     def _score(self, slot: int) -> None:
         one = self._evaluation_of(slot)

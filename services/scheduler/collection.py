@@ -6,6 +6,7 @@ A clear says `(task, fence)`: the store tombstones it and deletes every shard of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from proto.messages import PutTask
@@ -23,7 +24,7 @@ class ClearQueues:
     def __init__(self) -> None:
         self._queues: dict[str, deque[Entry]] = {}
         self.collected = 0
-        """Tasks whose last clear every store has acknowledged."""
+        """Tasks whose last clear is acknowledged by every store that may hold them."""
 
     @property
     def stores(self) -> list[str]:
@@ -32,11 +33,11 @@ class ClearQueues:
     def add_store(self, store: str) -> None:
         self._queues.setdefault(store, deque())
 
-    def push(self, task_id: str, fence: int, *, last: bool) -> int:
-        """Queue a clear at every store; returns how many acknowledgements it needs."""
-        for queue in self._queues.values():
-            queue.append((task_id, fence, last))
-        return len(self._queues)
+    def push(self, task_id: str, fence: int, stores: Iterable[str], *, last: bool) -> None:
+        """Queue a clear at each of these stores; one that is not known owes nothing, what it holds is a stray."""
+        for store in stores:
+            if store in self._queues:
+                self._queues[store].append((task_id, fence, last))
 
     def head(self, store: str) -> list[PutTask]:
         """What to send next: at most MAX_CLEARS."""

@@ -30,8 +30,9 @@ from services.scheduler.events import (
     Leased,
     LeaseExpired,
 )
-from services.scheduler.ledger import DEATH, STORE
+from services.scheduler.ledger import DEATH
 from services.scheduler.store_loss import StoreLoss
+from services.scheduler.stores import STORE
 from shared.rundir import service_name
 
 
@@ -95,11 +96,11 @@ class Core(Accepting, StoreLoss):
         """A new life of an instance: its former life's leases go to others at once."""
         holder = (request.service, request.instance)
         old = self.registry.get(holder)
-        self.registry[holder] = request
         if old is None or old.incarnation != request.incarnation:
             for lease in self.leases.held_by(holder):
                 if lease.incarnation != request.incarnation:
                     self._give_up(lease, DEATH)
+        self.registry[holder] = request
         if request.service == STORE:
             if self.lost_data(old, request):
                 self.lose_store(request)

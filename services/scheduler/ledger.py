@@ -32,13 +32,13 @@ from services.scheduler.events import (
 from services.scheduler.leases import Holder, Leases
 from services.scheduler.plan import EpochOrder, Plan, due
 from services.scheduler.slot_index import NO_SLOT
+from services.scheduler.stores import Stores
 from services.scheduler.tasks import EVALUATION, TaskState, TaskTable
 from services.scheduler.versions import Versions
 from services.scheduler.waiting_line import WaitingLine
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN, WEIGHTS
 
-STORE = "batch-store"
 FAILURE = 4
 """What one failed attempt costs a task ..."""
 DEATH = 1
@@ -49,7 +49,7 @@ ADMITTED_AT_ONCE = 1024
 """Tasks that one event admits at most (or those of a step): nobody waits for a million of them."""
 
 
-class Ledger:
+class Ledger(Stores):
     """Tasks, leases, versions, evaluations and steps of one run. `out` collects the effects of the verbs."""
 
     def __init__(self, plan: Plan) -> None:
@@ -85,8 +85,7 @@ class Ledger:
         """Of all tasks so far; one that is collected and asked for again goes on above it."""
         self.broken = ""
         """Deterministic mode: why the run cannot go on with the same bits."""
-        self.uncovered_bytes = 0
-        """Bytes of trained tasks that wait for a checkpoint."""
+        self.uncovered: dict[str, int] = {}
         self.dropped = 0
         self.dropped_in_a_row = 0
         """Train tasks dropped since the last one that had enough samples, in this life; no verb depends on it ..."""
@@ -107,10 +106,6 @@ class Ledger:
         """Drops between the last two batches."""
         self.waiting_rows: dict[int, dict[str, float]] = {}
         self.next_row = 0 if plan.evals else 1
-
-    @property
-    def limit_bytes(self) -> int:
-        return sum(row.limit_bytes for (service, _), row in self.registry.items() if service == STORE)
 
     def meta(self, slots: Iterable[int], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
         """Handles of tasks; parts are the stages that make a key of `needs` (None: all that are leased stages)."""
@@ -164,7 +159,7 @@ class Ledger:
 
     def _again(self, slot: int) -> None:
         """Back to PENDING under a higher fence; what was made under the old one is cleared."""
-        self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
+        self._clear(slot, last=False)
         self.tasks.reset_attempt(slot)
         self.highest_fence = max(self.highest_fence, self.tasks.fence[slot])
         admission = self.tasks.admission[slot]
@@ -183,7 +178,7 @@ class Ledger:
             [slot] = self.tasks.add(split, epoch, [row], admission)
             self.tasks.fence[slot] = self.highest_fence + 1
         else:  # batched, or on its way out
-            self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=False)
+            self._clear(slot, last=False)
             self.tasks.reset_attempt(slot)
             self.tasks.clears[slot] = self.tasks.step[slot] = 0
         return slot
@@ -250,44 +245,26 @@ class Ledger:
     def _open_batch_tasks(self) -> int:
         return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0
 
-    def _room_for_tasks(self) -> int:
-        """How many tasks the stores have room for, besides those of the open batch."""
-        if not self.plan.task_bytes:
-            return self.plan.max_live
-        free = self.limit_bytes - self._set_aside_bytes() - self.uncovered_bytes
-        return free // self.plan.task_bytes - self._open_batch_tasks()
-
-    def held_bytes(self, slot: int) -> int:
-        """What a trained task takes of the stores, at most."""
-        made = self.tasks.tokens[slot] * self.plan.unleased_token_bytes
-        return self.tasks.nbytes[slot] + made + self.plan.overhead_bytes
-
-    def _set_aside_bytes(self) -> int:
-        """For weight versions, and for a step that is replayed."""
-        newest = self.versions.newest_ref
-        one = max(self.plan.weight_bytes, newest.nbytes if newest else 0)
-        return max(self.versions.nbytes, self.plan.weight_versions * one) + self.plan.replay_bytes
-
-    def _wants_checkpoint(self, batch_bytes: int) -> bool:
-        """Whether the trained bytes that no checkpoint covers are about to be in the way of admission."""
-        if not self.plan.task_bytes or self.config.collect_at_commit:
-            return False
-        spare = self.limit_bytes - self._set_aside_bytes() - self.plan.max_live * self.plan.task_bytes
-        return self.uncovered_bytes + batch_bytes > 0.8 * spare
-
     def _collect_steps(self, last: int) -> None:
         for step in [step for step in self.batches if step <= min(last, self.committed_step)]:
-            for slot in self.batches.pop(step):
-                self.uncovered_bytes -= self.held_bytes(slot)
+            slots = self.batches.pop(step)
+            self._cover(slots)
+            for slot in slots:
                 self._collect(slot)
 
     def _collect(self, slot: int) -> None:
-        """Tombstone at every store; COLLECTED when all have acknowledged."""
+        """Tombstone at every store that may hold it; COLLECTED when all of them have acknowledged."""
+        waits = self._clear(slot, last=True)
         self.tasks.lease[slot] = 0
-        waits = self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], last=True)
         self.tasks.clears[slot] = waits
         if not waits:
             self._collected(slot)
+
+    def _clear(self, slot: int, *, last: bool) -> int:
+        """Order what was made under the task's fence to be cleared; returns how many acknowledgements it needs."""
+        stores = self._holders(slot)
+        self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], stores, last=last)
+        return len(stores)
 
     def _collected(self, slot: int) -> None:
         self.clears.collected += 1
@@ -318,7 +295,7 @@ class Ledger:
         return set(range(max(first, every), self.committed_step + 1, every)) if every else set()
 
     def _clear_weights(self, ref: WeightsRef) -> None:
-        self.clears.push(ref.task_id, ref.fence, last=False)
+        self.clears.push(ref.task_id, ref.fence, [ref.store], last=False)
 
     def is_stray(self, entry: PutTask) -> bool:
         """Whether a store holds something that is neither accepted, nor under a live lease, nor a live version."""

@@ -129,13 +129,12 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
     if prompt is None:
         prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
         needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
-        hosts = len(topology.store_hosts())
         if limit_bytes(topology) < needed:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{where}: services.batch-store.memory: {limit_bytes(topology) // hosts} bytes cannot hold what this "
+                f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
                 f"run may need: prompts have up to {prompt} tokens (one a byte and the chat template's); set at least "
-                f"{-(-needed // hosts)}, or say better as data.train.max_prompt_tokens",
+                f"{needed}, or say better as data.train.max_prompt_tokens",
             )
     return prompt
 

@@ -68,10 +68,10 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.leases import Holder
-from services.scheduler.ledger import STORE
 from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
+from services.scheduler.stores import STORE
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name

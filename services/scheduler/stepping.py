@@ -55,7 +55,7 @@ class Stepping(Freshness):
             lineage=self.lineage,
             checkpoint_step=self.checkpoint_step,
             stopping=self.finished,
-            checkpoint_now=self.uncovered_bytes > 0 and self._wants_checkpoint(0),
+            checkpoint_now=bool(self.uncovered) and self._wants_checkpoint({}),
             reference_step=self._lost_reference(),
         )
 
@@ -68,9 +68,10 @@ class Stepping(Freshness):
         """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
         mode on the same ones, rolled again."""
         for later in [each for each in self.batches if each > step]:
-            for slot in self.batches.pop(later):
-                if later <= self.committed_step:
-                    self.uncovered_bytes -= self.held_bytes(slot)
+            slots = self.batches.pop(later)
+            if later <= self.committed_step:
+                self._cover(slots)
+            for slot in slots:
                 if not self.plan.deterministic:
                     self.tasks.move(slot, TaskState.DROPPED)
                     self.dropped += 1
@@ -176,7 +177,7 @@ class Stepping(Freshness):
             reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
             samples_failed=sum(self.tasks.failed[slot] for slot in slots),
             dropped=dropped,
-            checkpoint_now=self._wants_checkpoint(sum(map(self.held_bytes, slots))),
+            checkpoint_now=self._wants_checkpoint(self.held_in(slots)),
         )
 
     def commit(self, request: CommitStep) -> bool:
@@ -193,7 +194,7 @@ class Stepping(Freshness):
         self.committed_step = request.step
         for slot in self.batches[request.step]:
             self.tasks.move(slot, TaskState.TRAINED)
-            self.uncovered_bytes += self.held_bytes(slot)
+        self._uncover(self.batches[request.step])
         self.out.append(SaveStep(request.step, "TRAINED", None, request.metrics))
         if self.config.collect_at_commit:
             self._collect_steps(request.step)
@@ -250,7 +251,7 @@ class Stepping(Freshness):
         kept = kept[-self.config.keep_last :]
         self.checkpoint_step = kept[-1]
         self._collect_steps(kept[0])
-        if self._wants_checkpoint(0):
+        if self._wants_checkpoint({}):
             # No room for one more interval of replay: give up the older checkpoint's rather than stand still.
             self._collect_steps(kept[-1])
         return True

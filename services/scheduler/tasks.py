@@ -47,7 +47,7 @@ class Column:
         "nbytes": "q",
         "clears": "B",  # stores that have not yet acknowledged the last clear
     }
-    STAGE: Final[dict[str, str]] = {"store": "H", "hash": "Q"}
+    STAGE: Final[dict[str, str]] = {"store": "H", "hash": "Q", "part_bytes": "q"}
 
 
 class TaskTable:
@@ -77,6 +77,7 @@ class TaskTable:
         self.clears = array("B")
         self.store = [array("H") for _ in range(stages)]
         self.hash = [array("Q") for _ in range(stages)]
+        self.part_bytes = [array("q") for _ in range(stages)]
         self.scalars: list[bytes | None] = []
         """Per-sample values of an accepted rollout, packed (see `scalars.py`), until the task is collected."""
 
@@ -149,7 +150,7 @@ class TaskTable:
 
     def columns(self) -> list[array[Any]]:
         """Every column, in the order of a snapshot."""
-        return [*(getattr(self, name) for name in Column.TASK), *self.store, *self.hash]
+        return [*(getattr(self, name) for name in Column.TASK), *self.store, *self.hash, *self.part_bytes]
 
     def index_slots(self) -> None:
         """After the columns were filled: find tasks, count states and free slots again.

@@ -9,7 +9,7 @@ from proto.messages import ServiceRow, Status
 from services.scheduler.core import Core
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
-from services.scheduler.ledger import STORE
+from services.scheduler.stores import STORE
 from services.scheduler.tasks import TaskState
 
 

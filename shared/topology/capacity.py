@@ -100,7 +100,8 @@ def weight_versions(topology: Topology) -> int:
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
-    """Bytes the batch-store must be able to hold for the run never to wait for room that cannot come.
+    """Bytes each batch-store must be able to hold for the run never to wait for room that cannot come: all tasks may
+    be leased to the services of one host, which put into its store.
 
     `held_tasks`, each of `task_bytes`, beside `weight_versions` of `weight_bytes` and `replay_bytes`. More trained
     tasks that wait for a checkpoint are not counted: lack of room orders an early checkpoint. `max_prompt_tokens` is
@@ -111,9 +112,9 @@ def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: i
 
 
 def limit_bytes(topology: Topology) -> int:
-    """What all batch-stores of the run can hold, in memory and spilled."""
+    """What each batch-store of the run can hold, in memory and spilled."""
     store = topology.services.batch_store
-    return (store.memory + (store.spill_limit or 0)) * len(topology.store_hosts())
+    return store.memory + (store.spill_limit or 0)
 
 
 def weight_bytes(model: str, dtype: str) -> int:

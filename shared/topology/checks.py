@@ -278,14 +278,12 @@ def _memory(topology: Topology) -> Found:
         return
     # Without max_prompt_tokens this is a floor: the longest prompt is known once the data set is read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
-    hosts = len(topology.store_hosts())
-    limit = limit_bytes(topology) // hosts
-    each = -(-needed // hosts)
-    if limit < each:
+    limit = limit_bytes(topology)
+    if limit < needed:
         message = (
             f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks at a time of "
             f"{topology.algorithm.group_size} samples and {weight_versions(topology)} weight versions of "
-            f"{format_size(weights)}; set at least {each} ({format_size(each)}) or lower staleness, "
+            f"{format_size(weights)}; set at least {needed} ({format_size(needed)}) or lower staleness, "
             "tasks_per_step, group_size or max_new_tokens"
         )
         yield ("services", "batch-store", "memory"), message

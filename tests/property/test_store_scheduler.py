@@ -488,7 +488,7 @@ class Both(RuleBasedStateMachine):
         """What admission and the order for an early checkpoint go by."""
         core = self.machine.core
         trained = [slots for step, slots in core.batches.items() if step <= core.committed_step]
-        assert core.uncovered_bytes == sum(core.held_bytes(slot) for slots in trained for slot in slots)
+        assert core.uncovered_bytes == sum(core.held_in(slot for slots in trained for slot in slots).values())
 
     def teardown(self) -> None:
         """With everybody alive again nothing is left that the scheduler does not want."""

@@ -122,7 +122,9 @@ class Bench:
         self.publish(0)
         return self
 
-    def register(self, service: str, instance: int, incarnation: int, limit_bytes: int = 0) -> Any:
+    def register(
+        self, service: str, instance: int, incarnation: int, limit_bytes: int = 0, host_id: str = "", data_id: str = ""
+    ) -> Any:
         return self.ask(
             Register(
                 service=service,
@@ -132,6 +134,8 @@ class Bench:
                 host="h",
                 endpoint="",
                 limit_bytes=limit_bytes,
+                host_id=host_id,
+                data_id=data_id,
             )
         )
 
@@ -173,10 +177,11 @@ class Bench:
         life: int = 7,
         tasks: int | None = None,
         final: bool = True,
+        store: str = STORE,
     ) -> list[Refusal]:
         rollout = grant.stage == "rollout"
         results = [
-            TaskResult(task.task_id, task.fence, outcome, STORE, content, samples if rollout else 0, 20, 50)
+            TaskResult(task.task_id, task.fence, outcome, store, content, samples if rollout else 0, 20, 50)
             for task in grant.batch.tasks[:tasks]
         ]
         total = samples * len(results) if outcome == Outcome.DONE else 0
@@ -194,13 +199,13 @@ class Bench:
         )
         return list(reply.refused)
 
-    def step(self, step: int) -> StepBatch:
-        """Roll out what the step needs, batch and commit it, publish its version."""
+    def step(self, step: int, store: str = STORE) -> StepBatch:
+        """Roll out what the step needs into `store`, batch and commit it, publish its version."""
         batch = self.ask(NextBatch(driver=1, step=step))
         ref = self.calls
         while batch is None:
             grant = self.granted()
-            self.complete(grant)
+            self.complete(grant, store=store)
             batch = self.answer(self.effects, ref)
         assert isinstance(batch, StepBatch), batch
         self.ask(CommitStep(driver=1, step=step, metrics={"loss/policy": 1.0}))
@@ -531,19 +536,6 @@ def test_trained_tasks_wait_for_the_oldest_kept_checkpoint() -> None:
     bench.ask(CheckpointSaved(driver=1, step=4, kept=[2, 4]))
     assert bench.acknowledge() == set()
     assert bench.counts()["TRAINED"] == 8
-
-
-def test_collected_is_what_every_store_has_acknowledged() -> None:
-    bench = Bench(config=Configure(5, 3, 2, True))
-    bench.register("batch-store", 1, 5, limit_bytes=1 << 30)
-    bench.start()
-    bench.step(1)
-    sent = [effect for effect in bench.effects if isinstance(effect, SendClear)]
-    assert {effect.store for effect in sent} == {"batch-store/0", "batch-store/1"}
-    bench.event(ClearDone("batch-store/1", 4))
-    assert bench.counts()["COLLECTED"] == 0
-    bench.event(ClearDone("batch-store/0", 4))
-    assert (bench.counts()["COLLECTED"], bench.counts()["TRAINED"]) == (4, 0)
 
 
 def test_reconciliation_clears_what_nobody_may_read_and_nothing_else() -> None:

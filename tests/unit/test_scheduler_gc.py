@@ -135,9 +135,9 @@ def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint()
     trained(bench, 2)
     core = bench.machine.core
     slots = [slot for step in (1, 2) for slot in core.batches[step]]
-    assert core.uncovered_bytes == sum(map(core.held_bytes, slots)) > 0
+    assert core.uncovered_bytes == core.held_in(slots).total() > 0
     core._rewind(1)  # as after the loss of a store: step 2 is undone
-    assert core.uncovered_bytes == sum(map(core.held_bytes, core.batches[1]))
+    assert core.uncovered_bytes == core.held_in(core.batches[1]).total()
 
 
 def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import ServiceSpec, Topology, load
+from shared.topology import ServiceSpec, Topology, TopologyError, load, weight_bytes, worst_case_bytes
 from tests.unit.small_topology import BASE, edited, make, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -307,6 +307,12 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     assert topology.algorithm.updates_per_step == 2
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
+    # a put goes into one store: each has to hold what may be live, however many there are
+    weights = weight_bytes(topology.policy.model, topology.policy.dtype)
+    needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
+    small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]
+    with pytest.raises(TopologyError, match=f"set at least {needed} "):
+        load(path, ["policy.model=./model", *small], check_supported=False)
     assert sum(spec.service == "policy-trainer-worker" for spec in plan) == 8
     assert sum(spec.service == "reference" for spec in plan) == 8
     assert [spec.name for spec in plan if spec.service == "rollout"] == [f"rollout/{i}" for i in range(4)]

@@ -1,0 +1,160 @@
+"""Which stores hold shards of which task, and the room that is left in each. Pure; it must never add the room of one
+store to another's, because a put goes into one store: a rollout's and a reference's into that of their host, the
+trainer's into `TRAINER_STORE`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from proto.messages import Register
+from services.scheduler.collection import ClearQueues
+from services.scheduler.events import Configure
+from services.scheduler.leases import Holder, Leases
+from services.scheduler.plan import Plan
+from services.scheduler.tasks import TaskTable
+from services.scheduler.versions import Versions
+from shared.rundir import service_name
+
+STORE = "batch-store"
+TRAINER_STORE = service_name(STORE, 0)
+"""Where the trainer puts weights and its own log-probs."""
+FULL_SHARE = 0.8
+"""Trained bytes over this share of the room that a store has for them order a checkpoint."""
+
+
+class Stores:
+    """What the ledger knows of stores. Bytes of a store's own are never more than those counted here for it."""
+
+    plan: Plan
+    config: Configure
+    tasks: TaskTable
+    leases: Leases
+    clears: ClearQueues
+    versions: Versions
+    registry: dict[Holder, Register]
+    store_names: list[str]
+    batches: dict[int, array[int]]
+    uncovered: dict[str, int]
+    """By store: bytes of trained tasks that wait for a checkpoint."""
+
+    # ---- where shards lie
+
+    def _holders(self, slot: int) -> list[str]:
+        """Stores that may hold shards of a task: of its accepted results, the trainer's, and those that whoever has it
+        leased puts into. What lies elsewhere (a former attempt's late put) is a stray: reconciliation finds it.
+        """
+        known = self.clears.stores
+        if len(known) < 2:
+            return known
+        table = self.tasks
+        may = {TRAINER_STORE, *(self.store_names[table.store[i][slot]] for i in self._made(slot))}
+        lease = self.leases.get(table.lease[slot])
+        if lease is not None:
+            may |= self._stores_of(lease.holder)
+        return [store for store in known if store in may]
+
+    def _stores_of(self, holder: Holder) -> set[str]:
+        """The stores of the holder's host; all of them where that is not known."""
+        every = {service_name(*each): row for each, row in self.registry.items() if each[0] == STORE}
+        row = self.registry.get(holder)
+        same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
+        return same or set(every)
+
+    def _made(self, slot: int) -> list[int]:
+        """Stages whose result is accepted."""
+        done = self.tasks.done[slot]
+        return [i for i in range(len(self.plan.stages)) if done >> i & 1]
+
+    def _store_index(self, store: str) -> int:
+        if store not in self.store_names:
+            self.store_names.append(store)
+        return self.store_names.index(store)
+
+    # ---- room
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of all stores together: for people to see, no put can have it."""
+        return sum(self._limits().values())
+
+    @property
+    def uncovered_bytes(self) -> int:
+        """Of all stores together."""
+        return sum(self.uncovered.values())
+
+    def _limits(self) -> dict[str, int]:
+        return {service_name(*holder): row.limit_bytes for holder, row in self.registry.items() if holder[0] == STORE}
+
+    def _room_for_tasks(self) -> int:
+        """How many tasks there is room for, besides those of the open batch.
+
+        Where a task's shards will lie is not known before it is leased: each store must be able to take all of it.
+        """
+        if not self.plan.task_bytes:
+            return self.plan.max_live
+        limits = self._limits()
+        free = min((limit - self._taken_bytes(store) for store, limit in limits.items()), default=0)
+        return free // self.plan.task_bytes - self._open_batch_tasks()
+
+    def _open_batch_tasks(self) -> int:
+        raise NotImplementedError
+
+    def _taken_bytes(self, store: str) -> int:
+        """Besides live tasks."""
+        return self._set_aside_bytes(store) + self.uncovered.get(store, 0)
+
+    def held_in(self, slots: Iterable[int]) -> Counter[str]:
+        """What trained tasks take of each store, at most."""
+        table, plan = self.tasks, self.plan
+        held: Counter[str] = Counter()
+        for slot in slots:
+            mine = [(table.store[i][slot], table.part_bytes[i][slot]) for i in self._made(slot)]
+            for index in {index for index, _ in mine}:
+                nbytes = sum(size for at, size in mine if at == index)
+                held[self.store_names[index]] += nbytes + plan.overhead_bytes
+            if plan.unleased_token_bytes:
+                if all(self.store_names[index] != TRAINER_STORE for index, _ in mine):
+                    held[TRAINER_STORE] += plan.overhead_bytes
+                held[TRAINER_STORE] += table.tokens[slot] * plan.unleased_token_bytes
+        return held
+
+    def _uncover(self, slots: Iterable[int]) -> None:
+        """Tasks are trained, and no checkpoint covers them yet."""
+        for store, nbytes in self.held_in(slots).items():
+            self._set_uncovered(store, self.uncovered.get(store, 0) + nbytes)
+
+    def _cover(self, slots: Iterable[int]) -> None:
+        """The inverse: they go."""
+        for store, nbytes in self.held_in(slots).items():
+            self._set_uncovered(store, self.uncovered.get(store, 0) - nbytes)
+
+    def _set_uncovered(self, store: str, nbytes: int) -> None:
+        if nbytes:
+            self.uncovered[store] = nbytes
+        else:
+            self.uncovered.pop(store, None)
+
+    def _set_aside_bytes(self, store: str) -> int:
+        """For weight versions, and for a step that is replayed."""
+        if store != TRAINER_STORE:
+            return 0
+        newest = self.versions.newest_ref
+        one = max(self.plan.weight_bytes, newest.nbytes if newest else 0)
+        return max(self.versions.nbytes, self.plan.weight_versions * one) + self.plan.replay_bytes
+
+    def _wants_checkpoint(self, batch: Mapping[str, int]) -> bool:
+        """Whether the trained bytes that no checkpoint covers are about to be in the way of admission in any store.
+
+        `batch`: bytes of a step that is about to be trained, by store.
+        """
+        if not self.plan.task_bytes or self.config.collect_at_commit:
+            return False
+        live = self.plan.max_live * self.plan.task_bytes
+        return any(
+            self.uncovered.get(store, 0) + batch.get(store, 0)
+            > FULL_SHARE * (limit - self._set_aside_bytes(store) - live)
+            for store, limit in self._limits().items()
+        )

@@ -1,0 +1,139 @@
+"""A run with two stores: which of them has to clear what, and how much each has room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, PutTask, StepBatch
+from services.scheduler import snapshot
+from services.scheduler.events import ClearDone, Configure, Listed, SendClear, Tick
+from shared.stages import train_graph
+from tests.unit.test_scheduler import LEASE_S, STORE, Bench, ids, plan
+
+AWAY = "batch-store/1"
+NINE = Configure(9, 3, 2, False)
+AT_COMMIT = Configure(9, 3, 2, True)
+
+
+@dataclass
+class TwoHosts(Bench):
+    """The trainer and `rollout/0` at home, `rollout/1` on a host that joined with a store of its own."""
+
+    def begin(self, home_bytes: int = 1 << 30, away_bytes: int = 1 << 30) -> TwoHosts:
+        self.register("rollout", 0, 7, host_id="home")
+        self.register("rollout", 1, 8, host_id="away")
+        stores = [(home_bytes, "batch-store", 0, 1, "home"), (away_bytes, "batch-store", 1, 5, "away")]
+        for limit, *instance, host in sorted(stores):  # the first that registers lets tasks in
+            self.register(*instance, limit_bytes=limit, host_id=host, data_id=f"data of {host}")
+        self.ask(GetRunInfo(driver=1))
+        self.publish(0)
+        return self
+
+    def acknowledges(self, store: str) -> None:
+        """All that it was told so far."""
+        while told := self.machine.core.clears.head(store):
+            self.event(ClearDone(store, len(told)))
+
+    def sent(self) -> dict[str, list[str]]:
+        """What each store is being told to clear."""
+        told: dict[str, list[str]] = {}
+        for effect in self.effects:
+            if isinstance(effect, SendClear) and effect.tracked:
+                told.setdefault(effect.store, []).extend(task.task_id for task in effect.tasks)
+        return told
+
+
+def steps(bench: TwoHosts, store: str) -> list[bool]:
+    return [bench.step(step, store).checkpoint_now for step in range(1, 10)]
+
+
+# ------------------------------------------------------------------------------------------------ room
+
+
+def test_one_full_store_orders_a_checkpoint_however_empty_the_other_is() -> None:
+    """A step puts 200 bytes; 400 are kept for live tasks, 300 at home for weights."""
+    made = plan(task_bytes=50, weight_bytes=100)
+    away = steps(TwoHosts(made, NINE).begin(1 << 20, 400 + 1000), AWAY)
+    assert away == [False] * 4 + [True] * 5  # 1000 bytes are more than 0.8 of 1000
+    assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
+    assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
+
+
+def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
+    """20 tokens a task: 80 bytes a step, beside rollouts that lie elsewhere."""
+    made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
+    bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
+    assert steps(bench, AWAY) == [False, False, *[True] * 7]
+    assert bench.machine.core.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
+
+
+def test_what_each_stage_made_counts_where_it_was_put() -> None:
+    bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
+    core = bench.machine.core
+    bench.complete(bench.granted(), store=AWAY)
+    first = bench.granted("reference", most=2)
+    bench.complete(first, store=STORE)
+    bench.complete(bench.granted("reference", most=2), store=AWAY)
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    bench.ask(CommitStep(driver=1, step=1, metrics={}))
+    assert core.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
+    assert core.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    assert core.uncovered == {}
+    told = bench.sent()
+    assert len(told[AWAY]) == len(told[STORE]) == 4
+    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(core))) == snapshot.dump(core)
+
+
+def test_a_task_is_admitted_when_every_store_could_hold_it() -> None:
+    made = plan(staleness=3, task_bytes=100, weight_bytes=100)
+    assert TwoHosts(made).begin(900, 1 << 20).machine.core.window.live == 6
+    assert TwoHosts(made).begin(1 << 20, 500).machine.core.window.live == 5
+    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.core.window.live == 16
+
+
+# ------------------------------------------------------------------------------------------------ clears
+
+
+def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_for_these_only() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    home = {task.task_id for task in bench.step(1, STORE).batch.tasks}
+    assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
+    bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 4
+    bench.step(2, AWAY)  # the trainer's log-probs may lie at home
+    bench.acknowledges(AWAY)
+    assert bench.counts()["COLLECTED"] == 4
+    bench.acknowledges(STORE)
+    assert (bench.counts()["COLLECTED"], bench.counts()["TRAINED"]) == (8, 0)
+
+
+def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
+    bench = TwoHosts().begin()
+    here, there = bench.granted(most=2), bench.granted(most=2, instance=1, life=8)
+    bench.event(Tick(), after_s=LEASE_S + 1)
+    told = bench.sent()
+    assert told[AWAY] == ids(there)
+    assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # the trainer's store is always asked
+    late = PutTask(ids(here)[0], 1)  # put into the store that was told nothing: an instance that moved
+    [sent] = [
+        effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
+    ]
+    assert sent.tasks == [late]
+
+
+def test_an_instance_that_comes_up_on_another_host_has_put_into_the_store_of_the_former() -> None:
+    bench = TwoHosts().begin()
+    there = bench.granted(most=2, instance=1, life=8)
+    bench.register("rollout", 1, 9, host_id="home")
+    assert bench.sent()[AWAY] == ids(there)
+
+
+def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    for step in range(1, 9):
+        assert isinstance(bench.step(step, STORE), StepBatch)
+        bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 32
+    assert bench.machine.core.clears.pending() == 0
+    assert len(bench.machine.core.tasks) == bench.machine.core.window.live
