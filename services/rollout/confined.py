@@ -4,30 +4,27 @@ to end itself, and must never import torch.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
 import socket
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from services.rollout.keeper import keep
 from services.rollout.user_frames import LENGTH
 
-_PR_SET_PDEATHSIG = 1
 _LIKELY_VICTIM = b"700"
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def confine(descriptor: int) -> socket.socket | None:
-    """The socket to the service, with which this process dies; None when the service is gone already."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    """The socket to the service, with which this process and all that it starts die; None when the service is gone
+    already."""
+    if not keep(descriptor):
         return None
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(descriptor, False)
     Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # before the engine, if it comes to that
     os.dup2(2, 1)  # what a function prints is for people
     return socket.socket(fileno=descriptor)

@@ -23,6 +23,7 @@ from shared.rpc.errors import RpcError
 
 START_S = 60.0  # importing a user's libraries
 START_ATTEMPTS = 3
+END_S = 10.0  # above the keeper's own limit
 _PACKAGES = Path(__file__).parents[2]
 T = TypeVar("T")
 GONE = (asyncio.IncompleteReadError, ConnectionError)
@@ -30,7 +31,8 @@ GONE = (asyncio.IncompleteReadError, ConnectionError)
 
 
 class UserProcess:
-    """One child, `python -m MODULE FD…`, at the other end of a socket pair."""
+    """One child, `python -m MODULE FD…`, at the other end of a socket pair. It becomes the keeper of what runs the
+    users' code (`services.rollout.keeper`) and ends as that does."""
 
     def __init__(
         self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -53,7 +55,7 @@ class UserProcess:
                 *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=passed,
-                start_new_session=True,  # killed with whatever a function has started
+                start_new_session=True,  # who ends the service's group leaves the end of users' processes to their keeper
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
             )
         finally:
@@ -101,13 +103,25 @@ class UserProcess:
             async with asyncio.timeout(grace_s):
                 await self._child.wait()
         status = self._child.returncode
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        await self._child.wait()
-        self._writer.close()
+        try:
+            await self._end_tree()
+        finally:
+            self._writer.close()
         if status is None:
             return "was killed"
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    async def _end_tree(self) -> None:
+        """By its keeper; a keeper that does not answer takes at least its child along."""
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(END_S):
+                await self._child.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+            await self._child.wait()
 
 
 def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

@@ -53,11 +53,14 @@ def log_of(processes: Processes, event: str) -> list[dict[str, Any]]:
 
 
 def user_processes(processes: Processes, kind: str) -> list[psutil.Process]:
+    """Those that run users' code; the service's own children are their keepers."""
+    service = psutil.Process(processes.running["rollout"].pid)
+    keepers = [each for each in service.children() if f"services.rollout.{kind}.process" in each.cmdline()]
+    return [child for keeper in keepers for child in keeper.children()]
+
+
+def check_killed_with_the_service(processes: Processes) -> None:
     children = psutil.Process(processes.running["rollout"].pid).children(recursive=True)
-    return [each for each in children if f"services.rollout.{kind}.process" in each.cmdline()]
-
-
-def check_killed_with_the_service(processes: Processes, children: list[psutil.Process]) -> None:
     processes.end("rollout", 9)
     gone, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
@@ -91,9 +94,8 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
                 says = ["no answer within 1 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
                 assert kind < 4
                 assert says[kind] in line["first"]
-            children = user_processes(processes, "rewards")
-            assert 1 <= len(children) <= 2
-            check_killed_with_the_service(processes, children)
+            assert 1 <= len(user_processes(processes, "rewards")) <= 2
+            check_killed_with_the_service(processes)
 
     asyncio.run(scenario())
 
@@ -131,9 +133,8 @@ def test_a_workflow_of_two_turns_goes_through_the_whole_service(tmp_path: Path) 
                 for line in failed
             )
             assert all(line["count"] == 1 for line in failed)
-            children = user_processes(processes, "workflows")
-            assert len(children) >= 2  # one that is being replaced may be there still
-            check_killed_with_the_service(processes, children)
+            assert len(user_processes(processes, "workflows")) >= 2  # one that is being replaced may be there still
+            check_killed_with_the_service(processes)
 
     asyncio.run(scenario())
 
