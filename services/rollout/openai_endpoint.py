@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from services.rollout.workflows.calls import SampleCalls
+from services.rollout.workflows.messages import arguments, called, content_text
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
 HOST = "127.0.0.1"
@@ -44,12 +45,20 @@ class _Refused(Exception):
         self.code = code
 
 
+@dataclass(frozen=True)
+class _Handed:
+    """A message with tool calls as it was handed out, and the text that it was sampled as."""
+
+    message: Message
+    text: str
+
+
 @dataclass(eq=False)
 class _Session:
-    """One sample's calls. `called`: the text behind each tool call that was handed out."""
+    """One sample's calls. `called`: what was handed out, by the id of its first tool call."""
 
     calls: SampleCalls
-    called: dict[str, str] = field(default_factory=dict)
+    called: dict[str, _Handed] = field(default_factory=dict)
 
 
 class OpenAIEndpoint:
@@ -181,8 +190,8 @@ class OpenAIEndpoint:
                 }
                 for at, call in enumerate(turn.tool_calls)
             ]
-            session.called[message["tool_calls"][0]["id"]] = turn.text
             message["content"] = _MARKUP.sub("", turn.text) or None
+            session.called[message["tool_calls"][0]["id"]] = _Handed(message, turn.text)
             finish = "tool_calls"
         logprobs = None
         if asked.get("logprobs"):
@@ -279,6 +288,8 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise _Refused(400, "the request has no list of messages")
     if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):
         raise _Refused(400, "a message is an object with a role")
+    if not all(_is_calls(each.get("tool_calls")) for each in asked["messages"]):
+        raise _Refused(400, "tool_calls of a message is a list of objects, each with an object `function`")
     choices = asked.get("n")
     if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
         raise _Refused(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
@@ -293,6 +304,13 @@ def _asked(body: bytes) -> dict[str, Any]:
     if asked.get("functions"):
         raise _Refused(400, "functions: use tools")
     return asked
+
+
+def _is_calls(calls: Any) -> bool:
+    return calls is None or (
+        isinstance(calls, list)
+        and all(isinstance(each, dict) and isinstance(each.get("function"), dict | None) for each in calls)
+    )
 
 
 async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
@@ -320,23 +338,27 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """A message as the chat template wants it: an answer of ours in the words it was sampled in."""
+    """A message as the chat template wants it: an answer of ours, unless it was edited, in the words it was sampled in."""
     calls = message.get("tool_calls")
     if not calls:
         return message
-    text = session.called.get(calls[0].get("id", ""))
-    if text is not None:
-        return {"role": "assistant", "content": text}
+    handed = session.called.get(str(calls[0].get("id")))
+    if handed is not None and _said(message) == _said(handed.message):
+        return {"role": "assistant", "content": handed.text}
     return {**message, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _said(message: Message) -> tuple[str, list[Any], bytes]:
+    """What a message with tool calls says, whoever has written it: role, ids, and content and calls in one form."""
+    calls = message["tool_calls"]
+    said = [content_text(message) or "", called(calls)]
+    return message["role"], [call.get("id") for call in calls], msgspec.json.encode(said, order="sorted")
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     """Templates want a call's arguments as an object, OpenAI's messages have them as text."""
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(msgspec.DecodeError):
-            function["arguments"] = msgspec.json.decode(function["arguments"])
-    return {**call, "function": function}
+    function = call.get("function") or {}
+    return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 
 
 async def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> AsyncIterator[bytes]:

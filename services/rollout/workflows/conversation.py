@@ -10,9 +10,8 @@ from typing import Any
 
 from services.rollout.engine import Generation
 from services.rollout.prompts import PromptBuilder
+from services.rollout.workflows.messages import same
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
-
-_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass(eq=False)
@@ -126,18 +125,5 @@ class Conversation:
 
 
 def _begins(messages: Items[Message], history: Items[Message]) -> bool:
-    """Whether `messages` goes on from `history`; what agents add to a message (refusal: null, ...) does not matter."""
-    if len(messages) <= len(history):
-        return False
-    return all(_plain(new) == _plain(old) for new, old in zip(messages, history, strict=False))
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    kept = {key: message[key] for key in _COMPARED if message.get(key)}
-    if message.get("role") == "assistant":
-        # The text says it all: an agent hands calls back parsed, where the policy wrote text.
-        kept.pop("tool_calls", None)
-    content = kept.get("content")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        kept["content"] = "".join(part["text"] for part in content)
-    return kept
+    """Whether `messages` goes on from `history`."""
+    return len(messages) > len(history) and all(map(same, messages, history))

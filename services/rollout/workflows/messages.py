@@ -1,0 +1,61 @@
+"""What a message of a history says, however the agent that hands it back has written it. Pure functions; must never
+take two messages for one that a policy would read differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from services.rollout.prompts import tool_calls
+from shared.workflow import Message
+
+_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+
+
+def same(one: Message, other: Message) -> bool:
+    """Whether both say the same; what agents add (refusal: null, ...) does not matter."""
+    # As JSON: True, 1 and 1.0 are not one argument.
+    return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
+
+
+def content_text(message: Message) -> Any:
+    """The content; one that is a list of texts as one text."""
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def arguments(function: dict[str, Any]) -> Any:
+    """Of the `function` of a call: OpenAI's messages have them as text, templates and ours as an object."""
+    found = function.get("arguments")
+    if isinstance(found, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(found)
+    return found
+
+
+def called(calls: list[Any]) -> list[Any]:
+    """(name, arguments) of each tool call of a message, whatever else it carries."""
+    functions = [call.get("function") or {} for call in calls]
+    return [[function.get("name"), arguments(function)] for function in functions]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    kept = {key: message[key] for key in _COMPARED if message.get(key)}
+    if "content" in kept:
+        kept["content"] = content_text(message)
+    if message.get("role") == "assistant" and "tool_calls" in kept and isinstance(kept.get("content"), str):
+        written = [[call.name, call.arguments] for call in tool_calls(kept["content"])]
+        # An agent that hands back the calls beside the text that they were read from has changed nothing.
+        with contextlib.suppress(AttributeError, TypeError):
+            if _encoded(called(kept["tool_calls"])) == _encoded(written):
+                del kept["tool_calls"]
+    return kept
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")
