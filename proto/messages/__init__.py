@@ -120,10 +120,17 @@ from proto.messages.trainer import (
     WorkerRequest,
     WorkerState,
 )
+from proto.messages.transfer import (
+    AskTransfer,
+    EndTransfer,
+    TransferOffer,
+    TransferParameter,
+)
 
 __all__ = [
     "Ack",
     "Array",
+    "AskTransfer",
     "BatchMeta",
     "BatchPart",
     "Canary",
@@ -134,6 +141,7 @@ __all__ = [
     "Complete",
     "CompleteAck",
     "DeviceOrder",
+    "EndTransfer",
     "Error",
     "ErrorCode",
     "EvalsDone",
@@ -212,6 +220,8 @@ __all__ = [
     "TaskResult",
     "Telemetry",
     "TopicRow",
+    "TransferOffer",
+    "TransferParameter",
     "Update",
     "WaitEvals",
     "WeightsRef",

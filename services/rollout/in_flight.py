@@ -15,12 +15,9 @@ from contextlib import asynccontextmanager
 
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
+from services.rollout.weights_source import WeightsSource
 from services.rollout.weights_sync import WeightsSync
-from shared.batch import weights_meta
-from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
-
-FETCH_S = 30.0
 
 
 class InFlight:
@@ -30,13 +27,13 @@ class InFlight:
         self,
         engine: Engine,
         sync: WeightsSync,
-        data: DataClient,
+        source: WeightsSource,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
         """`emit(topic, values)`: telemetry."""
         self._engine = engine
         self._sync = sync
-        self._data = data
+        self._source = source
         self._emit = emit
         self._swapping = asyncio.Lock()
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
@@ -70,7 +67,7 @@ class InFlight:
 
     async def _update(self, ref: WeightsRef) -> None:
         try:
-            (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S)
+            delivery = await self._source.fetch(ref)
         except RpcError as error:
             self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})  # superseded meanwhile
             return
@@ -80,7 +77,7 @@ class InFlight:
                 return
             began = time.perf_counter()
             await self._engine.pause()
-            await self._sync.load(ref, weights)
+            await self._sync.load(ref, delivery.weights, delivery.route)
             versions.append(ref.step)
             await self._engine.resume()  # not after a failure: the service ends
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

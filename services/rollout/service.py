@@ -22,6 +22,8 @@ from services.rollout.partial import PartialJournal
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import TaskSets
+from services.rollout.transfer import Transfers
+from services.rollout.weights_source import SHARDS, ShardSource, TransferSource, WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.pool import WorkflowPool
@@ -57,6 +59,7 @@ class RolloutService(Service):
         self._answers: AnswerSampler | None = None
         self._worker: RolloutWorker | None = None
         self._in_flight: InFlight | None = None
+        self._transfers: Transfers | None = None
 
     async def start(self) -> None:
         """Users' code first: what cannot be imported ends the start within a second, not after the model."""
@@ -95,7 +98,8 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
             )
         )
-        sync = WeightsSync(engine, self.name, self.telemetry.emit)
+        source = self._weights_source(settings)
+        sync = WeightsSync(engine, self.name, self.telemetry.emit, source.drill)
         self.progress = lambda: engine.progress
 
         async def leave(_: Parts) -> Parts:
@@ -124,7 +128,7 @@ class RolloutService(Service):
         every_s = settings.partial_s
         journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None
         self._answers = AnswerSampler(engine, journal)
-        in_flight = InFlight(engine, sync, self._data, self.telemetry.emit)
+        in_flight = InFlight(engine, sync, source, self.telemetry.emit)
         self._in_flight = None if settings.in_flight == "wait" else in_flight
         self._worker = RolloutWorker(
             self,
@@ -135,6 +139,7 @@ class RolloutService(Service):
             workflow=workflow,
             answers=self._answers,
             data=self._data,
+            source=source,
             in_flight=in_flight,
             turns=turns,
             store=await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host))),
@@ -142,6 +147,19 @@ class RolloutService(Service):
             filters=topology.algorithm.filter_zero_variance is not None,
             on_text=self._on_text,
         )
+
+    def _weights_source(self, settings: Rollout) -> WeightsSource:
+        shards = ShardSource(self._data)
+        if settings.weights == SHARDS or settings.transfer_s is None:
+            return shards
+        self._transfers = Transfers(
+            self.run,
+            self.client("policy-trainer-worker"),
+            instance=self.instance,
+            incarnation=self.incarnation,
+            deadline_s=settings.transfer_s,
+        )
+        return TransferSource(self._transfers, shards, route=settings.weights, emit=self.telemetry.emit)
 
     async def serve(self) -> None:
         if self._worker is None or self._rewards is None:
@@ -176,6 +194,8 @@ class RolloutService(Service):
             await self._workflows.close()
         if self._endpoint is not None:
             await self._endpoint.stop()
+        if self._transfers is not None:
+            self._transfers.close()
         self._text.shutdown(wait=False, cancel_futures=True)
         self._data.close()
         await super().close()

@@ -1,15 +1,16 @@
 """Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
 that have not matched the trainer's canary.
 
-Before the first version the start-up drill: a perturbed copy of the engine's own base weights goes through the same
-`set_weights` and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
+Before the first version of each route the start-up drill: a perturbed copy of the engine's own base weights goes
+through the same route and `set_weights` and must match the trainer's canary of that copy, which finds parameters that
+an update never reaches.
 A failed engine does not come back by itself: DEAD -> HEALTHY is not an edge, only a new start with a new drill is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
+from services.rollout.weights_source import SHARDS
 from shared.drill import perturb
 from shared.rpc.errors import RpcError
 
@@ -40,6 +42,7 @@ class SyncReport:
     seconds: float
     canary_error: float
     tolerance: float
+    route: str = SHARDS
 
     def scalars(self, samples: int) -> dict[str, Array]:
         """What a completion says of the weights its samples were made with: float32 [samples] each.
@@ -56,6 +59,7 @@ class _Coming:
 
     ref: WeightsRef
     weights: Mapping[str, Array]
+    route: str
     started: float
     is_set: bool = False
 
@@ -63,12 +67,21 @@ class _Coming:
 class WeightsSync:
     """The only way into the engine's weights. One an engine; calls never overlap."""
 
-    def __init__(self, engine: Engine, who: str, emit: Callable[[str, dict[str, float | str]], None]) -> None:
-        """`who`: the service's name for errors; `emit(topic, values)`: where reports go."""
+    def __init__(
+        self,
+        engine: Engine,
+        who: str,
+        emit: Callable[[str, dict[str, float | str]], None],
+        drills: Callable[[WeightsRef, str], Awaitable[Mapping[str, Array] | None]] | None = None,
+    ) -> None:
+        """`who`: the service's name for errors; `emit(topic, values)`: where reports go; `drills(ref, route)`: the
+        drill's weights by a route (`WeightsSource.drill`), by default what the engine makes of its own."""
         self._engine = engine
         self._who = who
         self._emit = emit
-        self._drilled = False
+        self._drills = drills
+        self._drilled: set[str] = set()
+        """Routes that were proved to reach every parameter."""
         self._coming: _Coming | None = None
         self.holds = Version()
         self.last: SyncReport | None = None
@@ -86,19 +99,19 @@ class WeightsSync:
         if self._coming is not None:
             self._coming.is_set = False
 
-    async def load(self, ref: WeightsRef, weights: Mapping[str, Array]) -> SyncReport:
+    async def load(self, ref: WeightsRef, weights: Mapping[str, Array], route: str = SHARDS) -> SyncReport:
         """`place` and `prove`."""
-        await self.place(ref, weights)
+        await self.place(ref, weights, route)
         return await self.prove()
 
-    async def place(self, ref: WeightsRef, weights: Mapping[str, Array]) -> None:
-        """Set `weights` (by parameter name). The engine holds no version until `prove`.
+    async def place(self, ref: WeightsRef, weights: Mapping[str, Array], route: str = SHARDS) -> None:
+        """Set `weights` (by parameter name), which came by `route`. The engine holds no version until `prove`.
 
         Raises RpcError(conflict) when they do not fit: the engine must not go on.
         """
         self.holds = Version()  # neither the old version nor the new one until it is proved
-        self._coming = _Coming(ref, weights, time.perf_counter())
-        if self._drilled:
+        self._coming = _Coming(ref, weights, route, time.perf_counter())
+        if route in self._drilled:
             await self._set(self._coming)
 
     async def prove(self) -> SyncReport:
@@ -110,8 +123,8 @@ class WeightsSync:
         if coming is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
         ref, weights = coming.ref, coming.weights
-        if not self._drilled:
-            await self._drill(ref)
+        if coming.route not in self._drilled:
+            await self._drill(ref, coming.route)
         if not coming.is_set:
             await self._set(coming)
         error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
@@ -124,6 +137,7 @@ class WeightsSync:
             seconds=time.perf_counter() - coming.started,
             canary_error=error,
             tolerance=ref.canary.tolerance,
+            route=coming.route,
         )
         self._emit(
             "weights",
@@ -135,6 +149,7 @@ class WeightsSync:
                 "seconds": report.seconds,
                 "canary_error": report.canary_error,
                 "tolerance": report.tolerance,
+                "route": report.route,
             },
         )
         return report
@@ -146,13 +161,16 @@ class WeightsSync:
             raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {coming.ref.task_id}: {mismatch}") from None
         coming.is_set = True
 
-    async def _drill(self, ref: WeightsRef) -> None:
-        base = await self._engine.base_weights()
-        perturbed = {name: perturb(name, values, ref.drill_seed) for name, values in base.items()}
-        await self._set(_Coming(ref, perturbed, 0.0))
-        error = await self._prove(ref.drill, len(perturbed), f"the start-up drill (seed {ref.drill_seed})")
-        self._emit("drill", {"parameters": len(perturbed), "canary_error": error, "tolerance": ref.drill.tolerance})
-        self._drilled = True
+    async def _drill(self, ref: WeightsRef, route: str) -> None:
+        perturbed = await self._drills(ref, route) if self._drills is not None else None
+        if perturbed is None:
+            base = await self._engine.base_weights()
+            perturbed = {name: perturb(name, values, ref.drill_seed) for name, values in base.items()}
+        await self._set(_Coming(ref, perturbed, route, 0.0))
+        error = await self._prove(ref.drill, len(perturbed), f"the start-up drill (seed {ref.drill_seed}, {route})")
+        values: dict[str, float | str] = {"parameters": len(perturbed), "route": route}
+        self._emit("drill", {**values, "canary_error": error, "tolerance": ref.drill.tolerance})
+        self._drilled.add(route)
 
     async def _prove(self, canary: Canary, parameters: int, what: str) -> float:
         scores = await self._engine.score(canary.token_ids)

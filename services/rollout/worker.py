@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from proto.messages import LeaseGrant, TaskResult, WeightsRef
-from proto.tensors import Array
 from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
@@ -22,11 +21,11 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
+from services.rollout.weights_source import Delivery, WeightsSource
 from services.rollout.weights_sync import SyncReport, Version, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
-from shared.batch import weights_meta
 from shared.dataplane.client import DataClient, TaskShards
 from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
@@ -41,10 +40,10 @@ _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 @dataclass
 class _Prepared:
-    """Prompts of a lease; `weights` are mapped already when its version has to be loaded, and let go once they are."""
+    """Prompts of a lease; `weights` are here already when its version has to be loaded, and let go once they are."""
 
     tasks: PreparedTasks
-    weights: dict[str, Array] | None
+    weights: Delivery | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class RolloutWorker:
         workflow: WorkflowRunner | None,
         answers: AnswerSampler,
         data: DataClient,
+        source: WeightsSource,
         in_flight: InFlight,
         turns: Turns,
         store: str,
@@ -88,6 +88,7 @@ class RolloutWorker:
         self._workflow = workflow
         self._answer_sampler = answers
         self._data = data
+        self._source = source
         self._in_flight = in_flight
         self._turns = turns
         self._sampling = False
@@ -118,11 +119,11 @@ class RolloutWorker:
         await self._pipeline.drain()
 
     async def _prepare(self, lease: Lease) -> _Prepared:
-        """Map the weights if they will be needed, build the prompts."""
+        """Have the weights if they will be needed, build the prompts."""
         grant = lease.grant
         ref, weights = grant.weights, None
         if ref is not None and self._sync.needs(ref, exact=grant.exact):
-            weights = await self._map(lease, ref)
+            weights = await self._fetch(lease, ref)
         tasks: PreparedTasks = await self._on_text(lambda: self._tasks.prepare(grant))
         return _Prepared(tasks, weights)
 
@@ -161,10 +162,10 @@ class RolloutWorker:
         ref = lease.grant.weights
         if ref is None or not self._sync.needs(ref, exact=lease.grant.exact):
             return False
-        # Not mapped: the engine held this version when the lease was prepared, and has left it since.
-        weights = prepared.weights or await self._map(lease, ref)
+        # Not here: the engine held this version when the lease was prepared, and has left it since.
+        weights = prepared.weights or await self._fetch(lease, ref)
         prepared.weights = None
-        await self._sync.place(ref, weights)
+        await self._sync.place(ref, weights.weights, weights.route)
         return True
 
     async def _have(self, parts: Parts) -> None:
@@ -206,10 +207,8 @@ class RolloutWorker:
             for task, group in zip(tasks.ready, groups, strict=True)
         ]
 
-    async def _map(self, lease: Lease, ref: WeightsRef) -> dict[str, Array]:
-        meta = weights_meta(ref)
-        found = await self.leases.persist(lease, "weights", lambda: self._data.fetch(meta, (), deadline_s=DATA_CALL_S))
-        return found[0]
+    async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
+        return await self.leases.persist(lease, "weights", lambda: self._source.fetch(ref))
 
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
         """Score, put, complete."""

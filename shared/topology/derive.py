@@ -14,13 +14,14 @@ from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 # One forward pass of the embedded engine is at its best from about here.
 _LEASE_SAMPLES = 256
 _PARTIAL_S = 10.0
+_TRANSFER_S = 60.0
 _TIS_CAP = 2.0
 _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
     """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks,
-    rollout.partial_s, and checkpoint.keep_every for a reference that is refreshed."""
+    rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -45,6 +46,8 @@ def fill(data: dict[str, Any]) -> None:
         rollout.setdefault("block_tasks", lease_block(tasks, group, rollout.get("instances", 1)))
     if rollout is not None and _samples_single_answers(data, algorithm, rollout):
         rollout.setdefault("partial_s", _PARTIAL_S)
+    if rollout is not None and rollout.get("weights", "shards") != "shards":
+        rollout.setdefault("transfer_s", _TRANSFER_S)
 
 
 def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:

@@ -36,6 +36,7 @@ def check(topology: Topology) -> Found:
             yield path, f"{temperature} is more than {rollout.engine} samples at, use at most {SERVED_TEMPERATURE}"
     if rollout.engine == "openai":
         yield from _server(topology)
+    yield from _route(topology)
     if rollout.in_flight != "wait" and rollout.engine == "openai":
         message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
@@ -44,6 +45,38 @@ def check(topology: Topology) -> Found:
     if rollout.in_flight != "wait" and topology.workflow is not None:
         message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
+
+
+def _route(topology: Topology) -> Found:
+    """A way for the weights that trainer and engine do not have."""
+    rollout, trainer = topology.services.rollout, topology.services.policy_trainer
+    route, path = rollout.weights, ("services", "rollout", "weights")
+    if rollout.transfer_s is not None and route == "shards":
+        message = f"{rollout.transfer_s:g} has no effect with weights: shards, which are not sent; remove it"
+        yield ("services", "rollout", "transfer_s"), message
+    if route == "shards":
+        return
+    if rollout.transfer_s is None:
+        yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit, leave it out or set seconds"
+    if rollout.engine == "openai":
+        yield path, f"{route}: engine openai is handed a file, use shards"
+        return
+    if route == "gloo":
+        if rollout.gpus:
+            yield path, f"gloo is for engines on a CPU, this one has {rollout.gpus} GPUs; use nccl or shards"
+        return
+    if rollout.engine != "vllm":
+        yield path, f"{route} is vLLM's weight transfer, engine {rollout.engine} has none; use shards"
+    if not rollout.gpus or not trainer.gpus:
+        yield path, f"{route} needs GPUs for policy-trainer ({trainer.gpus}) and rollout ({rollout.gpus}); use shards"
+    together = {"policy-trainer", "rollout"} <= set(topology.placement.colocate)
+    if route == "nccl" and together:
+        yield path, "nccl knows one process a GPU, and placement.colocate gives both the same; use ipc or shards"
+    if route == "ipc" and not together:
+        yield (
+            path,
+            "ipc needs policy-trainer and rollout on the same GPUs, put both into placement.colocate; or use nccl",
+        )
 
 
 def _gpus(rollout: Rollout) -> Found:

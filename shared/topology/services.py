@@ -12,6 +12,7 @@ from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Str
 
 ServiceName = Literal["policy-trainer", "reference", "rollout", "batch-store", "monitor", "scheduler"]
 Backend = Literal["torch", "megatron"]
+WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
     {"policy-trainer": "policy-trainer-worker", "reference": "reference", "rollout": "rollout"}
 )
@@ -97,6 +98,16 @@ class Rollout(Placed):
         description="seconds between notes of unfinished samples, which a restarted engine goes on with, above 0; "
         "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, they "
         "begin anew",
+    )
+    weights: WeightsRoute = Field(
+        default="shards",
+        description="how versions reach the engine: shards of the store; sent by the trainer over gloo (CPU) or NCCL; "
+        "or taken from its memory on the same GPU (ipc)",
+    )
+    transfer_s: Seconds | None = Field(
+        default=None,
+        description="seconds after which a weight transfer that is not over is given up, above 0; default 60 unless "
+        "weights is shards, which has none",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(

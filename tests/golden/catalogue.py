@@ -57,6 +57,8 @@ ROUTES = {
     "OptimStep": ("policy-trainer", "policy-trainer-worker"),
     "SkipUpdate": ("policy-trainer", "policy-trainer-worker"),
     "Publish": ("policy-trainer", "policy-trainer-worker"),
+    "AskTransfer": ("rollout", "policy-trainer-worker"),
+    "EndTransfer": ("rollout", "policy-trainer-worker"),
     "SaveCheckpoint": ("policy-trainer", "policy-trainer-worker"),
     "LoadCheckpoint": ("policy-trainer", "policy-trainer-worker"),
     "SaveModel": ("policy-trainer", "policy-trainer-worker"),

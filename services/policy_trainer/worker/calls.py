@@ -81,6 +81,8 @@ class Calls:
         """The weights are those of the model directory, with fresh optimizer state."""
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
+        self.on_published: Callable[[messages.WeightsRef], None] = lambda ref: None
+        """Told on rank 0 of each version that was put, before the driver is."""
         self.progress = 0
         """Micro-batches and calls done; the compute thread counts."""
         self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
@@ -404,6 +406,7 @@ class Calls:
                 # the weights are as they were: later calls may go on
                 self.refuse(request, call, error)
             else:
+                self.on_published(ref)
                 call.reply(messages.Published(ref=ref, seconds=time.perf_counter() - began))
 
         self._putting = asyncio.ensure_future(answer())

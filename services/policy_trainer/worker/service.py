@@ -6,15 +6,18 @@ One of `world_size` ranks; they join a group before anything else, and end toget
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.calls import RUNNERS, Calls
 from services.policy_trainer.worker.lane import Lane
+from services.policy_trainer.worker.transfer import WeightsSender, perturbed_weights
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
@@ -23,6 +26,7 @@ from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
+from shared.topology import Topology
 
 
 class PolicyTrainerWorker(Service):
@@ -48,11 +52,29 @@ class PolicyTrainerWorker(Service):
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
         self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
         self.progress = lambda: self._calls.progress
+        self._sender: WeightsSender | None = None
+        if instance == 0 and topology.services.rollout.transfer_s is not None:
+            self._send_weights(topology, topology.services.rollout.transfer_s)
         self._running = asyncio.Lock()
         for kind in RUNNERS:
             self.mailbox.handle(kind, self._queue)
         self.mailbox.handle(messages.GetWorkerState, self._state)
         self.mailbox.handle(messages.Meet, self._group.on_meet)
+
+    def _send_weights(self, topology: Topology, deadline_s: float) -> None:
+        """Engines may ask this rank for weights."""
+        policy, rollout = topology.policy, topology.services.rollout
+        sender = self._sender = WeightsSender(
+            self.run,
+            self._data,
+            route=rollout.weights,
+            deadline_s=deadline_s,
+            perturbed=functools.partial(perturbed_weights, Path(policy.model), policy.dtype),
+            emit=self.telemetry.emit,
+        )
+        self._calls.on_published = sender.published
+        self.mailbox.handle(messages.AskTransfer, sender.ask)
+        self.mailbox.handle(messages.EndTransfer, sender.end)
 
     # ---- life
 
@@ -89,6 +111,8 @@ class PolicyTrainerWorker(Service):
 
     async def drain(self) -> None:
         """A checkpoint being written is finished; a computation is not waited for."""
+        if self._sender is not None:
+            self._sender.close()
         await self._calls.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
 

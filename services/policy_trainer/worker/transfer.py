@@ -1,0 +1,211 @@
+"""Sends policy versions to engines over collectives, one communicator and one thread an engine, on the rank that puts
+them. Must never make training wait, nor one engine for another.
+
+What is sent is read from where the version was put: it is the same bytes as the other route's, and any version that
+the store still has can be sent, however far training has gone since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from proto import messages
+from proto.ids import new_incarnation
+from proto.messages import ErrorCode, WeightsRef
+from services.policy_trainer.worker.transfer_state import (
+    Abort,
+    Asked,
+    Broke,
+    Ended,
+    Event,
+    Grant,
+    Passed,
+    Refuse,
+    Transfers,
+)
+from shared.batch import weights_meta
+from shared.dataplane.client import DataClient
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
+from shared.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shared.topology.services import WeightsRoute
+    from shared.transfer.gloo import GlooGroup
+
+KEPT = 8
+"""Published versions that are remembered; the store has deleted older ones, or will."""
+Emit = Callable[[str, dict[str, float | str]], None]
+
+
+@dataclass
+class _Line:
+    """The thread that talks to one engine over one communicator. `group` belongs to that thread."""
+
+    thread: ThreadPoolExecutor
+    meeting: Path
+    ranks: int
+    group: GlooGroup | None = None
+
+
+class WeightsSender:
+    """Answers AskTransfer and EndTransfer. Belongs to the event loop, which it never blocks."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        data: DataClient,
+        *,
+        route: WeightsRoute,
+        deadline_s: float,
+        perturbed: Callable[[int], dict[str, Tensor]],
+        emit: Emit,
+    ) -> None:
+        """`perturbed(seed)`: the weights of the start-up drill, computed anew; `emit(topic, values)`: telemetry."""
+        self._run = run
+        self._data = data
+        self._route = route
+        self._deadline_s = deadline_s
+        self._perturbed = perturbed
+        self._emit = emit
+        self._transfers = Transfers(new_incarnation, deadline_s)
+        self._lines: dict[int, _Line] = {}
+        self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
+        self._drill: asyncio.Task[dict[str, Tensor]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._log = structlog.get_logger("transfer")
+
+    def published(self, ref: WeightsRef) -> None:
+        """Engines will ask for this version."""
+        self._published[ref.lineage, ref.step] = ref
+        while len(self._published) > KEPT:
+            self._published.popitem(last=False)
+        self._drill = None  # engines that start later make another
+
+    async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
+        """Begin to send what is asked for. Raises RpcError: missing, conflict."""
+        from shared.transfer.table import described
+
+        if request.host_id != self._run.host_id:
+            raise RpcError(ErrorCode.MISSING, f"route {self._route} stays on one host; take the shards")
+        tensors = await self._tensors(request)
+        parameters = described(tensors)
+        life = Asked(request.instance, request.incarnation, request.communicator)
+        grant = self._handle(life)
+        if grant is None:
+            raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
+        if grant.new:
+            meeting = self._run.sockets / f"meet-{grant.communicator:x}"
+            thread = ThreadPoolExecutor(1, f"transfer-{grant.engine}")
+            self._lines[grant.communicator] = _Line(thread, meeting, 1 + request.ranks)
+        line = self._lines[grant.communicator]
+        work = functools.partial(self._send, line, tensors)
+        sending = asyncio.get_running_loop().run_in_executor(line.thread, work)
+        sending.add_done_callback(functools.partial(self._sent, grant.communicator))
+        return messages.TransferOffer(
+            communicator=grant.communicator,
+            number=grant.number,
+            deadline_s=self._deadline_s,
+            parameters=parameters,
+            meeting=line.meeting.name,
+        )
+
+    async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
+        """The engine has it all, or will never."""
+        self._handle(
+            Ended(request.instance, request.incarnation, request.communicator, request.number, request.failure)
+        )
+        return messages.Ack()
+
+    def close(self) -> None:
+        """Let every communicator go; threads that still send end with this process, or at their deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for communicator in list(self._lines):
+            self._drop(communicator)
+
+    async def _tensors(self, request: messages.AskTransfer) -> Mapping[str, Tensor]:
+        from shared.tensors_torch import to_torch
+
+        ref = self._published.get((request.lineage, request.step))
+        if ref is None:
+            raise RpcError(
+                ErrorCode.MISSING,
+                f"version {request.step} of lineage {request.lineage} was not published by this life of the trainer",
+            )
+        if request.drill:
+            if self._drill is None or (self._drill.done() and self._drill.exception() is not None):
+                self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref.drill_seed))
+            return await asyncio.shield(self._drill)
+        (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
+        return {name: to_torch(values) for name, values in found.items()}
+
+    # ---- decisions
+
+    def _handle(self, event: Event) -> Grant | None:
+        """Do what follows from `event`, but for the sending. Raises RpcError(conflict)."""
+        granted: Grant | None = None
+        loop = asyncio.get_running_loop()
+        for effect in self._transfers.handle(event, loop.time()):
+            match effect:
+                case Grant():
+                    granted = effect
+                case Abort():
+                    self._abort(effect)
+                case Refuse():
+                    raise RpcError(ErrorCode.CONFLICT, effect.why)
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._transfers.next_deadline()
+        self._timer = None if deadline is None else loop.call_at(deadline, self._handle, Passed())
+        return granted
+
+    def _abort(self, effect: Abort) -> None:
+        self._log.warning("transfer aborted", engine=effect.engine, route=self._route, why=effect.why)
+        self._emit("weights/aborted", {"engine": effect.engine, "route": self._route, "why": effect.why[:200]})
+        self._drop(effect.communicator)
+
+    def _drop(self, communicator: int) -> None:
+        line = self._lines.pop(communicator)
+        line.group = None  # sockets close once its thread is out of it, at the deadline the latest
+        line.meeting.unlink(missing_ok=True)
+        line.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _sent(self, communicator: int, sending: asyncio.Future[None]) -> None:
+        """That it was sent says nothing: the engine says when it has it."""
+        if sending.cancelled():
+            return
+        error = sending.exception()
+        if error is not None:
+            self._handle(Broke(communicator, str(error)[:200] or type(error).__name__))
+
+    # ---- on an engine's thread
+
+    def _send(self, line: _Line, tensors: Mapping[str, Tensor]) -> None:
+        from shared.transfer.gloo import GlooGroup
+
+        if line.group is None:
+            line.group = GlooGroup(line.meeting, 0, line.ranks, deadline_s=self._deadline_s)
+            line.meeting.unlink(missing_ok=True)
+        line.group.broadcast(tensors.values())
+
+
+def perturbed_weights(model_dir: Path, dtype: str, seed: int) -> dict[str, Tensor]:
+    """The weights of a model directory as the start-up drill has them, by parameter name."""
+    from shared.drill import perturb
+    from shared.model.load import load_model, named_weights
+    from shared.tensors_torch import to_numpy, to_torch
+
+    named = named_weights(load_model(model_dir, dtype))
+    return {name: to_torch(perturb(name, to_numpy(tensor), seed)) for name, tensor in named.items()}

@@ -1,0 +1,37 @@
+"""Which tensors a transfer brings, as both ends see them. Must never send any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from proto import dtypes
+from proto.messages import TransferParameter
+
+
+def described(tensors: Mapping[str, Tensor]) -> list[TransferParameter]:
+    """One row for each of `tensors`, in order. Raises WireError for a dtype that cannot travel."""
+    return [
+        TransferParameter(name, dtypes.by_name(str(each.dtype).removeprefix("torch.")).name, list(each.shape))
+        for name, each in tensors.items()
+    ]
+
+
+def room_for(parameters: Sequence[TransferParameter]) -> dict[str, Tensor]:
+    """Uninitialised host memory for `parameters`, in order. Raises WireError for an unknown dtype."""
+    return {
+        each.name: torch.empty(each.shape, dtype=getattr(torch, dtypes.by_name(each.dtype).name)) for each in parameters
+    }
+
+
+def nbytes(parameters: Sequence[TransferParameter]) -> int:
+    """Bytes of all of them."""
+    total = 0
+    for each in parameters:
+        size = dtypes.by_name(each.dtype).itemsize
+        for length in each.shape:
+            size *= length
+        total += size
+    return total
