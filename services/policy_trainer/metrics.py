@@ -13,7 +13,7 @@ from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.policy_trainer.sums import add_up
 from shared.stages import REFERENCE_SCALAR
 
-SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS = "sync_error", "sync_bytes", "sync_seconds"
+SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
 """Of the syncs that brought the weights with which the step's samples were made."""
 SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
@@ -104,6 +104,7 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
         row["sync/canary_error"] = float(scalars[SYNC_ERROR].max())
         row["sync/bytes"] = float(scalars[SYNC_BYTES].max())
         row["time/sync"] = _mean(scalars[SYNC_SECONDS])
+        row["sync/sent"] = _mean(scalars[SYNC_SENT])
     if KL_SCALAR in scalars:
         row["reward/kl"] = _mean(scalars[KL_SCALAR])
     if REFERENCE_SCALAR in scalars:

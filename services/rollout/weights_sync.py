@@ -47,9 +47,14 @@ class SyncReport:
     def scalars(self, samples: int) -> dict[str, Array]:
         """What a completion says of the weights its samples were made with: float32 [samples] each.
 
-        Bytes are exact to 24 bits.
+        Bytes are exact to 24 bits; `sync_sent` is 1 for weights that the trainer sent, 0 for shards.
         """
-        values = {"sync_error": self.canary_error, "sync_seconds": self.seconds, "sync_bytes": self.nbytes}
+        values = {
+            "sync_error": self.canary_error,
+            "sync_seconds": self.seconds,
+            "sync_bytes": self.nbytes,
+            "sync_sent": float(self.route != SHARDS),
+        }
         return {name: np.full(samples, value, np.float32) for name, value in values.items()}
 
 

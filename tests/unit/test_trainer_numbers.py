@@ -70,6 +70,7 @@ def step_batch(rewards: list[float]) -> StepBatch:
             "sync_error": np.array([1e-6, 1e-6, 3e-6, 3e-6], np.float32),
             "sync_seconds": np.array([1, 1, 2, 2], np.float32),
             "sync_bytes": np.full(4, 4096, np.float32),
+            "sync_sent": np.array([1, 1, 0, 1], np.float32),
         },
         reward_mean_unfiltered=0.25,
     )
@@ -131,6 +132,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["rollout/staleness_mean"] == pytest.approx(0.5)
     assert row["rollout/staleness_max"] == 1.0
     assert (row["sync/canary_error"], row["sync/bytes"], row["time/sync"]) == (pytest.approx(3e-6), 4096.0, 1.5)
+    assert row["sync/sent"] == 0.75
     assert row["rollout/length_mean"] == 4.0
     assert row["rollout/truncated_fraction"] == 0.25
     assert row["reward/mean"] == 0.25

@@ -1,0 +1,147 @@
+"""Engines that ask, die, hang and come back, in any order: communicators are never shared, mended or forgotten, and
+nobody's trouble reaches another engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.policy_trainer.worker.transfer_state import (
+    Abort,
+    Asked,
+    Broke,
+    Ended,
+    Event,
+    Grant,
+    Passed,
+    Refuse,
+    Transfers,
+)
+
+DEADLINE_S = 10.0
+ENGINES = st.integers(0, 2)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """`holds`, `life`: what each engine believes; `open`: communicators as the trainer's threads see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = itertools.count(1)
+        self.transfers = Transfers(lambda: next(numbers), DEADLINE_S)
+        self.lives = itertools.count(1)
+        self.now = 0.0
+        self.life = {engine: next(self.lives) for engine in range(3)}
+        self.holds = dict.fromkeys(range(3), 0)
+        self.known: set[int] = set()
+        """Lives that have asked."""
+        self.earlier: dict[int, list[int]] = {engine: [] for engine in range(3)}
+        self.open: dict[int, tuple[int, int]] = {}
+        """Communicator -> (engine, life)."""
+        self.closed: set[int] = set()
+        self.sending: dict[int, tuple[int, float]] = {}
+        """Communicator -> (number of the transfer that it carries, when it must be over)."""
+
+    def take(self, event: Event, *, only: int | None = None) -> list[Grant | Refuse]:
+        """Do what is said; `only`: the engine that anything may happen to."""
+        answers: list[Grant | Refuse] = []
+        for effect in self.transfers.handle(event, self.now):
+            if only is not None and not isinstance(effect, Refuse):
+                assert effect.engine == only
+            match effect:
+                case Abort():
+                    assert self.open.pop(effect.communicator)[0] == effect.engine
+                    self.sending.pop(effect.communicator, None)
+                    self.closed.add(effect.communicator)
+                case Grant():
+                    if effect.new:
+                        assert effect.communicator not in self.open.keys() | self.closed
+                        self.open[effect.communicator] = (effect.engine, self.life[effect.engine])
+                    assert self.open[effect.communicator] == (effect.engine, self.life[effect.engine])
+                    assert effect.communicator not in self.sending
+                    self.sending[effect.communicator] = (effect.number, self.now + DEADLINE_S)
+                    answers.append(effect)
+                case Refuse():
+                    answers.append(effect)
+        return answers
+
+    @rule(engine=ENGINES, heard=st.booleans())
+    def ask(self, engine: int, heard: bool) -> None:
+        held = self.holds[engine]
+        healthy = self.open.get(held) == (engine, self.life[engine]) and held not in self.sending
+        (grant,) = self.take(Asked(engine, self.life[engine], held), only=engine)
+        assert isinstance(grant, Grant)
+        self.known.add(self.life[engine])
+        assert grant.new != healthy  # one is kept exactly as long as nothing went wrong with it
+        if heard:
+            self.holds[engine] = grant.communicator
+
+    @precondition(lambda self: any(self.earlier.values()))
+    @rule(data=st.data())
+    def ask_of_a_replaced_life(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([each for each, lives in self.earlier.items() if lives]))
+        life = data.draw(st.sampled_from(self.earlier[engine]))
+        before = dict(self.open)
+        (answer,) = self.take(Asked(engine, life, data.draw(st.sampled_from([0, *before]))))
+        assert isinstance(answer, Refuse)
+        assert self.open == before
+
+    @rule(engine=ENGINES)
+    def begin_a_new_life(self, engine: int) -> None:
+        """Killed and started again. The trainer hears of it with the first question."""
+        old = self.life[engine]
+        self.life[engine] = next(self.lives)
+        self.holds[engine] = 0
+        self.ask(engine, True)
+        assert old not in {life for _, life in self.open.values()}
+        if old in self.known:
+            self.earlier[engine].append(old)
+
+    @precondition(lambda self: self.sending)
+    @rule(data=st.data(), failure=st.sampled_from(["", "killed"]), stale=st.booleans())
+    def end(self, data: st.DataObject, failure: str, stale: bool) -> None:
+        communicator = data.draw(st.sampled_from(sorted(self.sending)))
+        engine, life = self.open[communicator]
+        number = self.sending[communicator][0] - int(stale)
+        before = dict(self.sending)
+        self.take(Ended(engine, life, communicator, number, failure), only=engine)
+        if stale:
+            assert self.sending == before
+        elif failure:
+            assert communicator in self.closed
+        else:
+            assert communicator in self.open
+            del self.sending[communicator]
+
+    @precondition(lambda self: self.open or self.closed)
+    @rule(data=st.data())
+    def break_one(self, data: st.DataObject) -> None:
+        communicator = data.draw(st.sampled_from(sorted(self.open.keys() | self.closed)))
+        engine = self.open.get(communicator, (None,))[0]
+        self.take(Broke(communicator, "connection closed"), only=engine)
+        assert communicator not in self.open
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, DEADLINE_S]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        on_time = {each for each, (_, deadline) in self.sending.items() if self.now < deadline}
+        idle = self.open.keys() - self.sending.keys()
+        self.take(Passed())
+        assert self.sending.keys() == on_time
+        assert self.open.keys() == on_time | idle
+
+    @invariant()
+    def one_communicator_an_engine(self) -> None:
+        engines = [engine for engine, _ in self.open.values()]
+        assert len(engines) == len(set(engines))
+
+    @invariant()
+    def whoever_hangs_is_given_up_in_time(self) -> None:
+        deadlines = [deadline for _, deadline in self.sending.values()]
+        assert self.transfers.next_deadline() == min(deadlines, default=None)
+
+
+TestAnyOrder = AnyOrder.TestCase
