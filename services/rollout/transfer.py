@@ -48,6 +48,12 @@ class Transfers:
         self._deadline_s = deadline_s
         self._busy = asyncio.Lock()
         self._line: _Line | None = None
+        self._telling: asyncio.Task[None] | None = None
+
+    @property
+    def communicator(self) -> int:
+        """The one that is held; 0 for none."""
+        return self._line.communicator if self._line is not None else 0
 
     async def receive(self, ref: WeightsRef, *, drill: bool) -> dict[str, Array]:
         """The weights of `ref`, or of its start-up drill, by parameter name. Raises TransferFailed."""
@@ -68,7 +74,7 @@ class Transfers:
                 if isinstance(error, asyncio.CancelledError):
                     raise
                 why = str(error) or f"{type(error).__name__} after {offer.deadline_s:g} s"
-                await self._end(offer, why)
+                self._telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
                 raise TransferFailed(why) from None
             await self._end(offer, "")
             return received
@@ -83,7 +89,7 @@ class Transfers:
         return AskTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
-            communicator=self._line.communicator if self._line is not None else 0,
+            communicator=self.communicator,
             ranks=1,
             host_id=self._run.host_id,
             lineage=ref.lineage,
@@ -92,7 +98,7 @@ class Transfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> None:
-        """A trainer that does not hear of it ends the communicator at the deadline."""
+        """A trainer that does not hear of it ends the communicator at the deadline; so does this end."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
@@ -103,7 +109,8 @@ class Transfers:
         try:
             await self._trainer.call(request, Ack, deadline_s=END_S)
         except (RpcError, WireError):
-            self.close()
+            if self.communicator == offer.communicator:
+                self.close()
 
     # ---- on the thread
 

@@ -10,11 +10,13 @@ import math
 from typing import Any, TypeGuard
 
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
+from shared.topology.services import Lease
 
 # One forward pass of the embedded engine is at its best from about here.
 _LEASE_SAMPLES = 256
 _PARTIAL_S = 10.0
-_TRANSFER_S = 60.0
+_TRANSFER_OF_LEASE = 2 / 3
+_LEASE_S: float = Lease.model_fields["lease_s"].default
 _TIS_CAP = 2.0
 _STD_EPSILON = 1e-6
 
@@ -47,7 +49,10 @@ def fill(data: dict[str, Any]) -> None:
     if rollout is not None and _samples_single_answers(data, algorithm, rollout):
         rollout.setdefault("partial_s", _PARTIAL_S)
     if rollout is not None and rollout.get("weights", "shards") != "shards":
-        rollout.setdefault("transfer_s", _TRANSFER_S)
+        lease = data.get("lease")
+        lease_s = lease.get("lease_s", _LEASE_S) if isinstance(lease, dict) else _LEASE_S
+        if isinstance(lease_s, int | float) and lease_s > 0:
+            rollout.setdefault("transfer_s", lease_s * _TRANSFER_OF_LEASE)
 
 
 def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:

@@ -58,6 +58,11 @@ def _route(topology: Topology) -> Found:
         return
     if rollout.transfer_s is None:
         yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit, leave it out or set seconds"
+    elif rollout.transfer_s >= topology.lease.lease_s:
+        message = (
+            f"{rollout.transfer_s:g} is no less than lease.lease_s ({topology.lease.lease_s:g}), in which an engine"
+        )
+        yield ("services", "rollout", "transfer_s"), f"{message} that waits loses its lease; use less, or raise that"
     if rollout.engine == "openai":
         yield path, f"{route}: engine openai is handed a file, use shards"
         return

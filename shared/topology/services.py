@@ -106,8 +106,8 @@ class Rollout(Placed):
     )
     transfer_s: Seconds | None = Field(
         default=None,
-        description="seconds after which a weight transfer that is not over is given up, above 0; default 60 unless "
-        "weights is shards, which has none",
+        description="seconds after which a weight transfer that is not over is given up, less than lease.lease_s; "
+        "default two thirds of that, with shards none",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(

@@ -27,8 +27,8 @@ SMALL = (
     "services.batch-store.memory=128MiB",
 )
 """Four blocks a step, two updates of it, all kinds of shards."""
-_LIVE = ("time/", "throughput/", "store/", "gc/")
-"""Of what a row tells, these are of the time and of the machine; everything else is of the training."""
+_LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
+"""Of what a row tells, these are of the time, the machine and the weights' way; everything else is of the training."""
 LIMIT_S = 400.0
 
 

@@ -33,16 +33,18 @@ def test_what_is_compared_differs_from_step_to_step(undisturbed: Path) -> None:
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """All of promise 9 in one run: the same seed again, other engines, kills; an undisturbed one is within it."""
+    """All of promise 9 in one run: the same seed again, other engines, another route of the weights, kills; an
+    undisturbed one is within it."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
-    with parity.start(tmp_path, "services.rollout.instances=2") as run:
+    with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
         for step, services in kills.items():
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             for service in services:
                 parity.kill(run, service)
         assert run.end() == 0, run.output()
     assert parity.differences(undisturbed, run.path) == []
+    assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
 
 
 def test_launcher_killed_and_run_resumed_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""One end of weight transfers as a process: `python -m tests.integration.transfer_process RUN trainer|ENGINE`.
+
+Reads commands from standard input, one of JSON a line, and prints one line of JSON for each thing that happens. It runs
+what the services run; only the hand that stops or kills it in the midst of a transfer is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import xxhash
+import zmq
+from torch import Tensor
+
+from proto.ids import new_incarnation
+from proto.messages import AskTransfer, Canary, EndTransfer, WeightsRef
+from proto.tensors import Array
+from services.policy_trainer.worker.transfer import WeightsSender
+from services.rollout.transfer import TransferFailed, Transfers
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.client import Client
+from shared.rpc.mailbox import Mailbox
+from shared.rundir import RunDir, service_name
+from shared.tensors_torch import to_torch
+from shared.transfer import gloo
+from tests.integration.store_process import STORE
+
+DEADLINE_S = 4.0
+TENSORS, ROWS = 12, 1 << 18
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def digest(weights: dict[str, Array]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(name.encode() + values.tobytes() for name, values in weights.items()))
+
+
+def made(step: int) -> dict[str, Array]:
+    """48 MiB that no other step has, and every kind of shape that could be forgotten."""
+    chance = np.random.default_rng(step)
+    weights = {f"layer.{i}.weight": chance.random((ROWS, 4), np.float32) for i in range(TENSORS)}
+    return {**weights, "scalar": np.array(step, np.float32), "none": np.zeros((0, 3), np.float32)}
+
+
+def hurt(how: str, after: int) -> None:
+    """In the next transfer, once `after` tensors have passed, this process gets a signal."""
+    broadcast = gloo.GlooGroup.broadcast
+
+    def passing(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        for number, tensor in enumerate(tensors):
+            if number == after:
+                say(hurt=how)
+                os.kill(os.getpid(), SIGNALS[how])
+            yield tensor
+
+    def hurting(group: gloo.GlooGroup, tensors: Iterable[Tensor]) -> None:
+        gloo.GlooGroup.broadcast = broadcast  # type: ignore[method-assign]
+        broadcast(group, passing(tensors))
+
+    gloo.GlooGroup.broadcast = hurting  # type: ignore[method-assign]
+
+
+async def commands() -> Any:
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        if "hurt" in command:
+            hurt(command["hurt"], command["after"])
+        yield command
+
+
+def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str, incarnation: int) -> Client:
+    return Client(context, run.endpoint(service, 0), service_name(service, 0), incarnation)
+
+
+def reference(step: int, nbytes: int = 0) -> WeightsRef:
+    canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0)
+    return WeightsRef(
+        lineage=1,
+        step=step,
+        task_id=f"weights/1/{step}",
+        fence=1,
+        store=STORE,
+        nbytes=nbytes,
+        canary=canary,
+        drill=canary,
+        drill_seed=7,
+    )
+
+
+async def trainer(run: RunDir) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incarnation = new_incarnation()
+    store = client_of(run, context, "batch-store", incarnation)
+    data = DataClient(lambda service, instance: store)
+    sender = WeightsSender(
+        run,
+        data,
+        route="gloo",
+        deadline_s=DEADLINE_S,
+        perturbed=lambda seed: {name: to_torch(values) for name, values in made(-seed % 1000).items()},
+        emit=lambda topic, values: say(topic=topic, at=time.monotonic(), **values),
+    )
+    mailbox = Mailbox("policy-trainer-worker/0", incarnation)
+    mailbox.handle(AskTransfer, sender.ask)
+    mailbox.handle(EndTransfer, sender.end)
+    mailbox.bind(context, run.endpoint("policy-trainer-worker", 0))
+    say(ready=True)
+    async for command in commands():
+        if "publish" in command:
+            step = command["publish"]
+            weights = made(step)
+            (receipt,) = await data.put([TaskShards(f"weights/1/{step}", 1, weights)], store=STORE, deadline_s=20)
+            sender.published(reference(step, receipt.nbytes))
+            say(published=step, digest=digest(weights))
+
+
+async def engine(run: RunDir, instance: int) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incarnation = new_incarnation()
+    peer = client_of(run, context, "policy-trainer-worker", incarnation)
+    transfers = Transfers(run, peer, instance=instance, incarnation=incarnation, deadline_s=DEADLINE_S)
+    say(ready=True)
+    async for command in commands():
+        if "step" not in command:
+            continue
+        began = time.monotonic()
+        try:
+            weights = await transfers.receive(reference(command["step"]), drill=command.get("drill", False))
+            found = {"digest": digest(weights)}
+        except TransferFailed as error:
+            found = {"failed": str(error)}
+        say(**found, communicator=transfers.communicator, seconds=time.monotonic() - began, at=time.monotonic())
+
+
+if __name__ == "__main__":
+    folder, who = sys.argv[1:]
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is the test's
+    opened = RunDir.open(Path(folder))
+    asyncio.run(trainer(opened) if who == "trainer" else engine(opened, int(who)))
