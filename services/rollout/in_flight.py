@@ -77,7 +77,7 @@ class InFlight:
                 return
             began = time.perf_counter()
             await self._engine.pause()
-            await self._sync.load(ref, delivery.weights, delivery.route)
+            await self._sync.load(ref, delivery)
             versions.append(ref.step)
             await self._engine.resume()  # not after a failure: the service ends
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

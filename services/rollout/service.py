@@ -22,7 +22,7 @@ from services.rollout.partial import PartialJournal
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import TaskSets
-from services.rollout.transfer import Transfers
+from services.rollout.transfer import Receiver, Transfers
 from services.rollout.weights_source import SHARDS, ShardSource, TransferSource, WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
@@ -59,7 +59,7 @@ class RolloutService(Service):
         self._answers: AnswerSampler | None = None
         self._worker: RolloutWorker | None = None
         self._in_flight: InFlight | None = None
-        self._transfers: Transfers | None = None
+        self._source: TransferSource | None = None
 
     async def start(self) -> None:
         """Users' code first: what cannot be imported ends the start within a second, not after the model."""
@@ -98,8 +98,8 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
             )
         )
-        source = self._weights_source(settings)
-        sync = WeightsSync(engine, self.name, self.telemetry.emit, source.drill)
+        source = self._weights_source(settings, engine)
+        sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
         self.progress = lambda: engine.progress
 
         async def leave(_: Parts) -> Parts:
@@ -148,18 +148,22 @@ class RolloutService(Service):
             on_text=self._on_text,
         )
 
-    def _weights_source(self, settings: Rollout) -> WeightsSource:
+    def _weights_source(self, settings: Rollout, engine: Engine) -> WeightsSource:
         shards = ShardSource(self._data)
         if settings.weights == SHARDS or settings.transfer_s is None:
             return shards
-        self._transfers = Transfers(
+        transfers = Transfers(
             self.run,
             self.client("policy-trainer-worker"),
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,
         )
-        return TransferSource(self._transfers, shards, route=settings.weights, emit=self.telemetry.emit)
+        receiver = engine if isinstance(engine, Receiver) else None
+        self._source = TransferSource(
+            transfers, shards, route=settings.weights, emit=self.telemetry.emit, engine=receiver
+        )
+        return self._source
 
     async def serve(self) -> None:
         if self._worker is None or self._rewards is None:
@@ -194,8 +198,8 @@ class RolloutService(Service):
             await self._workflows.close()
         if self._endpoint is not None:
             await self._endpoint.stop()
-        if self._transfers is not None:
-            self._transfers.close()
+        if self._source is not None:
+            self._source.close()
         self._text.shutdown(wait=False, cancel_futures=True)
         self._data.close()
         await super().close()

@@ -1,14 +1,15 @@
-"""An engine's end of a weight transfer: asks the trainer, joins its communicator, receives into memory of its own. Must
-never hand out a part of a version, nor wait past the deadline.
+"""An engine's end of weight transfers: asks the trainer, keeps the communicator, says how each ended. Must never let a
+communicator live on that may have half a version in it.
+
+Where the bytes go is a `Receiver`'s: memory of this process (`HostMemory`), or an engine's own (vLLM).
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from proto.errors import WireError
 from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer, WeightsRef
@@ -21,19 +22,30 @@ if TYPE_CHECKING:
     from shared.transfer.gloo import GlooGroup
 
 END_S = 5.0
+R = TypeVar("R", covariant=True)
 
 
 class TransferFailed(Exception):
-    """No version came. The engine holds what it held; the communicator is no more. One line."""
+    """No version came, and what the engine held it still holds; the communicator is no more. One line."""
 
 
-@dataclass
-class _Line:
-    """A communicator and the thread that it is used on. `group` belongs to that thread."""
+@runtime_checkable
+class Receiver(Protocol[R]):
+    """Joins communicators and receives, for one engine."""
 
-    communicator: int
-    thread: ThreadPoolExecutor
-    group: GlooGroup | None = None
+    @property
+    def ranks(self) -> int:
+        """How many processes join."""
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> R:
+        """All of `offer`, whose communicator is joined first (gloo: at `meeting`) if it is another than the last one.
+
+        Ends by itself at the offer's deadline. Raises anything: the communicator is left then. An engine that no longer
+        has a whole version raises RpcError.
+        """
+
+    def leave(self) -> None:
+        """The communicator is no more."""
 
 
 class Transfers:
@@ -47,58 +59,52 @@ class Transfers:
         self._incarnation = incarnation
         self._deadline_s = deadline_s
         self._busy = asyncio.Lock()
-        self._line: _Line | None = None
-        self._telling: asyncio.Task[None] | None = None
-
-    @property
-    def communicator(self) -> int:
+        self._telling: asyncio.Task[bool] | None = None
+        self.communicator = 0
         """The one that is held; 0 for none."""
-        return self._line.communicator if self._line is not None else 0
 
-    async def receive(self, ref: WeightsRef, *, drill: bool) -> dict[str, Array]:
-        """The weights of `ref`, or of its start-up drill, by parameter name. Raises TransferFailed."""
+    async def bring(self, ref: WeightsRef, receiver: Receiver[R], *, drill: bool) -> R:
+        """The weights of `ref`, or of its start-up drill, to `receiver`. Raises TransferFailed, and what that raises of
+        RpcError."""
         async with self._busy:
             try:
-                offer = await self._trainer.call(self._ask(ref, drill), TransferOffer, deadline_s=self._deadline_s)
+                offer = await self._trainer.call(
+                    self._ask(ref, receiver.ranks, drill), TransferOffer, deadline_s=self._deadline_s
+                )
             except (RpcError, WireError) as error:
                 raise TransferFailed(str(error)) from None
-            line = self._line
-            if line is None or line.communicator != offer.communicator:
-                self.close()
-                line = self._line = _Line(offer.communicator, ThreadPoolExecutor(1, "transfer"))
+            self.communicator = offer.communicator
             try:
-                work = asyncio.get_running_loop().run_in_executor(line.thread, self._take, line, offer)
-                received = await asyncio.wait_for(work, offer.deadline_s)
+                received = await receiver.receive(offer, self._run.sockets / Path(offer.meeting).name)
             except BaseException as error:
-                self.close()
+                self.communicator = 0
+                receiver.leave()
                 if isinstance(error, asyncio.CancelledError):
                     raise
-                why = str(error) or f"{type(error).__name__} after {offer.deadline_s:g} s"
+                why = str(error) or type(error).__name__
                 self._telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
+                if isinstance(error, RpcError):
+                    raise
                 raise TransferFailed(why) from None
-            await self._end(offer, "")
+            if not await self._end(offer, ""):
+                self.communicator = 0
+                receiver.leave()
             return received
 
-    def close(self) -> None:
-        """Give the communicator up; a thread that still receives ends at its deadline, and nobody sees what came."""
-        if self._line is not None:
-            self._line.thread.shutdown(wait=False, cancel_futures=True)
-            self._line = None
-
-    def _ask(self, ref: WeightsRef, drill: bool) -> AskTransfer:
+    def _ask(self, ref: WeightsRef, ranks: int, drill: bool) -> AskTransfer:
         return AskTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
             communicator=self.communicator,
-            ranks=1,
+            ranks=ranks,
             host_id=self._run.host_id,
             lineage=ref.lineage,
             step=ref.step,
             drill=drill,
         )
 
-    async def _end(self, offer: TransferOffer, failure: str) -> None:
-        """A trainer that does not hear of it ends the communicator at the deadline; so does this end."""
+    async def _end(self, offer: TransferOffer, failure: str) -> bool:
+        """Whether the trainer has heard of it; else it ends the communicator at the deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
@@ -109,19 +115,48 @@ class Transfers:
         try:
             await self._trainer.call(request, Ack, deadline_s=END_S)
         except (RpcError, WireError):
-            if self.communicator == offer.communicator:
-                self.close()
+            return False
+        return True
 
-    # ---- on the thread
 
-    def _take(self, line: _Line, offer: TransferOffer) -> dict[str, Array]:
+class HostMemory:
+    """A `Receiver` into new memory of this process, on a thread of its own: the engine goes on meanwhile."""
+
+    ranks = 1
+
+    def __init__(self) -> None:
+        self._line: _Line | None = None
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
+        """By parameter name."""
+        if self._line is None or self._line.communicator != offer.communicator:
+            self.leave()
+            self._line = _Line(offer.communicator)
+        line = self._line
+        return await asyncio.get_running_loop().run_in_executor(line.thread, line.take, offer, meeting)
+
+    def leave(self) -> None:
+        """A thread that still receives ends at its deadline, and nobody sees what came."""
+        if self._line is not None:
+            self._line.thread.shutdown(wait=False, cancel_futures=True)
+            self._line = None
+
+
+class _Line:
+    """A communicator and the thread that it is used on."""
+
+    def __init__(self, communicator: int) -> None:
+        self.communicator = communicator
+        self.thread = ThreadPoolExecutor(1, "transfer")
+        self._group: GlooGroup | None = None
+
+    def take(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
         from shared.tensors_torch import to_numpy
         from shared.transfer.gloo import GlooGroup
         from shared.transfer.table import room_for
 
-        if line.group is None:
-            meeting = self._run.sockets / Path(offer.meeting).name
-            line.group = GlooGroup(meeting, 1, 2, deadline_s=offer.deadline_s)
+        if self._group is None:
+            self._group = GlooGroup(meeting, 1, 2, deadline_s=offer.deadline_s)
         tensors = room_for(offer.parameters)
-        line.group.broadcast(tensors.values())
+        self._group.broadcast(tensors.values())
         return {name: to_numpy(tensor) for name, tensor in tensors.items()}

@@ -7,27 +7,67 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
 
 import structlog
 
-from proto.messages import WeightsRef
+from proto.messages import TransferOffer, WeightsRef
 from proto.tensors import Array
-from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.engine import Engine
+from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
+from shared.drill import perturb
 
 SHARDS = "shards"
 FETCH_S = 30.0
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
+class Entry(StrEnum):
+    """How weights get into an engine. Each is drilled by itself."""
+
+    SET = "set_weights"
+    RECEIVE = "receive"
+
+
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """The weights of one version, by parameter name, and the route that they came by."""
+class Loaded:
+    """What was set in an engine, the route that it came by, and how it got in."""
+
+    route: str
+    entry: Entry
+    parameters: int
+    nbytes: int
+
+
+@runtime_checkable
+class Delivery(Protocol):
+    """Weights that are here, or about to come."""
+
+    @property
+    def entry(self) -> Entry:
+        """How it means to get in."""
+
+    async def load(self, engine: Engine) -> Loaded:
+        """Set them. Raises WeightsMismatch, RpcError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Weights that are here, by parameter name."""
 
     weights: Mapping[str, Array]
     route: str = SHARDS
+
+    @property
+    def entry(self) -> Entry:
+        return Entry.SET
+
+    async def load(self, engine: Engine) -> Loaded:
+        await engine.set_weights(self.weights)
+        return Loaded(self.route, self.entry, len(self.weights), sum(each.nbytes for each in self.weights.values()))
 
 
 class WeightsSource(Protocol):
@@ -36,8 +76,8 @@ class WeightsSource(Protocol):
     async def fetch(self, ref: WeightsRef) -> Delivery:
         """The weights of `ref`. Raises RpcError when they are not to be had."""
 
-    async def drill(self, ref: WeightsRef, route: str) -> Mapping[str, Array] | None:
-        """What comes by `route` for the start-up drill; None: the engine perturbs its own weights."""
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        """The weights of the start-up drill, to get in by `entry`."""
 
 
 class ShardSource:
@@ -48,41 +88,101 @@ class ShardSource:
 
     async def fetch(self, ref: WeightsRef) -> Delivery:
         (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S)
-        return Delivery(weights)
+        return Arrays(weights)
 
-    async def drill(self, ref: WeightsRef, route: str) -> Mapping[str, Array] | None:
-        return None
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        return await own_drill(engine, ref)
+
+
+async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
+    """The engine's own base weights, perturbed: what the trainer would put for the drill."""
+    base = await engine.base_weights()
+    return Arrays({name: perturb(name, values, ref.drill_seed) for name, values in base.items()})
 
 
 class TransferSource:
     """The trainer, who sends over a communicator. What it cannot send is taken from the store, and said so."""
 
-    def __init__(self, transfers: Transfers, shards: ShardSource, *, route: str, emit: Emit) -> None:
-        """`emit(topic, values)`: telemetry."""
-        self._transfers = transfers
-        self._shards = shards
-        self._route = route
+    def __init__(
+        self,
+        transfers: Transfers,
+        shards: ShardSource,
+        *,
+        route: str,
+        emit: Emit,
+        engine: Receiver[TransferOffer] | None = None,
+    ) -> None:
+        """`emit(topic, values)`: telemetry; `engine`: what receives into its own memory; None: this process does, while
+        the engine goes on."""
+        self.transfers = transfers
+        self.shards = shards
+        self.route = route
         self._emit = emit
+        self._engine = engine
+        self._memory = HostMemory()
         self._log = structlog.get_logger("transfer")
 
     async def fetch(self, ref: WeightsRef) -> Delivery:
+        if self._engine is not None:
+            return _IntoEngine(self, self._engine, ref, is_drill=False)
+        try:
+            began = time.perf_counter()
+            weights = await self.transfers.bring(ref, self._memory, drill=False)
+        except TransferFailed as error:
+            self.failed(ref, error)
+            return await self.shards.fetch(ref)
+        self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
+        return Arrays(weights, self.route)
+
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        if self._engine is not None:
+            if entry == Entry.SET:  # the shards had to be taken
+                return await own_drill(engine, ref)
+            return _IntoEngine(self, self._engine, ref, is_drill=True)
+        try:
+            return Arrays(await self.transfers.bring(ref, self._memory, drill=True), self.route)
+        except TransferFailed as error:
+            self.failed(ref, error)
+            return await own_drill(engine, ref)
+
+    def close(self) -> None:
+        """The service ends."""
+        self._memory.leave()
+
+    def done(self, ref: WeightsRef, nbytes: int, seconds: float) -> None:
+        """Say that a version came."""
+        values: dict[str, float | str] = {"step": ref.step, "route": self.route, "bytes": nbytes, "seconds": seconds}
+        self._emit("weights/transfer", values)
+
+    def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
+        """Say that the shards are taken instead."""
+        self._log.warning("transfer failed, the shards are taken", step=ref.step, route=self.route, why=str(error))
+        self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
+
+
+@dataclass(frozen=True, slots=True)
+class _IntoEngine:
+    """Weights that the engine itself will receive, between two steps."""
+
+    source: TransferSource
+    receiver: Receiver[TransferOffer]
+    ref: WeightsRef
+    is_drill: bool
+
+    @property
+    def entry(self) -> Entry:
+        return Entry.RECEIVE
+
+    async def load(self, engine: Engine) -> Loaded:
+        from shared.transfer.table import nbytes
+
         began = time.perf_counter()
         try:
-            weights = await self._transfers.receive(ref, drill=False)
+            offer = await self.source.transfers.bring(self.ref, self.receiver, drill=self.is_drill)
         except TransferFailed as error:
-            self._log.warning("transfer failed, the shards are taken", step=ref.step, route=self._route, why=str(error))
-            self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
-            return await self._shards.fetch(ref)
-        values: dict[str, float | str] = {
-            "step": ref.step,
-            "route": self._route,
-            "bytes": sum(each.nbytes for each in weights.values()),
-            "seconds": time.perf_counter() - began,
-        }
-        self._emit("weights/transfer", values)
-        return Delivery(weights, self._route)
-
-    async def drill(self, ref: WeightsRef, route: str) -> Mapping[str, Array] | None:
-        if route == SHARDS:
-            return None
-        return await self._transfers.receive(ref, drill=True)
+            self.source.failed(self.ref, error)
+            instead = own_drill(engine, self.ref) if self.is_drill else self.source.shards.fetch(self.ref)
+            return await (await instead).load(engine)
+        size = nbytes(offer.parameters)
+        self.source.done(self.ref, size, time.perf_counter() - began)
+        return Loaded(self.source.route, self.entry, len(offer.parameters), size)

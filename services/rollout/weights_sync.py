@@ -1,16 +1,15 @@
 """Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
 that have not matched the trainer's canary.
 
-Before the first version of each route the start-up drill: a perturbed copy of the engine's own base weights goes
-through the same route and `set_weights` and must match the trainer's canary of that copy, which finds parameters that
-an update never reaches.
+Before the first version the start-up drill: a perturbed copy of the engine's own base weights takes the same way into
+the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
 A failed engine does not come back by itself: DEAD -> HEALTHY is not an edge, only a new start with a new drill is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +17,7 @@ import numpy as np
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
-from services.rollout.weights_source import SHARDS
-from shared.drill import perturb
+from services.rollout.weights_source import SHARDS, Arrays, Delivery, Entry, Loaded, WeightsSource, own_drill
 from shared.rpc.errors import RpcError
 
 
@@ -63,10 +61,10 @@ class _Coming:
     """A version on its way into the engine; `started` by the performance counter."""
 
     ref: WeightsRef
-    weights: Mapping[str, Array]
-    route: str
+    delivery: Delivery
     started: float
-    is_set: bool = False
+    loaded: Loaded | None = None
+    """None: it is not in the engine."""
 
 
 class WeightsSync:
@@ -77,16 +75,16 @@ class WeightsSync:
         engine: Engine,
         who: str,
         emit: Callable[[str, dict[str, float | str]], None],
-        drills: Callable[[WeightsRef, str], Awaitable[Mapping[str, Array] | None]] | None = None,
+        source: WeightsSource | None = None,
     ) -> None:
-        """`who`: the service's name for errors; `emit(topic, values)`: where reports go; `drills(ref, route)`: the
-        drill's weights by a route (`WeightsSource.drill`), by default what the engine makes of its own."""
+        """`who`: the service's name for errors; `emit(topic, values)`: where reports go; `source`: what the drill's
+        weights come from, by default the engine's own."""
         self._engine = engine
         self._who = who
         self._emit = emit
-        self._drills = drills
-        self._drilled: set[str] = set()
-        """Routes that were proved to reach every parameter."""
+        self._source = source
+        self._drilled: set[Entry] = set()
+        """What was proved to reach every parameter."""
         self._coming: _Coming | None = None
         self.holds = Version()
         self.last: SyncReport | None = None
@@ -102,21 +100,22 @@ class WeightsSync:
         """The engine sleeps: its weights are lost."""
         self.holds = Version()
         if self._coming is not None:
-            self._coming.is_set = False
+            self._coming.loaded = None
 
-    async def load(self, ref: WeightsRef, weights: Mapping[str, Array], route: str = SHARDS) -> SyncReport:
+    async def load(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> SyncReport:
         """`place` and `prove`."""
-        await self.place(ref, weights, route)
+        await self.place(ref, weights)
         return await self.prove()
 
-    async def place(self, ref: WeightsRef, weights: Mapping[str, Array], route: str = SHARDS) -> None:
-        """Set `weights` (by parameter name), which came by `route`. The engine holds no version until `prove`.
+    async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
+        """Set `weights` (by parameter name, or as they come). The engine holds no version until `prove`.
 
         Raises RpcError(conflict) when they do not fit: the engine must not go on.
         """
         self.holds = Version()  # neither the old version nor the new one until it is proved
-        self._coming = _Coming(ref, weights, route, time.perf_counter())
-        if route in self._drilled:
+        delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
+        self._coming = _Coming(ref, delivery, time.perf_counter())
+        if delivery.entry in self._drilled:
             await self._set(self._coming)
 
     async def prove(self) -> SyncReport:
@@ -127,22 +126,18 @@ class WeightsSync:
         coming, self._coming = self._coming, None
         if coming is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
-        ref, weights = coming.ref, coming.weights
-        if coming.route not in self._drilled:
-            await self._drill(ref, coming.route)
-        if not coming.is_set:
-            await self._set(coming)
-        error = await self._prove(ref.canary, len(weights), f"version {ref.step} of lineage {ref.lineage}")
+        ref, loaded = coming.ref, await self._drilled_and_set(coming)
+        error = await self._prove(ref.canary, loaded.parameters, f"version {ref.step} of lineage {ref.lineage}")
         self.holds = Version(ref.lineage, ref.step)
         report = self.last = SyncReport(
             step=ref.step,
             lineage=ref.lineage,
-            parameters=len(weights),
-            nbytes=sum(value.nbytes for value in weights.values()),
+            parameters=loaded.parameters,
+            nbytes=loaded.nbytes,
             seconds=time.perf_counter() - coming.started,
             canary_error=error,
             tolerance=ref.canary.tolerance,
-            route=coming.route,
+            route=loaded.route,
         )
         self._emit(
             "weights",
@@ -159,23 +154,32 @@ class WeightsSync:
         )
         return report
 
-    async def _set(self, coming: _Coming) -> None:
+    async def _drilled_and_set(self, coming: _Coming) -> Loaded:
+        """What is in the engine now, by an entry that was drilled: another one than was meant, if that one failed."""
+        loaded = coming.loaded
+        while loaded is None or loaded.entry not in self._drilled:
+            entry = coming.delivery.entry if loaded is None else loaded.entry
+            if entry not in self._drilled:
+                await self._drill(coming.ref, entry)
+            loaded = await self._set(coming)
+        return loaded
+
+    async def _set(self, coming: _Coming) -> Loaded:
         try:
-            await self._engine.set_weights(coming.weights)
+            coming.loaded = await coming.delivery.load(self._engine)
         except WeightsMismatch as mismatch:
             raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {coming.ref.task_id}: {mismatch}") from None
-        coming.is_set = True
+        return coming.loaded
 
-    async def _drill(self, ref: WeightsRef, route: str) -> None:
-        perturbed = await self._drills(ref, route) if self._drills is not None else None
-        if perturbed is None:
-            base = await self._engine.base_weights()
-            perturbed = {name: perturb(name, values, ref.drill_seed) for name, values in base.items()}
-        await self._set(_Coming(ref, perturbed, route, 0.0))
-        error = await self._prove(ref.drill, len(perturbed), f"the start-up drill (seed {ref.drill_seed}, {route})")
-        values: dict[str, float | str] = {"parameters": len(perturbed), "route": route}
+    async def _drill(self, ref: WeightsRef, entry: Entry) -> None:
+        source = self._source
+        drill = own_drill(self._engine, ref) if source is None else source.drill(self._engine, ref, entry)
+        loaded = await self._set(_Coming(ref, await drill, 0.0))
+        what = f"the start-up drill (seed {ref.drill_seed}, by {loaded.route})"
+        error = await self._prove(ref.drill, loaded.parameters, what)
+        values: dict[str, float | str] = {"parameters": loaded.parameters, "route": loaded.route}
         self._emit("drill", {**values, "canary_error": error, "tolerance": ref.drill.tolerance})
-        self._drilled.add(route)
+        self._drilled.add(loaded.entry)
 
     async def _prove(self, canary: Canary, parameters: int, what: str) -> float:
         scores = await self._engine.score(canary.token_ids)

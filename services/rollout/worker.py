@@ -165,7 +165,7 @@ class RolloutWorker:
         # Not here: the engine held this version when the lease was prepared, and has left it since.
         weights = prepared.weights or await self._fetch(lease, ref)
         prepared.weights = None
-        await self._sync.place(ref, weights.weights, weights.route)
+        await self._sync.place(ref, weights)
         return True
 
     async def _have(self, parts: Parts) -> None:

@@ -28,7 +28,8 @@ class GlooGroup:
     """Blocks until all ranks are there. Raises TransferLost when they are not within `deadline_s`."""
 
     def __init__(self, meeting: Path, rank: int, ranks: int, *, deadline_s: float) -> None:
-        """`meeting`: a file that nobody has met in before; `rank` 0 sends, the others (of `ranks` in all) receive."""
+        """`meeting`: a file that nobody has met in before, to be kept until all have met (one may see that earlier than
+        another); `rank` 0 sends, the others (of `ranks` in all) receive."""
         self._deadline_s = deadline_s
         gloo: Any = ProcessGroupGloo  # more than its stubs know
         options = gloo._Options()

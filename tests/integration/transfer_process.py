@@ -26,7 +26,7 @@ from proto.ids import new_incarnation
 from proto.messages import AskTransfer, Canary, EndTransfer, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.transfer import WeightsSender
-from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.transfer import HostMemory, TransferFailed, Transfers
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
@@ -132,13 +132,14 @@ async def engine(run: RunDir, instance: int) -> None:
     incarnation = new_incarnation()
     peer = client_of(run, context, "policy-trainer-worker", incarnation)
     transfers = Transfers(run, peer, instance=instance, incarnation=incarnation, deadline_s=DEADLINE_S)
+    memory = HostMemory()
     say(ready=True)
     async for command in commands():
         if "step" not in command:
             continue
         began = time.monotonic()
         try:
-            weights = await transfers.receive(reference(command["step"]), drill=command.get("drill", False))
+            weights = await transfers.bring(reference(command["step"]), memory, drill=command.get("drill", False))
             found = {"digest": digest(weights)}
         except TransferFailed as error:
             found = {"failed": str(error)}

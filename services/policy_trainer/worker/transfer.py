@@ -126,6 +126,9 @@ class WeightsSender:
         self._handle(
             Ended(request.instance, request.incarnation, request.communicator, request.number, request.failure)
         )
+        line = self._lines.get(request.communicator)
+        if line is not None:  # not before: this end may have met while the other one still reads
+            line.meeting.unlink(missing_ok=True)
         return messages.Ack()
 
     def close(self) -> None:
@@ -197,7 +200,6 @@ class WeightsSender:
 
         if line.group is None:
             line.group = GlooGroup(line.meeting, 0, line.ranks, deadline_s=self._deadline_s)
-            line.meeting.unlink(missing_ok=True)
         line.group.broadcast(tensors.values())
 
 

@@ -30,6 +30,7 @@ def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: floa
             engine_args=settings.engine_args,
             tensor_parallel=settings.parallel.tp,
             in_flight=settings.in_flight,
+            route=settings.weights,
         )
     if settings.engine == "openai":
         from services.rollout.engines.openai_engine import OpenAIEngine, api_key

@@ -27,19 +27,27 @@ import numpy as np
 import torch
 import xxhash
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
+from services.rollout.engines.vllm_offer import announcing, check_offer, joining
 from services.rollout.engines.vllm_outputs import generation, under_way
-from services.rollout.engines.vllm_setup import WORKER_EXTENSION, InFlight, arguments_of, prepare_process
+from services.rollout.engines.vllm_setup import (
+    TRANSFER_EXTENSION,
+    WORKER_EXTENSION,
+    InFlight,
+    arguments_of,
+    prepare_process,
+)
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
 from shared.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
+from shared.topology.services import WeightsRoute
 
 STOP_S = 10.0
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
@@ -69,9 +77,11 @@ class VllmEngine:
         engine_args: Mapping[str, Any],
         tensor_parallel: int = 1,
         in_flight: InFlight = "wait",
+        route: WeightsRoute = "shards",
     ) -> None:
         """`engine_args`: fields of vLLM's EngineArgs, over this engine's defaults; `tensor_parallel`: ranks, each a
-        process of `threads` threads if there is more than one; `in_flight`: see the module.
+        process of `threads` threads if there is more than one; `in_flight`: see the module;
+        `route`: what `receive` takes weights by.
 
         Raises RpcError(bad_request) when vLLM is not installed, or `deterministic` is set: vLLM's log-probs depend on
         what else is in its batch.
@@ -93,6 +103,8 @@ class VllmEngine:
         self._engine_args = dict(engine_args)
         self._tensor_parallel = tensor_parallel
         self._in_flight = in_flight
+        self._route = route
+        self._communicator = 0
         self._compute = ComputeThread()
         self._llm: Any = None
         self._expected: Expected = {}
@@ -143,6 +155,21 @@ class VllmEngine:
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
+
+    @property
+    def ranks(self) -> int:
+        return self._tensor_parallel
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+        """Weights that the trainer sends, through vLLM's weight-transfer API, in place of those that are there.
+
+        Raises RuntimeError: none has come, the old ones are whole; RpcError: they are lost.
+        """
+        await self._compute.between_steps(lambda: self._receive(offer, meeting))
+        return offer
+
+    def leave(self) -> None:
+        self._communicator = 0
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
@@ -203,6 +230,11 @@ class VllmEngine:
             "generation_config": "vllm",  # nothing but what SamplingParams says
             "worker_extension_cls": WORKER_EXTENSION,
         }
+        if self._route != "shards":
+            from vllm.config import WeightTransferConfig
+
+            config = WeightTransferConfig(backend=self._route)
+            fixed |= {"weight_transfer_config": config, "worker_extension_cls": TRANSFER_EXTENSION}
         if self._tensor_parallel > 1:
             fixed |= {"tensor_parallel_size": self._tensor_parallel, "distributed_executor_backend": "mp"}
         self._expected = expected_weights(self._path, self._dtype)
@@ -307,6 +339,32 @@ class VllmEngine:
         else:  # each rank is a process, and a message of vLLM's own would be pickled
             with memory_file(tensors) as path:
                 self._llm.collective_rpc("read_policy_weights", args=(path,))
+        self._weights_are_set()
+
+    def _receive(self, offer: TransferOffer, meeting: Path) -> None:
+        check_offer(self._expected, offer.parameters)
+        if offer.communicator != self._communicator:
+            join = joining(self._route, offer, meeting, ranks=self._tensor_parallel)
+            self._llm.collective_rpc("join_transfer", args=(join,))
+            self._communicator = offer.communicator
+        whole = self._route == "gloo"  # until everything is there
+        try:
+            self._llm.collective_rpc("receive_transfer", args=(announcing(offer),))
+            whole = False
+            self._llm.collective_rpc("finish_weight_update")
+        except Exception as error:
+            if whole:
+                raise
+            self._lost = True
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            raise RpcError(
+                ErrorCode.LOST,
+                f"engine vllm: a transfer by {self._route} broke off in the midst of the model ({text}); the engine is "
+                "started again",
+            ) from error
+        self._weights_are_set()
+
+    def _weights_are_set(self) -> None:
         self._lost = False
         self._progress += 1
         self._swaps += 1

@@ -17,6 +17,8 @@ InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
 """Key/value memory on a CPU, where vLLM would take a share of the machine; `kv_cache_memory_bytes` overrides it."""
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
+TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
+"""In its place where weights are sent."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor-parallel ranks: this process has threads, which a fork loses
@@ -36,6 +38,7 @@ _OURS = {
     "tensor_parallel_size": "services.rollout.parallel.tp",
     "pipeline_parallel_size": "services.rollout.parallel.pp",
     "data_parallel_size": "services.rollout.instances",
+    "weight_transfer_config": "services.rollout.weights",
     "logprobs_mode": "",
     "generation_config": "",
     "worker_extension_cls": "",

@@ -1,0 +1,118 @@
+"""vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, the engine of that API for CPUs. Must
+never be imported outside a vLLM worker, nor start to replace weights before all of them are there (gloo).
+
+vLLM finds `TransferredWeights` by its name (`worker_extension_cls`); importing it registers `gloo` beside vLLM's own
+`nccl` and `ipc`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from proto.messages import TransferParameter
+from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
+from shared.transfer.gloo import GlooGroup
+from shared.transfer.table import room_for
+
+GLOO = "gloo"
+
+
+@dataclass
+class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources are not read by mypy
+    """Where `world_size` ranks meet: the trainer as rank 0, this engine's from `rank_offset` on."""
+
+    meeting: str
+    rank_offset: int
+    world_size: int
+    deadline_s: float
+
+
+@dataclass
+class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What is broadcast, in this order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Broadcast into host memory; loaded, by vLLM's reload, once everything is there."""
+
+    init_info_cls = GlooInit
+    update_info_cls = GlooUpdate
+    _group: GlooGroup | None = None
+    _arrived: dict[str, Tensor] | None = None
+
+    def init_transfer_engine(self, init_info: GlooInit) -> None:
+        """Raises TransferLost."""
+        self._group = None
+        rank = self.parallel_config.rank + init_info.rank_offset
+        meeting = Path(init_info.meeting)
+        self._group = GlooGroup(meeting, rank, init_info.world_size, deadline_s=init_info.deadline_s)
+
+    def start_weight_update(self) -> None:
+        self._arrived = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's, which then waits for an accelerator that is not there."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdate) -> None:
+        """Raises TransferLost: the model is as it was."""
+        if self._group is None:
+            raise RuntimeError("gloo weight transfer: no group was joined")
+        rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        tensors = room_for([TransferParameter(*row) for row in rows])
+        self._group.broadcast(tensors.values())
+        self._arrived = tensors
+
+    def finish_weight_update(self) -> None:
+        tensors, self._arrived = self._arrived, None
+        if tensors is None:
+            raise RuntimeError("gloo weight transfer: nothing was received")
+        reload_weights(
+            self.vllm_config,
+            self.model,
+            weights_iterator=iter(tensors.items()),
+            weights_path=None,
+            is_checkpoint_format=True,
+        )
+        rebuild_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        self._group = None
+
+
+WeightTransferEngineFactory.register_engine(GLOO, GlooTransferEngine)
+
+
+class TransferredWeights(PolicyWeights):
+    """`PolicyWeights` of a worker that weights are sent to."""
+
+    init_weight_transfer_engine: Any
+    shutdown_weight_transfer_engine: Any
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
+
+    def join_transfer(self, init_info: dict[str, Any]) -> None:
+        """Leave the communicator that was joined before, and join this one."""
+        self.shutdown_weight_transfer_engine()
+        self.init_weight_transfer_engine(init_info)
+
+    def receive_transfer(self, update_info: dict[str, Any]) -> None:
+        """All that is sent; with gloo the model is as it was until `finish_weight_update`."""
+        self.start_weight_update()
+        self.update_weights(update_info)
