@@ -14,6 +14,7 @@ from services.rollout.engine import Engine, Generation, GenerationCancelled, Pro
 from services.rollout.partial import Answer, PartialJournal, Wanted, answer_of
 from services.rollout.recite import recited
 from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
 
 
@@ -25,9 +26,11 @@ class AnswerSampler:
         self._engine = engine
         self._journal = journal
 
-    async def sample(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Answer]]:
+    async def sample(
+        self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
+    ) -> list[list[Answer]]:
         """The answers of each task. `versions`: see `InFlight.begin`. Raises LeaseLost."""
-        told = recited(tasks.ready, tasks.sampling.samples)
+        told = recited(tasks.ready, tasks.sampling.samples, versions.began)
         if told is not None:
             return [[answer_of(each, versions) for each in group] for group in told]
         try:
@@ -49,7 +52,7 @@ class AnswerSampler:
             self._journal.close()
 
     async def _noted(
-        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int
+        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
     ) -> list[list[Answer]]:
         sampling = tasks.sampling
         wanted = Wanted(
@@ -58,7 +61,7 @@ class AnswerSampler:
             temperature=sampling.temperature,
             lineage=lineage,
             oldest=lease.grant.min_step,
-            newest=versions[0],
+            newest=versions.first,
         )
         ids = [task.handle.task_id for task in tasks.ready]
         found = await asyncio.to_thread(lambda: [journal.read(task_id, wanted) for task_id in ids])
@@ -83,7 +86,7 @@ class _Fresh:
         self.prompts = [task.prompt() for task in tasks]
         self.sampling = sampling
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: Sequence[int]) -> dict[str, list[Answer]]:
+    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
         """By task id, of the prompts from number `first` on."""
         names = [prompt.name for prompt in self.prompts[first : first + len(groups)]]
         return {name: [answer_of(each, versions) for each in group] for name, group in zip(names, groups, strict=True)}
@@ -104,7 +107,7 @@ class _Resumed:
                     name = f"{task.handle.task_id}/{index}+{len(answer.token_ids)}"
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: Sequence[int]) -> dict[str, list[Answer]]:
+    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
         """By task id, of the prompts from number `first` on; the task's other samples as they were noted."""
         found: dict[str, list[Answer]] = {}
         for (task_id, index), (generation,) in zip(self._places[first:], groups, strict=False):

@@ -53,14 +53,14 @@ class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N], the sampled EOS included; `logprobs` float32 [N] at the sampling temperature (at
-    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N]: how often the weights had been
-    replaced since the block began when the token was sampled, None: for none of its tokens.
+    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N]: `Engine.swaps` when the token
+    was sampled.
     """
 
     token_ids: Array
     logprobs: Array
     finish_reason: str
-    swaps: Array | None = None
+    swaps: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,10 @@ class Engine(Protocol):
     @property
     def progress(self) -> int:
         """A counter that only the computing side advances: at least once a decode step."""
+
+    @property
+    def swaps(self) -> int:
+        """How often the weights were set since the start; only `set_weights` advances it."""
 
     @property
     def vocab_size(self) -> int: ...

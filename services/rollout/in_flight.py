@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
+from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
@@ -37,7 +38,7 @@ class InFlight:
         self._emit = emit
         self._swapping = asyncio.Lock()
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
-        self._versions: list[int] | None = None
+        self._versions: BlockVersions | None = None
 
     @asynccontextmanager
     async def settled(self) -> AsyncIterator[None]:
@@ -45,9 +46,9 @@ class InFlight:
         async with self._swapping:
             yield
 
-    def begin(self, version: int, *, exact: bool) -> list[int]:
-        """A block is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
-        versions = [version]
+    def begin(self, version: int, *, exact: bool) -> BlockVersions:
+        """A lease is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
+        versions = BlockVersions(version, self._engine.swaps)
         self._versions = None if exact else versions
         return versions
 
@@ -78,6 +79,6 @@ class InFlight:
             began = time.perf_counter()
             await self._engine.pause()
             await self._sync.load(ref, delivery)
-            versions.append(ref.step)
+            versions.replaced(ref.step)
             await self._engine.resume()  # not after a failure: the service ends
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

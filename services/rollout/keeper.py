@@ -1,5 +1,5 @@
-"""The parent of a process that runs users' code: whatever that has started, in sessions of its own or twice forked, ends
-with it and with the service. Must never run a user's code, nor outlive what it keeps.
+"""The parent of a process that runs users' code: whatever that has started, in sessions of its own or twice forked,
+ends with it and with the service. Must never run a user's code, nor outlive what it keeps.
 
 A subreaper (prctl(2)): descendants whose parents are gone become its children, so that none can leave its tree.
 """

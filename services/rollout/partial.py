@@ -19,6 +19,7 @@ import numpy as np
 
 from proto.tensors import Array
 from services.rollout.engine import Generation
+from services.rollout.versions import BlockVersions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,9 @@ class Answer:
     finish_reason: str
 
 
-def answer_of(generation: Generation, versions: Sequence[int]) -> Answer:
-    """What an engine sampled: `versions` are the policy version that it began with, and those that replaced it."""
-    of_token: Array = np.full(len(generation.token_ids), versions[0], np.int32)
-    if generation.swaps is not None:
-        of_token = np.array(versions, np.int32)[generation.swaps]
-    return Answer(generation.token_ids, generation.logprobs, of_token, generation.finish_reason)
+def answer_of(generation: Generation, versions: BlockVersions) -> Answer:
+    """What an engine sampled, with the version of each token."""
+    return Answer(generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason)
 
 
 NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")

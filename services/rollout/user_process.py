@@ -55,7 +55,7 @@ class UserProcess:
                 *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=passed,
-                start_new_session=True,  # who ends the service's group leaves the end of users' processes to their keeper
+                start_new_session=True,  # the end of users' processes is their keeper's, not of who ends our group
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
             )
         finally:

@@ -21,6 +21,7 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
+from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import Delivery, WeightsSource
 from services.rollout.weights_sync import SyncReport, Version, WeightsSync
 from services.rollout.workflows.calls import OnText
@@ -173,9 +174,11 @@ class RolloutWorker:
         await self._turns.acquire(parts)
         await self._engine.wake(parts)
 
-    async def _sampled(self, lease: Lease, prepared: _Prepared, versions: list[int], lineage: int) -> _Sampled | None:
+    async def _sampled(
+        self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
+    ) -> _Sampled | None:
         """`versions`: what the engine holds, and what it is given while it samples."""
-        grant, held = lease.grant, versions[0]
+        grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             await self.leases.hand_back(lease, f"the engine holds version {held}, {_needed(grant)}")
             return None
@@ -184,7 +187,7 @@ class RolloutWorker:
         made: list[list[Made]] = []
         if self._workflow is not None:
             before_s = self._workflow.generate_s
-            made = await self._workflow.run(lease, prepared.tasks, held)
+            made = await self._workflow.run(lease, prepared.tasks, versions)
             return _Sampled(made, held, self._workflow.generate_s - before_s, self._sync.last)
         if prepared.tasks.ready:
             made = await self._answers(lease, prepared.tasks, versions, lineage)
@@ -192,7 +195,9 @@ class RolloutWorker:
         self._service.telemetry.span("generate" if grant.split == TRAIN else "evaluate", seconds)
         return _Sampled(made, held, seconds, self._sync.last)
 
-    async def _answers(self, lease: Lease, tasks: PreparedTasks, versions: list[int], lineage: int) -> list[list[Made]]:
+    async def _answers(
+        self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
+    ) -> list[list[Made]]:
         """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
         groups = await self._answer_sampler.sample(lease, tasks, versions, lineage)
         return [

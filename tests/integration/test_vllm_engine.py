@@ -172,16 +172,18 @@ def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_t
             count = len(before["ids"])
             assert before["ids"] == after["ids"][:count]
             assert before["logprobs"] == after["logprobs"][:count]
-            assert before["swaps"] is None or before["swaps"] == after["swaps"][:count]
-    last = flat(case.answer["midway_noted"][-1])
-    assert {swaps for each in last for swaps in each["swaps"]} == {0, 1}
+            assert before["swaps"] == after["swaps"][:count]
+    last, old = flat(case.answer["midway_noted"][-1]), case.answer["midway_began"]
+    assert {swaps for each in last for swaps in each["swaps"]} == {old, old + 1}
 
 
 def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> None:
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
-    assert {swaps for each in noted for swaps in each["swaps"]} == {0}
-    assert {each["finish"] for each in noted} >= {""}
+    assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}
+    # whoever had not said EOS by then goes on, whatever it said in the pause
+    assert all(each["finish"] == ("stop" if each["ids"][-1] == EOS else "") for each in noted)
+    assert any(not each["finish"] for each in noted)
     # as many as when it was held
     assert all(len(each["ids"]) <= 3 for each in noted)
 
@@ -189,9 +191,10 @@ def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> N
 def test_samples_go_on_under_newer_weights_with_the_keys_and_values_that_they_have(case: Case) -> None:
     assert case.answer["midway_error"] <= TOLERANCE
     assert not case.answer["done_in_pause"]
+    old = case.answer["midway_began"]
     swaps = [each["swaps"] for group in case.answer["midway"] for each in group]
-    assert any(0 in each and 1 in each for each in swaps)
-    assert all(each == sorted(each) and set(each) <= {0, 1} for each in swaps)
+    assert any(old in each and old + 1 in each for each in swaps)
+    assert all(each == sorted(each) and set(each) <= {old, old + 1} for each in swaps)
     errors = case.midway_errors("midway")
     assert errors["before"] <= TOLERANCE
     assert errors["kept"] <= TOLERANCE

@@ -83,7 +83,7 @@ class Case:
         errors = dict.fromkeys(("before", "recomputed", "kept"), 0.0)
         for prompt, group in zip(self.prompts, self.answer[name], strict=True):
             for each in group:
-                swaps = np.array(each["swaps"])
+                swaps = np.array(each["swaps"]) - self.answer[f"{name}_began"]
                 switch = len(prompt) + int((swaps == 0).sum())
                 ids = torch.tensor([prompt + each["ids"]])
                 with torch.no_grad():

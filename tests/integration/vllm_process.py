@@ -88,7 +88,7 @@ def plain(groups: list[list[Generation]]) -> list[list[dict[str, Any]]]:
                 "ids": each.token_ids.tolist(),
                 "logprobs": each.logprobs.tolist(),
                 "finish": each.finish_reason,
-                "swaps": None if each.swaps is None else each.swaps.tolist(),
+                "swaps": each.swaps.tolist(),
             }
             for each in group
         ]
@@ -257,6 +257,7 @@ class Scenario:
 
         notes = Shown()
         task = await held(AskedLater(3, hold), notes, 0.0)
+        answer["midway_began"] = engine.swaps
         answer["midway_error"] = (await sync.load(*self._version(2))).canary_error
         answer["done_in_pause"] = task.done()
         await engine.resume()
@@ -266,6 +267,7 @@ class Scenario:
         # Given up after other weights were scored, with which its samples took steps, before anyone called them right.
         notes, cancel = Shown(), AskedLater(3, hold)
         task = await held(cancel, notes, 1e9)
+        answer["pause_began"] = engine.swaps
         await engine.set_weights(self._version(1)[1])
         await engine.score(self._version(1)[0].canary.token_ids)
         cancel.give_up()

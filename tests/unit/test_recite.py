@@ -34,13 +34,14 @@ def test_a_row_without_answer_is_refused(prompts: PromptBuilder) -> None:
 
 
 def test_answers_stand_where_samples_would() -> None:
-    made = recited([task([7, 8, 2]), task([9, 2])], samples=1)
+    made = recited([task([7, 8, 2]), task([9, 2])], samples=1, swaps=2)
     assert made is not None
     assert [[each.token_ids.tolist() for each in group] for group in made] == [[[7, 8, 2]], [[9, 2]]]
     assert {each.finish_reason for group in made for each in group} == {"stop"}
+    assert {int(swaps) for group in made for each in group for swaps in each.swaps} == {2}
     assert not np.concatenate([each.logprobs for group in made for each in group]).any()
 
 
 def test_tasks_without_answers_are_left_to_the_engine() -> None:
-    assert recited([task(None), task(None)], samples=4) is None
-    assert recited([], samples=1) is None
+    assert recited([task(None), task(None)], samples=4, swaps=2) is None
+    assert recited([], samples=1, swaps=2) is None

@@ -11,14 +11,17 @@ from services.rollout.partial import answer_of
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
 from services.rollout.trajectory import Rolled, Tokens, rolled
+from services.rollout.versions import BlockVersions
 from shared.stages import ROLLOUT
 
 FAILED = Score(None, "my:fn: raised ValueError: no")
 
 
 def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), version: int = 3) -> Rolled:
-    generation = Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason)
-    return rolled(prompt, answer_of(generation, [version]))
+    generation = Generation(
+        np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason, np.zeros(len(ids), np.int32)
+    )
+    return rolled(prompt, answer_of(generation, BlockVersions(version, 0)))
 
 
 def task(index: int, *prompt: int) -> ReadyTask:

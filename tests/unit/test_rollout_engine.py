@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.rollout.assemble import task_shards
 from services.rollout.engine import GenerationCancelled, Prompt
-from services.rollout.engines.decode import pick
-from services.rollout.engines.transformers_engine import MAX_ROWS, TransformersEngine, eos_ids
+from services.rollout.engines.decode import MAX_ROWS, pick
+from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
+from services.rollout.versions import BlockVersions
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
 from tests.unit.rollout_engine import MODEL, engine, generate, sampling
@@ -46,7 +47,9 @@ def test_logprobs_equal_those_of_a_forward_pass_over_the_whole_sequence(
     groups = generate(tiny, prompts, sampling(temperature=temperature))
     model = load_model(MODEL, "float32")
     for prompt, group in zip(prompts, groups, strict=True):
-        shards = task_shards([rolled(prompt.token_ids, answer_of(each, [0])) for each in group])
+        shards = task_shards(
+            [rolled(prompt.token_ids, answer_of(each, BlockVersions(0, tiny.swaps))) for each in group]
+        )
         with torch.inference_mode():
             again, _ = token_logprobs(
                 model, shards["token_ids"], shards["lengths"], shards["loss_mask"], temperature, 4096

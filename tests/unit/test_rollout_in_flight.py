@@ -16,6 +16,7 @@ from services.rollout.engine import Generation, Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
+from services.rollout.versions import BlockVersions
 from shared.drill import perturb
 from shared.model.load import load_model, named_weights
 from shared.tensors_torch import to_numpy, to_torch
@@ -82,10 +83,10 @@ def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_we
     crossed = 0
     for prompt, group in zip(prompts, groups, strict=True):
         for each in group:
-            swaps = [0] * len(each.token_ids) if each.swaps is None else each.swaps.tolist()
-            swap = swaps.count(0)
-            assert swaps == [0] * swap + [1] * (len(each.token_ids) - swap)
-            if not 1 < swap < len(swaps):
+            assert len(each.swaps) == len(each.token_ids)
+            swap = int((each.swaps == 0).sum())
+            assert each.swaps.tolist() == [0] * swap + [1] * (len(each.swaps) - swap)
+            if not 1 < swap < len(each.swaps):
                 continue
             crossed += 1
             expected = expected_logprobs(list(prompt.token_ids), each.token_ids.tolist(), swap, TEMPERATURE)
@@ -94,18 +95,30 @@ def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_we
 
 
 def test_every_token_carries_the_version_that_sampled_it() -> None:
-    swaps = np.array([0, 0, 1, 2], np.int32)
+    versions = BlockVersions(7, 3)
+    versions.replaced(8)
+    versions.replaced(10)
+    swaps = np.array([3, 3, 4, 5], np.int32)
     generation = Generation(np.array([5, 6, 7, 2], np.int32), np.zeros(4, np.float32), "stop", swaps)
-    sample = rolled([3, 4], answer_of(generation, [7, 8, 10]))
+    sample = rolled([3, 4], answer_of(generation, versions))
     assert sample.sequences[0].versions.tolist() == [-1, -1, 7, 7, 8, 10]
     assert sample.versions == (7, 10)
 
 
-def test_a_block_without_an_update_says_so(prompts: list[Prompt]) -> None:
+def test_a_block_counts_from_the_engines_start(prompts: list[Prompt]) -> None:
     made = engine()
+    asyncio.run(made.set_weights(weights_of(1)))
     groups = asyncio.run(made.generate(prompts, sampling(), threading.Event()))
     asyncio.run(made.stop())
-    assert {each.swaps for group in groups for each in group} == {None}
+    assert {int(swaps) for group in groups for each in group for swaps in each.swaps} == {made.swaps} == {1}
+
+
+@pytest.mark.parametrize("swaps", [1, 4], ids=["set before", "not proved"])
+def test_a_token_of_weights_without_a_version_gets_none(swaps: int) -> None:
+    versions = BlockVersions(7, 2)
+    versions.replaced(8)
+    with pytest.raises(ValueError, match=f"after {swaps} to {swaps} swaps"):
+        versions.of(np.array([swaps], np.int32))
 
 
 def test_weights_are_set_and_scored_while_paused_with_no_block_under_way() -> None:

@@ -16,6 +16,7 @@ from services.rollout.answers import AnswerSampler
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.partial import Answer, PartialJournal, Wanted
 from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
@@ -62,7 +63,8 @@ class Rollout:
             lease.cancel = _After(stop_after)
         ready = [ReadyTask(handle, {}, PROMPTS[handle.task_id]) for handle in handles]
         prepared = PreparedTasks(ready, [], sampling(SAMPLES, HOT, NEW_TOKENS), 2)
-        groups = asyncio.run(self.sampler.sample(lease, prepared, [version], lineage))
+        versions = BlockVersions(version, self.engine.swaps)
+        groups = asyncio.run(self.sampler.sample(lease, prepared, versions, lineage))
         return dict(zip(PROMPTS, groups, strict=True))
 
     def noted(self) -> dict[str, list[Answer]]:

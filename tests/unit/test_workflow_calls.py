@@ -14,6 +14,7 @@ import pytest
 
 from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder
+from services.rollout.versions import BlockVersions
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from shared.workflow import ContextFull, Turn
@@ -26,7 +27,7 @@ class _Answers:
     """A batcher whose engine always says the same two tokens."""
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
-        return Generation(np.array([5, 6], np.int32), np.zeros(2, np.float32), "stop")
+        return Generation(np.array([5, 6], np.int32), np.zeros(2, np.float32), "stop", np.zeros(2, np.int32))
 
 
 class _Thread:
@@ -71,7 +72,7 @@ def test_a_call_that_is_left_gives_its_room_back(stop_at: int) -> None:
             prompts=prompts,
             batcher=_Answers(),  # type: ignore[arg-type]
             sampling=SamplingParams(samples=1, temperature=1.0, max_new_tokens=8, seed=0),
-            version=3,
+            versions=BlockVersions(3, 0),
             on_text=thread,
         )
         left = asyncio.create_task(calls.chat(MESSAGES, None))

@@ -18,6 +18,7 @@ from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.trajectory import Tokens
+from services.rollout.versions import BlockVersions
 from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.data import open_source
@@ -112,7 +113,8 @@ class Rig:
         )
         await pool.start()
         try:
-            return await runner.run(self.lease, PreparedTasks(ready, [], sampling, 2), VERSION)
+            versions = BlockVersions(VERSION, self.engine.swaps)
+            return await runner.run(self.lease, PreparedTasks(ready, [], sampling, 2), versions)
         finally:
             self.lost_processes = runner.lost_processes
             await pool.close()

@@ -21,6 +21,8 @@ from services.rollout.engine import Generation, GenerationCancelled, Prompt, Sam
 from services.rollout.engines.notes import Notes
 from services.rollout.engines.passes import make_passes
 
+MAX_ROWS = 1024
+"""Rows that are decoded at once, because rows cost key/value memory."""
 DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
 _SEED_MASK = (1 << 63) - 1
 
@@ -86,7 +88,8 @@ class Block:
         notes: Notes | None = None,
     ) -> None:
         """`before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
-        `swaps` counts how often. Keys and values of the tokens before stay those of the weights that made them.
+        `swaps` is the engine's count of how often. Keys and values of the tokens before stay those of the weights that
+        made them.
         """
         self._sampling = sampling
         self._ending = ending
@@ -173,7 +176,7 @@ class Block:
         ids = self._ids_RT.to(torch.int32).cpu().numpy()
         logprobs = self._logprobs_RT.cpu().numpy()
         lengths, stopped, limits = self._length_R.tolist(), self._stopped_R.tolist(), self._limit_R.tolist()
-        swaps_T = np.array(self._swaps_T, np.int32) if self._swaps_T[-1] else None  # pass t made the logits of token t
+        swaps_T = np.array(self._swaps_T, np.int32)  # pass t made the logits of token t
         n = self._sampling.samples
         return [
             [
@@ -181,7 +184,7 @@ class Block:
                     token_ids=ids[row, : lengths[row]].copy(),
                     logprobs=logprobs[row, : lengths[row]].copy(),
                     finish_reason="stop" if stopped[row] else "length" if lengths[row] == limits[row] else "",
-                    swaps=None if swaps_T is None else swaps_T[: lengths[row]].copy(),
+                    swaps=swaps_T[: lengths[row]].copy(),
                 )
                 for row in range(first, first + n)
             ]

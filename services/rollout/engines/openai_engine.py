@@ -75,6 +75,7 @@ class OpenAIEngine:
         self._eos_ids: list[int] = []
         self._sizes = (0, 0)
         self._mark = ""
+        self._swaps = 0
         self._progress = 0
         self._tokens = 0
         self._generate_s = 0.0
@@ -82,6 +83,10 @@ class OpenAIEngine:
     @property
     def progress(self) -> int:
         return self._progress
+
+    @property
+    def swaps(self) -> int:
+        return self._swaps
 
     @property
     def vocab_size(self) -> int:
@@ -239,7 +244,9 @@ class OpenAIEngine:
                     f"{len(token_ids[at])} tokens and {len(logprobs[at])} log-probs; see the server's log",
                 )
         return [
-            Generation(np.array(ids, np.int32), np.array(values, np.float32), reason)
+            Generation(
+                np.array(ids, np.int32), np.array(values, np.float32), reason, np.full(len(ids), self._swaps, np.int32)
+            )
             for ids, values, reason in zip(token_ids, logprobs, reasons, strict=True)
         ]
 
@@ -249,6 +256,7 @@ class OpenAIEngine:
         with self._handed_over(tensors) as path:
             await self._rpc("read_policy_weights", path, self._mark)
         self._progress += 1
+        self._swaps += 1
         answer = await self._http.post("/reset_prefix_cache", {})
         if not answer["success"]:
             raise RpcError(

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engine import Generation, Prompt
-from services.rollout.engines.decode import DRAWN_STEPS, Stopped, generator_of, pick
+from services.rollout.engines.decode import DRAWN_STEPS, MAX_ROWS, Stopped, generator_of, pick
 from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import Call
 
-SLOTS = 256
-"""Rows that are decoded at once; a larger group is alone in the table."""
 _REFILL = 4
 """Rows are taken in, or dropped, when a quarter of the table would change..."""
 _PATIENCE = 8
@@ -38,8 +36,6 @@ class _Held:
 
     call: Call
     stopped: Stopped | None
-    swaps: int
-    """How many there had been when it was taken up."""
     said: list[list[Generation | None]]
     left: int
 
@@ -70,7 +66,7 @@ class _Group:
         return [*self.prompt.token_ids, *self.prompt.said]
 
 
-_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "")
+_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "", np.zeros(0, np.int32))
 
 
 @dataclass
@@ -137,9 +133,9 @@ class SlotTable:
         eos_ids: Sequence[int],
         stopped: Callable[[tuple[str, ...]], Stopped | None],
         swaps: Callable[[], int],
-        slots: int = SLOTS,
+        slots: int = MAX_ROWS,
     ) -> None:
-        """`stopped`: finds these stop texts; `swaps`: how often the model's weights have been replaced."""
+        """`slots`: rows that are decoded at once; a larger group is alone in the table; `stopped`: finds these stop texts; `swaps`: the engine's count of how often the weights were set."""
         self._model = model
         self._eos_ids = list(eos_ids)
         self._stopped = stopped
@@ -163,7 +159,7 @@ class SlotTable:
         sampling = call.sampling
         said: list[list[Generation | None]] = [[None] * sampling.samples for _ in call.prompts]
         left = sampling.samples * len(call.prompts)
-        held = self._held[call] = _Held(call, self._stopped(sampling.stop), self._swaps(), said, left)
+        held = self._held[call] = _Held(call, self._stopped(sampling.stop), said, left)
         self._waiting += [
             _Group(held, number, prompt, generator_of(sampling.seed, prompt.name))
             for number, prompt in enumerate(call.prompts)
@@ -330,15 +326,12 @@ class SlotTable:
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )
         counts = self._rows.count_R[rows].tolist()
-        found: list[Generation] = []
-        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            seen = swaps[place, :count] - self._whose[row][0].held.swaps
-            found.append(
-                Generation(
-                    token_ids=ids[place, :count].copy(),
-                    logprobs=logprobs[place, :count].copy(),
-                    finish_reason=reasons[place],
-                    swaps=seen if count and seen[-1] else None,
-                )
+        return [
+            Generation(
+                token_ids=ids[place, :count].copy(),
+                logprobs=logprobs[place, :count].copy(),
+                finish_reason=reason,
+                swaps=swaps[place, :count].copy(),
             )
-        return found
+            for place, (count, reason) in enumerate(zip(counts, reasons, strict=True))
+        ]

@@ -22,7 +22,7 @@ from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.decode import Block, Ending, Stopped
+from services.rollout.engines.decode import MAX_ROWS, Block, Ending, Stopped
 from services.rollout.engines.notes import Notes
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.slots import SlotTable
@@ -38,8 +38,6 @@ from shared.model.shelf import Released, give_back, own_storages, release, resto
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
-MAX_ROWS = 1024
-"""Rows of a block in deterministic mode; a larger lease is sampled in parts, because rows cost key/value memory."""
 STOP_S = 1.0
 
 
@@ -72,6 +70,10 @@ class TransformersEngine:
     @property
     def progress(self) -> int:
         return self._progress
+
+    @property
+    def swaps(self) -> int:
+        return self._swaps
 
     @property
     def vocab_size(self) -> int:
@@ -195,7 +197,7 @@ class TransformersEngine:
         size = max(MAX_ROWS // sampling.samples, 1)
         sampling = replace(sampling, block_rows=min(sampling.block_rows, size * sampling.samples))
         results: list[list[Generation]] = []
-        started, swaps = time.perf_counter(), self._swaps
+        started = time.perf_counter()
         for first in range(0, len(prompts), size):
             block = Block(
                 self._model,
@@ -203,7 +205,7 @@ class TransformersEngine:
                 sampling,
                 ending,
                 before_step=lambda: self._before_step(cancel),
-                swaps=lambda: self._swaps - swaps,
+                swaps=lambda: self._swaps,
                 notes=Notes(watch, first) if watch is not None else None,
             )
             results += block.run()

@@ -130,6 +130,10 @@ class VllmEngine:
         return self._progress
 
     @property
+    def swaps(self) -> int:
+        return self._swaps
+
+    @property
     def vocab_size(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
 
@@ -273,8 +277,10 @@ class VllmEngine:
             if all(name in self._finished for name in held.names):
                 outputs = [self._finished.pop(name) for name in held.names]
                 del self._held[call]
-                swaps = held.swaps if self._swaps > held.swaps else None
-                results = [[generation(each, swaps) for each in output.outputs] for output in outputs]
+                swapped = self._swaps > held.swaps
+                results = [
+                    [generation(each, held.swaps, spans=swapped) for each in output.outputs] for output in outputs
+                ]
                 self._tokens += sum(len(each.token_ids) for group in results for each in group)
                 call.answer.set_result([group * (call.sampling.samples // held.samples) for group in results])
 

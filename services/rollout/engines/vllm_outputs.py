@@ -15,21 +15,21 @@ from proto.tensors import Array
 from services.rollout.engine import Generation
 
 
-def generation(output: Any, swaps: int | None) -> Generation:
-    """Of vLLM's CompletionOutput that is finished. `swaps`: how many there had been when the block began; None if it
-    saw none."""
-    spans = [] if swaps is None else [(int(each.version), each.end - each.start) for each in output.weight_versions]
-    return _made(output.token_ids, output.logprobs, spans, swaps or 0, _reason(output))
+def generation(output: Any, began: int, *, spans: bool) -> Generation:
+    """Of vLLM's CompletionOutput that is finished. `began`: how many swaps there had been when the block began;
+    `spans`: whether there were more since, so that each token has to be asked for its own."""
+    found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
+    return _made(output.token_ids, output.logprobs, found, began, _reason(output))
 
 
 def under_way(
-    processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, swaps: int, proved: int
+    processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
 ) -> list[list[Generation]]:
     """What the requests in `names` have so far, `samples` each, with finish_reason "" where one goes on.
 
     `processor`: the engine's output processor; `finished`: RequestOutput by name, of those that it has let go of;
-    `swaps`: how many there had been when the block began; `proved`: tokens of weights that came after so many swaps
-    are left out.
+    `began`: how many swaps there had been when the block began; `proved`: tokens of weights that came after so many
+    swaps are left out.
     """
     found: dict[tuple[str, int], Generation] = {}
     ended = [(name, each) for name, output in finished.items() for each in output.outputs]
@@ -41,14 +41,14 @@ def under_way(
     ]
     for name, output in ended:
         spans = [(int(each.version), each.end - each.start) for each in output.weight_versions or ()]
-        found[name, output.index] = _made(output.token_ids, output.logprobs, spans, swaps, _reason(output), proved)
+        found[name, output.index] = _made(output.token_ids, output.logprobs, spans, began, _reason(output), proved)
     for state in processor.request_states.values():
         token_ids = state.detokenizer.output_token_ids
         starts = state.weight_version_starts
         ends = [start for _, start in starts[1:]] + [len(token_ids)]  # nothing sampled yet: one more than starts
         spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
-        found[state.external_req_id, state.request_index] = _made(token_ids, logprobs, spans, swaps, "", proved)
+        found[state.external_req_id, state.request_index] = _made(token_ids, logprobs, spans, began, "", proved)
     return [[found[name, index] for index in range(samples)] for name in names]
 
 
@@ -60,20 +60,20 @@ def _made(
     token_ids: Sequence[int],
     logprobs: Any,
     spans: Sequence[tuple[int, int]],
-    swaps: int,
+    began: int,
     finish_reason: str,
     proved: int | None = None,
 ) -> Generation:
     """`spans`: (swaps before, tokens) in order; none: as many as when the block began."""
-    of_token: Array = np.repeat(
-        np.array([version - swaps for version, _ in spans], np.int32), [tokens for _, tokens in spans]
-    )
     count = len(token_ids)
+    of_token: Array = np.full(count, began, np.int32)
+    if spans:
+        of_token = np.repeat(np.array([version for version, _ in spans], np.int32), [tokens for _, tokens in spans])
     if proved is not None:
-        count = min(count, int((of_token <= proved - swaps).sum())) if spans else count
+        count = min(count, int((of_token <= proved).sum()))
     return Generation(
         token_ids=np.array(token_ids[:count], np.int32),
         logprobs=np.array(logprobs.logprobs[:count] if count else (), np.float32),
         finish_reason=finish_reason if count == len(token_ids) else "",
-        swaps=of_token[:count] if spans else None,
+        swaps=of_token[:count],
     )

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder, tool_calls
+from services.rollout.versions import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.conversation import Call, Conversation
 from shared.workflow import Message, Sequence, Turn, WorkflowError
@@ -36,16 +37,16 @@ class SampleCalls:
         prompts: PromptBuilder,
         batcher: CallBatcher,
         sampling: SamplingParams,
-        version: int,
+        versions: BlockVersions,
         on_text: OnText,
     ) -> None:
-        """`name`: the sample's, unique in the run; `version`: what the engine holds, for the whole block."""
+        """`name`: the sample's, unique in the run; `versions`: what the engine holds while the lease is sampled."""
         self._name = name
         self.conversation = conversation
         self._prompts = prompts
         self._batcher = batcher
         self._sampling = sampling
-        self._version = version
+        self._versions = versions
         self._on_text = on_text
         self._calls = 0
         self._giving_up: set[asyncio.Task[None]] = set()
@@ -118,6 +119,7 @@ class SampleCalls:
             generation = await self._batcher.sample(Prompt(f"{self._name}/{self._calls}", call.prompt_ids), sampling)
             self._check_open()
             token_ids = generation.token_ids.tolist()
+            versions: list[int] = self._versions.of(generation.swaps).tolist()
         except BaseException:
             await asyncio.shield(self._give_up(call))
             raise
@@ -128,7 +130,7 @@ class SampleCalls:
                 conversation.give_up(call)
                 return ""
             answer = self._prompts.completion(token_ids, sampling.stop)
-            conversation.end(call, generation, self._version, answer)
+            conversation.end(call, generation, versions, answer)
             return answer
 
         try:
@@ -140,7 +142,7 @@ class SampleCalls:
             text=text,
             token_ids=token_ids,
             logprobs=generation.logprobs.tolist(),
-            versions=[self._version] * len(token_ids),
+            versions=versions,
             finish_reason=generation.finish_reason,
             prompt_tokens=len(call.prompt_ids),
             tool_calls=tool_calls(text),

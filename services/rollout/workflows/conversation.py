@@ -81,8 +81,8 @@ class Conversation:
         """Tokens that the call may sample."""
         return min(self._max_new_tokens, self._context_tokens - len(call.prompt_ids))
 
-    def end(self, call: Call, generation: Generation, version: int, text: str) -> None:
-        """Take up what was sampled by policy `version`."""
+    def end(self, call: Call, generation: Generation, versions: list[int], text: str) -> None:
+        """Take up what was sampled; `versions`: the policy version of each token."""
         sequence, tokens = call.sequence, call.sequence.tokens
         if sequence not in self._open:
             self._open.append(sequence)
@@ -91,7 +91,7 @@ class Conversation:
         tokens.token_ids += [*new, *sampled]
         tokens.loss_mask += [0] * len(new) + [1] * len(sampled)
         tokens.logprobs += [0.0] * len(new) + generation.logprobs.tolist()
-        tokens.versions += [-1] * len(new) + [version] * len(sampled)
+        tokens.versions += [-1] * len(new) + versions
         sequence.history = [*call.messages, {"role": "assistant", "content": text}]
         self.last_messages, self.last_text = sequence.history, text
         self.finish_reason = generation.finish_reason

@@ -17,6 +17,7 @@ from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.trajectory import Rolled, Tokens
+from services.rollout.versions import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import OnText, SampleCalls
 from services.rollout.workflows.conversation import Conversation
@@ -68,13 +69,16 @@ class WorkflowRunner:
         """Processes that ended over a sample."""
         return self._pool.lost
 
-    async def run(self, lease: Lease, tasks: PreparedTasks, version: int) -> list[list[Made]]:
-        """Every sample of the lease's tasks, in the shape [tasks][samples]. Raises LeaseLost."""
+    async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
+        """Every sample of the lease's tasks, in the shape [tasks][samples]. `versions`: see `InFlight.begin`.
+
+        Raises LeaseLost.
+        """
         batcher = CallBatcher(self._engine, lease.cancel, self._generated)
         pump = asyncio.create_task(batcher.run())
         groups = [
             [
-                asyncio.create_task(self._one(task, number, tasks, version, batcher))
+                asyncio.create_task(self._one(task, number, tasks, versions, batcher))
                 for number in range(tasks.sampling.samples)
             ]
             for task in tasks.ready
@@ -102,7 +106,7 @@ class WorkflowRunner:
         self.generate_s += seconds
 
     async def _one(
-        self, task: ReadyTask, number: int, tasks: PreparedTasks, version: int, batcher: CallBatcher
+        self, task: ReadyTask, number: int, tasks: PreparedTasks, versions: BlockVersions, batcher: CallBatcher
     ) -> Made:
         job = Job(
             task.handle.task_id,
@@ -119,7 +123,7 @@ class WorkflowRunner:
                 prompts=self._prompts,
                 batcher=batcher,
                 sampling=tasks.sampling,
-                version=version,
+                versions=versions,
                 on_text=self._on_text,
             ),
         )

@@ -1,0 +1,274 @@
+"""Newer weights for running samples: each token keeps the version that sampled it, whenever the weights came; what
+wants one version is left alone; weights that are not proved let no token out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle
+from services.rollout.answers import AnswerSampler
+from services.rollout.engine import Watch
+from services.rollout.in_flight import InFlight
+from services.rollout.partial import Answer, PartialJournal, Wanted
+from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.versions import BlockVersions
+from services.rollout.weights_sync import WeightsSync
+from services.rollout.worker import RolloutWorker, _Prepared
+from shared.lease import Lease
+from shared.rpc.errors import RpcError
+from shared.turns import OwnDevices
+from tests.unit.rollout_engine import sampling
+from tests.unit.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
+
+FIRST = 4
+NEW_TOKENS, SAMPLES, TEMPERATURE = 8, 2, 1.0
+NOTED, FRESH = "train/0/0", "train/0/1"
+
+
+class Rig:
+    """An engine that holds version FIRST, and everything that brings it newer ones."""
+
+    def __init__(self) -> None:
+        self.engine = ToldEngine()
+        self.sync = WeightsSync(self.engine, "rollout/0", lambda topic, values: None)
+        self.told: list[str] = []
+        self.in_flight = InFlight(
+            self.engine,
+            self.sync,
+            ToldWeights(),  # type: ignore[arg-type]
+            lambda topic, values: self.told.append(topic),
+        )
+        self.running = asyncio.create_task(self.in_flight.run())
+
+    async def swapped(self, step: int) -> None:
+        """The engine goes on under version `step`."""
+        before = len(self.told)
+        self.in_flight.announce(ref_of(step))
+        while len(self.told) == before:
+            await asyncio.sleep(0)
+        assert self.sync.holds.step == step
+
+    async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Answer]]:
+        sampler = AnswerSampler(self.engine, journal)
+        versions = self.in_flight.begin(self.sync.holds.step, exact=False)
+        groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
+        self.in_flight.end()
+        return dict(zip(ids, groups, strict=True))
+
+
+@asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    await made.sync.load(ref_of(FIRST), weights_of(FIRST))
+    try:
+        yield made
+    finally:
+        made.running.cancel()
+        await asyncio.gather(made.running, return_exceptions=True)
+
+
+def lease(ids: list[str], *, exact: bool = False) -> Lease:
+    grant = LeaseGrant(
+        lease_id=1,
+        stage="rollout",
+        split="train",
+        lease_s=30,
+        batch=BatchMeta(tasks=[TaskHandle(each, 1) for each in ids]),
+        min_step=FIRST if exact else 0,
+        exact=exact,
+        group_size=SAMPLES,
+        block_rows=0,
+    )
+    return Lease(grant, lambda: 0)
+
+
+def tasks(ids: list[str]) -> PreparedTasks:
+    ready = [ReadyTask(TaskHandle(each, 1), {}, [1, 2, 3]) for each in ids]
+    return PreparedTasks(ready, [], sampling(SAMPLES, TEMPERATURE, NEW_TOKENS), 2)
+
+
+def note(folder: Path, task_id: str, versions: list[int]) -> None:
+    """As an earlier life left it."""
+    ids = np.array(versions, np.int32)
+    answer = Answer(ids, np.full(len(ids), -1.0, np.float32), ids, "")
+    journal = PartialJournal(folder, 1e9)
+    journal.note({task_id: [answer] * SAMPLES}, 0, TEMPERATURE)
+    journal.close()
+
+
+def versions_of(answers: dict[str, list[Answer]]) -> dict[str, list[int]]:
+    """By task, of tokens that all say themselves which version sampled them."""
+    for group in answers.values():
+        for each in group:
+            assert each.versions.tolist() == each.token_ids.tolist()
+            assert each.finish_reason == "length"
+    return {task_id: group[0].versions.tolist() for task_id, group in answers.items()}
+
+
+def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change_in_the_first(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Answer]]:
+        async with rig() as made:
+            note(tmp_path, NOTED, [3, FIRST])
+            journal = PartialJournal(tmp_path, 1e9)
+
+            async def before_step(number: int) -> None:
+                if number in (3, NEW_TOKENS + 3):  # of the tasks without notes, then of those with
+                    await made.swapped(made.sync.holds.step + 1)
+
+            made.engine.before_step = before_step
+            return await made.sample(journal, [NOTED, FRESH])
+
+    assert versions_of(asyncio.run(scenario())) == {
+        FRESH: [4, 4, 5, 5, 5, 5, 5, 5],
+        NOTED: [3, 4, 5, 5, 6, 6, 6, 6],
+    }
+
+
+def test_tokens_carry_their_version_when_weights_change_while_notes_are_read(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Answer]]:
+        async with rig() as made:
+            loop = asyncio.get_running_loop()
+
+            class SlowJournal(PartialJournal):
+                def read(self, task_id: str, wanted: Wanted) -> list[Answer] | None:
+                    asyncio.run_coroutine_threadsafe(made.swapped(made.sync.holds.step + 1), loop).result(30)
+                    return super().read(task_id, wanted)
+
+            return await made.sample(SlowJournal(tmp_path, 1e9), [FRESH])
+
+    assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST + 1] * NEW_TOKENS}
+
+
+def test_notes_carry_the_version_of_each_token(tmp_path: Path) -> None:
+    async def scenario() -> list[Answer] | None:
+        async with rig() as made:
+            journal = PartialJournal(tmp_path, 1e9)
+
+            async def before_step(number: int) -> None:
+                if number == 3:
+                    await made.swapped(FIRST + 2)
+
+            made.engine.before_step = before_step
+            await made.sample(journal, [FRESH])
+            journal.close()
+            return journal.read(FRESH, Wanted(SAMPLES, NEW_TOKENS, TEMPERATURE, 0, 0, 100))
+
+    noted = asyncio.run(scenario())
+    assert noted is not None
+    assert [each.versions.tolist() for each in noted] == [[4, 4, 6, 6, 6, 6, 6, 6]] * SAMPLES
+
+
+def test_weights_that_are_not_proved_let_no_token_out(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            shown: list[int] = []
+            cancel = lease([FRESH]).cancel
+
+            async def before_step(number: int) -> None:
+                if number == 3:
+                    made.in_flight.announce(ref_of(FIRST + 1, canary=FIRST + 1.5))
+                    await asyncio.wait([made.running])
+
+            made.engine.before_step = before_step
+            versions = made.in_flight.begin(FIRST, exact=False)
+            watch = Watch(0.0, lambda first, groups: shown.append(len(groups[0][0].token_ids)))
+            prompts = [each.prompt() for each in tasks([FRESH]).ready]
+            block = asyncio.create_task(made.engine.generate(prompts, tasks([FRESH]).sampling, cancel, watch))
+            with pytest.raises(RpcError, match="canary mismatch after version 5") as failed:
+                await made.running
+            assert failed.value.code == ErrorCode.CONFLICT
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert made.engine.is_held
+            assert not block.done()
+            assert shown == [1, 2]
+            assert made.sync.holds.step == -1
+            assert versions.of(np.array([made.engine.swaps - 1], np.int32)).tolist() == [FIRST]
+            with pytest.raises(ValueError, match="versions are known"):
+                versions.of(np.array([made.engine.swaps], np.int32))
+            block.cancel()
+
+    asyncio.run(scenario())
+
+
+def worker_of(made: Rig, *, workflow: Any = None) -> RolloutWorker:
+    service = SimpleNamespace(telemetry=SimpleNamespace(span=lambda name, seconds: None))
+    return RolloutWorker(
+        service,  # type: ignore[arg-type]
+        engine=made.engine,
+        sync=made.sync,
+        tasks=None,  # type: ignore[arg-type]
+        rewards=None,  # type: ignore[arg-type]
+        workflow=workflow,
+        answers=AnswerSampler(made.engine, None),
+        data=None,  # type: ignore[arg-type]
+        in_flight=made.in_flight,
+        turns=OwnDevices(),
+        store="batch-store/0",
+        block_tasks=1,
+        filters=False,
+        on_text=None,  # type: ignore[arg-type]
+    )
+
+
+async def announce_always(made: Rig) -> None:
+    """Newer weights are there before each step, and have every chance to come."""
+
+    async def before_step(_: int) -> None:
+        made.in_flight.announce(ref_of(made.sync.holds.step + 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    made.engine.before_step = before_step
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_lease_of_one_exact_version_is_sampled_by_that_one_to_its_end(exact: bool) -> None:
+    """And any other is not, or this would show nothing."""
+
+    async def scenario() -> set[int]:
+        async with rig() as made:
+            await announce_always(made)
+            sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), _Prepared(tasks([FRESH]), None))
+            assert sampled is not None
+            (sequence,) = sampled.made[0][0].rolled.sequences
+            assert sequence.versions[3:].tolist() == sequence.token_ids[3:].tolist()
+            return set(sequence.versions[3:].tolist())
+
+    assert (asyncio.run(scenario()) == {FIRST}) == exact
+
+
+def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
+    class Calls:
+        """Two calls of the policy, one after the other."""
+
+        generate_s = 0.0
+
+        def __init__(self, made: Rig) -> None:
+            self._engine = made.engine
+            self.versions: list[int] = []
+
+        async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Any]]:
+            for _ in range(2):
+                groups = await self._engine.generate([tasks.ready[0].prompt()], tasks.sampling, lease.cancel)
+                self.versions += versions.of(groups[0][0].swaps).tolist()
+                assert self.versions[-NEW_TOKENS:] == groups[0][0].token_ids.tolist()
+            return []
+
+    async def scenario() -> list[int]:
+        async with rig() as made:
+            await announce_always(made)
+            calls = Calls(made)
+            await worker_of(made, workflow=calls)._sample(lease([FRESH]), _Prepared(tasks([FRESH]), None))
+            return calls.versions
+
+    assert asyncio.run(scenario()) == [FIRST] * 2 * NEW_TOKENS

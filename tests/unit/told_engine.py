@@ -1,0 +1,140 @@
+"""An engine without a model, whose tokens say themselves which weights sampled them: token id = policy version. For
+what surrounds an engine; what an engine itself does is never tested with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+
+from proto.messages import BatchMeta, Canary, WeightsRef
+from proto.tensors import Array
+from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from shared.devices import Parts
+from shared.drill import perturb
+
+DRILL_SEED = 3
+CANARY = np.arange(4, dtype=np.int32)
+
+
+async def _nothing(_: int) -> None:
+    pass
+
+
+def weights_of(step: int) -> dict[str, Array]:
+    return {"w": np.array([step], np.float32)}
+
+
+def ref_of(step: int, *, canary: float | None = None) -> WeightsRef:
+    """`canary`: of other weights than those of `step`."""
+    drilled = perturb("w", weights_of(0)["w"], DRILL_SEED)[0]
+    return WeightsRef(
+        lineage=0,
+        step=step,
+        task_id=f"weights/0/{step}",
+        fence=1,
+        store="batch-store/0",
+        nbytes=4,
+        canary=_canary(step if canary is None else canary),
+        drill=_canary(drilled),
+        drill_seed=DRILL_SEED,
+    )
+
+
+def _canary(value: float) -> Canary:
+    return Canary(token_ids=CANARY, logprobs=np.full(len(CANARY) - 1, value, np.float32), tolerance=1e-6)
+
+
+class ToldWeights:
+    """A data plane that holds every version's weights."""
+
+    async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
+        return [weights_of(int(task.task_id.rpartition("/")[2])) for task in meta.tasks]
+
+
+class ToldEngine:
+    """See `services.rollout.engine.Engine`. Belongs to one loop altogether."""
+
+    def __init__(self) -> None:
+        self.before_step: Callable[[int], Awaitable[None]] = _nothing
+        """Called before each step with its number, from 1 on, counted over all blocks."""
+        self.progress = 0
+        self.swaps = 0
+        self.steps = 0
+        self.vocab_size, self.context_tokens = 100, 1000
+        self._loaded = 0.0
+        self._running = asyncio.Event()
+        self._running.set()
+
+    @property
+    def is_held(self) -> bool:
+        return not self._running.is_set()
+
+    async def start(self) -> None: ...
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: Watch | None = None,
+    ) -> list[list[Generation]]:
+        """Each sample as long as `max_new_tokens` allows; shows each step to `watch`."""
+        told: list[tuple[int, int]] = []
+        longest = max(sampling.max_new_tokens - len(each.said) for each in prompts)
+        while len(told) < longest:
+            self.steps += 1
+            await self.before_step(self.steps)
+            await self._running.wait()
+            if cancel.is_set():
+                raise GenerationCancelled("told to")
+            told.append((int(self._loaded), self.swaps))
+            self.progress += 1
+            if watch is not None:
+                watch.note(0, _generations(told, prompts, sampling))
+        return _generations(told, prompts, sampling)
+
+    async def base_weights(self) -> dict[str, Array]:
+        return weights_of(0)
+
+    async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        self._loaded = float(weights["w"][0])
+        self.swaps += 1
+        self.progress += 1
+
+    async def score(self, token_ids: Array) -> Array:
+        return np.full(len(token_ids) - 1, self._loaded, np.float32)
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self, parts: Parts) -> None: ...
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    async def stop(self) -> None: ...
+
+
+def _generations(
+    told: Sequence[tuple[int, int]], prompts: Sequence[Prompt], sampling: SamplingParams
+) -> list[list[Generation]]:
+    return [[_generation(told, sampling.max_new_tokens - len(each.said))] * sampling.samples for each in prompts]
+
+
+def _generation(told: Sequence[tuple[int, int]], limit: int) -> Generation:
+    token_ids = np.array([version for version, _ in told[:limit]], np.int32)
+    return Generation(
+        token_ids,
+        np.full(len(token_ids), -1.0, np.float32),
+        "length" if len(token_ids) == limit else "",
+        np.array([swaps for _, swaps in told[:limit]], np.int32),
+    )
