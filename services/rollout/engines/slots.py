@@ -135,7 +135,9 @@ class SlotTable:
         swaps: Callable[[], int],
         slots: int = MAX_ROWS,
     ) -> None:
-        """`slots`: rows that are decoded at once; a larger group is alone in the table; `stopped`: finds these stop texts; `swaps`: the engine's count of how often the weights were set."""
+        """`slots`: rows that are decoded at once; a larger group is alone in the table. `stopped`: finds these stop
+        texts; `swaps`: the engine's count of how often the weights were set.
+        """
         self._model = model
         self._eos_ids = list(eos_ids)
         self._stopped = stopped
