@@ -15,6 +15,7 @@ import pytest
 from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
+from services.rollout.versions import BlockVersions
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from services.rollout.workflows.messages import same
@@ -54,7 +55,7 @@ class _Says:
         ids = self._tokenizer(self._said[len(self.prompts)])["input_ids"]
         self.prompts.append(list(prompt.token_ids))
         sampled = np.array([*ids, self._tokenizer.eos_token_id], np.int32)
-        return Generation(sampled, np.full(len(sampled), -0.5, np.float32), "stop")
+        return Generation(sampled, np.full(len(sampled), -0.5, np.float32), "stop", np.zeros(len(sampled), np.int32))
 
 
 async def _on_text(work: Callable[[], Any]) -> Any:
@@ -68,7 +69,7 @@ def _calls(prompts: PromptBuilder, says: _Says) -> SampleCalls:
         prompts=prompts,
         batcher=says,  # type: ignore[arg-type]
         sampling=SamplingParams(samples=1, temperature=1.0, max_new_tokens=128, seed=0),
-        version=3,
+        versions=BlockVersions(3, swaps=0),
         on_text=_on_text,
     )
 

@@ -32,7 +32,10 @@ def tasks() -> list[dict[str, Array]]:
     for prompt_tokens in (3, 9, 6):
         prompt = random.integers(3, 60, prompt_tokens).tolist()
         group = [
-            Generation(random.integers(3, 60, n).astype(np.int32), np.zeros(n, np.float32), "stop") for n in (1, 7, 4)
+            Generation(
+                random.integers(3, 60, n).astype(np.int32), np.zeros(n, np.float32), "stop", np.zeros(n, np.int32)
+            )
+            for n in (1, 7, 4)
         ]
         made.append(task_shards([rolled(prompt, answer_of(each, [0])) for each in group]))
     return made

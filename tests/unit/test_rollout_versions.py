@@ -21,6 +21,7 @@ from services.rollout.in_flight import InFlight
 from services.rollout.partial import Answer, PartialJournal, Wanted
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.versions import BlockVersions
+from services.rollout.weights_source import ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker, _Prepared
 from shared.lease import Lease
@@ -44,7 +45,7 @@ class Rig:
         self.in_flight = InFlight(
             self.engine,
             self.sync,
-            ToldWeights(),  # type: ignore[arg-type]
+            ShardSource(ToldWeights()),  # type: ignore[arg-type]
             lambda topic, values: self.told.append(topic),
         )
         self.running = asyncio.create_task(self.in_flight.run())
@@ -211,6 +212,7 @@ def worker_of(made: Rig, *, workflow: Any = None) -> RolloutWorker:
         workflow=workflow,
         answers=AnswerSampler(made.engine, None),
         data=None,  # type: ignore[arg-type]
+        source=None,  # type: ignore[arg-type]
         in_flight=made.in_flight,
         turns=OwnDevices(),
         store="batch-store/0",
