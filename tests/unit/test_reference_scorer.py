@@ -19,6 +19,7 @@ from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
+from services.rollout.versions import BlockVersions
 from shared.lease import LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -37,7 +38,7 @@ def tasks() -> list[dict[str, Array]]:
             )
             for n in (1, 7, 4)
         ]
-        made.append(task_shards([rolled(prompt, answer_of(each, [0])) for each in group]))
+        made.append(task_shards([rolled(prompt, answer_of(each, BlockVersions(0, swaps=0))) for each in group]))
     return made
 
 
