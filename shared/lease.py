@@ -36,7 +36,8 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """One lease held. `cancel` is set when its work must stop, and may be watched from any thread.
+    """One lease held. `cancel` is set when its work must stop, and may be watched from any thread; the loop's own code
+    may wait for `given_up`.
 
     Until `computed` is called its progress is that of the compute thread (which may be busy with the lease before);
     after it, what `advance` counts, so that a lease stuck after its computation is lost although others compute.
@@ -45,6 +46,7 @@ class Lease:
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
         self.grant = grant
         self.cancel = threading.Event()
+        self.given_up = asyncio.Event()
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
@@ -66,6 +68,11 @@ class Lease:
         """Some of the rest of the work has been done."""
         self._advanced += 1
 
+    def give_up(self) -> None:
+        """Its work must stop. Loop thread only."""
+        self.cancel.set()
+        self.given_up.set()
+
     def check(self) -> None:
         """Raises LeaseLost when the work must stop."""
         if self.cancel.is_set():
@@ -79,9 +86,9 @@ class LeaseBook:
         """`computing`: the compute thread's progress counter, which nothing else advances."""
         self.stands: Callable[[], bool] = lambda: False
         """Whether nothing can be computed because others have the devices, whose turn has a limit of its own."""
+        self.computing = computing
         self._service = service
         self._stage = stage
-        self._computing = computing
         self._held: dict[int, Lease] = {}
 
     @property
@@ -105,12 +112,12 @@ class LeaseBook:
         for lease_id in lease_ids:
             lease = self._held.pop(lease_id, None)
             if lease is not None:
-                lease.cancel.set()
+                lease.give_up()
                 self._service.log.warning("lease lost", lease_id=lease_id, stage=self._stage)
 
     def forget(self, lease: Lease, why: str) -> None:
         """Drop a lease that is not ours any more."""
-        lease.cancel.set()
+        lease.give_up()
         self._held.pop(lease.grant.lease_id, None)
         self._service.log.warning("block dropped", lease_id=lease.grant.lease_id, why=why)
 
@@ -139,7 +146,7 @@ class LeaseBook:
                     self._service.log.info("no lease", code=error.code, error=str(error))
                     await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
                 continue
-            lease = Lease(grant, self._computing)
+            lease = Lease(grant, self.computing)
             self._held[grant.lease_id] = lease
             return lease
 
@@ -182,7 +189,7 @@ class LeaseBook:
 
     async def hand_back(self, lease: Lease, why: str) -> None:
         """End the lease without results, with one bounded attempt: if it fails, the lease ends by itself."""
-        lease.cancel.set()
+        lease.give_up()
         if self._held.pop(lease.grant.lease_id, None) is None:
             return
         self._service.log.info("lease handed back", lease_id=lease.grant.lease_id, why=why)

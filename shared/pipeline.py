@@ -1,12 +1,13 @@
 """Keeps a compute thread busy with leases: while one block is computed the next is leased and prepared, and those
-before it are finished. Must never hold more than one lease ahead, nor let a finished block's error pass in silence.
+before it are finished. Must never hold more than one lease ahead, let a finished block's error pass in silence, nor
+wait for ever for a computation that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from proto.messages import ErrorCode
 from shared.lease import Lease, LeaseBook, LeaseLost
@@ -22,8 +23,8 @@ class LeasePipeline(Generic[P, C]):
     """Belongs to the service's loop. A lease whose preparation or finish a peer refuses goes back.
 
     `acquire` waits for a lease; `prepare` makes it ready to compute; `compute` returns None when it has ended the
-    lease itself; `finish` completes it. LeaseLost from any of them forgets the block. RpcError from `compute` and
-    bad_request from `prepare` end the service.
+    lease itself, and not before the compute thread is free again; `finish` completes it. LeaseLost from any of them
+    forgets the block. RpcError from `compute` and bad_request from `prepare` end the service.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LeasePipeline(Generic[P, C]):
                 lease, prepared = ahead.result()
                 ahead = asyncio.create_task(self._next())
                 try:
-                    computed = await self._compute(lease, prepared)
+                    computed = await self._computed(lease, prepared)
                 except LeaseLost as error:
                     self._book.forget(lease, str(error))
                     continue
@@ -88,6 +89,30 @@ class LeasePipeline(Generic[P, C]):
                 if error.code == ErrorCode.BAD_REQUEST:
                     raise
                 await self._book.hand_back(lease, f"not prepared: {error}")
+
+    async def _computed(self, lease: Lease, prepared: P) -> C | None:
+        """What `compute` returns. Raises RpcError(internal) when it has stood still for `lease_s` after its lease was
+        lost: no lease would get anything from this compute thread any more.
+        """
+        computing: asyncio.Future[C | None] = asyncio.ensure_future(self._compute(lease, prepared))
+        given_up = asyncio.ensure_future(lease.given_up.wait())
+        either: set[asyncio.Future[Any]] = {computing, given_up}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while not computing.done():
+                before, lease_s = self._book.computing(), lease.grant.lease_s
+                await asyncio.wait({computing}, timeout=lease_s)
+                if not computing.done() and self._book.computing() == before and not self._book.stands():
+                    raise RpcError(
+                        ErrorCode.INTERNAL,
+                        f"lease {lease.grant.lease_id} was lost, and {lease_s:g} s later (lease.lease_s) its "
+                        "computation has neither stopped nor moved: it hangs, this process ends and is started again",
+                    )
+            return computing.result()
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     async def _end(self, lease: Lease, prepared: P, computed: C) -> None:
         try:

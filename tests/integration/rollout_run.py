@@ -68,10 +68,10 @@ class Processes:
     folder: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, module: str) -> None:
-        """`python -m services.<module>`, in `folder`."""
+    def start(self, module: str, program: str = "") -> None:
+        """`python -m services.<module>`, in `folder`, or another `program` in its place."""
         self.running[module] = subprocess.Popen(
-            [sys.executable, "-m", f"services.{module}", "--run", str(self.run.path)],
+            [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path)],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.DEVNULL,

@@ -97,6 +97,22 @@ def test_weights_that_fail_the_canary_end_the_service_aloud(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+def test_an_engine_that_hangs_ends_its_process_aloud(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(tmp_path, TOPOLOGY + "lease: {lease_s: 2}\n") as (processes, driver):
+            processes.start("rollout", "tests.integration.hanging_rollout")
+            info = await driver.begin()
+            await driver.publish(info.lineage, 0)
+            process = processes.running["rollout"]
+            assert process.stderr is not None
+            ends = b"2 s later (lease.lease_s) its computation has neither stopped nor moved: it hangs"
+            lines = process.stderr
+            said = await asyncio.to_thread(lambda: next(each for each in lines if each.startswith(b"rollout/0: ")))
+            assert ends in said  # and killed below: by itself it ends later, a thread that hangs is given time
+
+    asyncio.run(scenario())
+
+
 def test_a_reward_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path: Path) -> None:
     async def scenario() -> None:
         topology = TOPOLOGY.replace("builtin:exact_match", "no_such_module:reward")

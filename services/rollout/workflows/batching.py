@@ -11,11 +11,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.rollout.engine import Engine, Generation, Prompt, SamplingParams
+from services.rollout.engine import Engine, Generation, GenerationCancelled, Prompt, SamplingParams
 
 GATHER_S = 0.02
 QUIET_S = 0.002
 MAX_BLOCK = 256
+
+
+class _Either(threading.Event):
+    """Is set once `other` is, too."""
+
+    def __init__(self, other: threading.Event) -> None:
+        super().__init__()
+        self._other = other
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._other.is_set()
 
 
 @dataclass(eq=False)
@@ -26,15 +37,28 @@ class _Waiting:
 
 
 class CallBatcher:
-    """Belongs to the service's loop. One a lease: its `cancel` ends what the engine is at."""
+    """Belongs to the service's loop. One a lease: its `cancel` ends what the engine is at, and so does `give_up`."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
         """`told(seconds)`: a block has been sampled."""
         self._engine = engine
-        self._cancel = cancel
+        self._gives_up = False
+        self._cancel = _Either(cancel)
         self._told = told
         self._waiting: deque[_Waiting] = deque()
         self._came = asyncio.Event()
+        self._sampling = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything waits for the engine."""
+        return self._sampling or bool(self._waiting)
+
+    def give_up(self) -> None:
+        """`run` ends as soon as the engine has let go of what it is at, which is for nobody any more."""
+        self._gives_up = True
+        self._cancel.set()
+        self._came.set()
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
         """One generation. Calls with equal `sampling` share a block; `prompt.name` must be unique among calls."""
@@ -44,20 +68,25 @@ class CallBatcher:
         return await mine.answer
 
     async def run(self) -> None:
-        """Work until cancelled. Raises GenerationCancelled, or what the engine raises."""
+        """Work until cancelled or given up. Raises what the engine raises: GenerationCancelled at the lease's end."""
         try:
-            while True:
+            while not self._gives_up:
                 await self._gather()
                 block = self._block()
                 if not block:
                     continue
                 loop = asyncio.get_running_loop()
                 started = loop.time()
+                self._sampling = True
                 groups = await self._engine.generate([each.prompt for each in block], block[0].sampling, self._cancel)
+                self._sampling = False
                 self._told(loop.time() - started)
                 for each, (generation,) in zip(block, groups, strict=True):
                     if not each.answer.done():  # its sample may have run out of time
                         each.answer.set_result(generation)
+        except GenerationCancelled:
+            if not self._gives_up:
+                raise
         finally:
             for each in self._waiting:
                 each.answer.cancel()

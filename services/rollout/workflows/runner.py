@@ -92,11 +92,24 @@ class WorkflowRunner:
                 if pump.done():
                     pump.result()
                 lease.check()
-                lease.advance()  # every wait of a sample is bounded by its time
+                if not batcher.asks:  # whom a sample waits for otherwise is bounded by its time
+                    lease.advance()
             everything.result()
+            batcher.give_up()
+            # A sample whose time was over while it waited for an engine that hangs has not failed: its lease is lost.
+            while not pump.done():
+                await asyncio.wait({pump}, timeout=WATCH_S)
+                lease.check()
+            pump.result()
             return [[one.result() for one in group] for group in groups]
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
+        except LeaseLost:
+            for one in each:
+                one.cancel()
+            batcher.give_up()
+            await asyncio.wait({pump})  # `LeasePipeline` sees to it that this ends
+            raise
         finally:
             for task in (*each, pump):
                 task.cancel()

@@ -1,0 +1,29 @@
+"""The rollout service, whose engine stops for ever before decode step STEP. Nothing else differs.
+
+`python -m tests.integration.hanging_rollout --run DIR`
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.service import RolloutService
+from shared.actor.process import run_process
+
+STEP = 3
+
+
+def hang(engine: Any, cancel: threading.Event) -> None:
+    if engine._steps == STEP:
+        threading.Event().wait()
+    _before_step(engine, cancel)
+
+
+_before_step = TransformersEngine._before_step
+
+if __name__ == "__main__":
+    TransformersEngine._before_step = hang  # type: ignore[method-assign]
+    sys.exit(run_process(RolloutService, "rollout"))
