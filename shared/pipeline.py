@@ -1,5 +1,5 @@
-"""Keeps a compute thread busy with leases: while one block is computed the next is leased and prepared, and those
-before it are finished. Must never hold more than one lease ahead, let a finished block's error pass in silence, nor
+"""Keeps a compute thread busy with leases: while some are computed the next is leased and prepared, and those
+before them are finished. Must never hold more than one lease ahead, let a finished block's error pass in silence, nor
 wait for ever for a computation that hangs.
 """
 
@@ -35,12 +35,16 @@ class LeasePipeline(Generic[P, C]):
         prepare: Callable[[Lease], Awaitable[P]],
         compute: Callable[[Lease, P], Awaitable[C | None]],
         finish: Callable[[Lease, P, C], Awaitable[None]],
+        side_by_side: int = 1,
     ) -> None:
+        """`side_by_side`: leases that may be computed at a time."""
         self._book = book
         self._acquire = acquire
         self._prepare = prepare
         self._compute = compute
         self._finish = finish
+        self._side_by_side = side_by_side
+        self._computing: set[asyncio.Task[None]] = set()
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -48,26 +52,17 @@ class LeasePipeline(Generic[P, C]):
         ahead = asyncio.create_task(self._next())
         try:
             while True:
-                while not ahead.done():
-                    await asyncio.wait({ahead, *self._finishing}, return_when=asyncio.FIRST_COMPLETED)
+                while not ahead.done() or len(self._computing) >= self._side_by_side:
+                    waiting = {*self._computing, *self._finishing, *(() if ahead.done() else (ahead,))}
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
                 lease, prepared = ahead.result()
                 ahead = asyncio.create_task(self._next())
-                try:
-                    computed = await self._computed(lease, prepared)
-                except LeaseLost as error:
-                    self._book.forget(lease, str(error))
-                    continue
-                if computed is None:
-                    continue
-                lease.computed()
-                while len(self._finishing) >= FINISHING_BLOCKS:
-                    await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
-                    self._reap()
-                self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
+                self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
         finally:
-            ahead.cancel()
-            await asyncio.gather(ahead, return_exceptions=True)
+            for task in (ahead, *self._computing):
+                task.cancel()
+            await asyncio.gather(ahead, *self._computing, return_exceptions=True)
 
     async def drain(self) -> None:
         """What is computed is finished if that is quick; every other lease goes back at once."""
@@ -89,6 +84,20 @@ class LeasePipeline(Generic[P, C]):
                 if error.code == ErrorCode.BAD_REQUEST:
                     raise
                 await self._book.hand_back(lease, f"not prepared: {error}")
+
+    async def _compute_one(self, lease: Lease, prepared: P) -> None:
+        try:
+            computed = await self._computed(lease, prepared)
+        except LeaseLost as error:
+            self._book.forget(lease, str(error))
+            return
+        if computed is None:
+            return
+        lease.computed()
+        while len(self._finishing) >= FINISHING_BLOCKS:
+            await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
+            self._reap()
+        self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
     async def _computed(self, lease: Lease, prepared: P) -> C | None:
         """What `compute` returns. Raises RpcError(internal) when it has stood still for `lease_s` after its lease was
@@ -123,6 +132,7 @@ class LeasePipeline(Generic[P, C]):
             await self._book.hand_back(lease, f"not finished: {error}")
 
     def _reap(self) -> None:
-        for task in [task for task in self._finishing if task.done()]:
-            self._finishing.discard(task)
-            task.result()
+        for tasks in (self._computing, self._finishing):
+            for task in [task for task in tasks if task.done()]:
+                tasks.discard(task)
+                task.result()

@@ -87,6 +87,10 @@ class Engine(Protocol):
         """How often the weights were set since the start; only `set_weights` advances it."""
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether calls of `generate` that overlap are worked on together; otherwise one after the other."""
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -105,7 +109,7 @@ class Engine(Protocol):
     ) -> list[list[Generation]]:
         """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
 
-        May be called while other calls are under way: an engine that can decodes them side by side.
+        May be called while other calls are under way (`side_by_side`).
 
         `watch`, and `said` in a prompt, are not the openai engine's (`services.rollout.partial_s`); vllm finds a stop
         text only within what it samples itself, not where it begins in `said`.

@@ -36,30 +36,41 @@ class InFlight:
         self._sync = sync
         self._source = source
         self._emit = emit
-        self._swapping = asyncio.Lock()
+        self._settled = asyncio.Condition()
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
-        self._versions: BlockVersions | None = None
+        self._under_way: dict[BlockVersions, bool] = {}
+        """Leases that are being sampled, and whether they want one exact version."""
 
     @asynccontextmanager
     async def settled(self) -> AsyncIterator[None]:
         """No swap begins or goes on inside: for whoever loads weights, and looks at what the engine holds."""
-        async with self._swapping:
+        async with self._settled:
             yield
+
+    async def quiet(self, *, unless: Callable[[], bool]) -> None:
+        """Inside `settled`: until nothing is being sampled, or `unless` holds, which a swap may bring about."""
+        await self._settled.wait_for(lambda: not self._under_way or unless())
 
     def begin(self, version: int, *, exact: bool) -> BlockVersions:
         """A lease is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
         versions = BlockVersions(version, self._engine.swaps)
-        self._versions = None if exact else versions
+        self._under_way[versions] = exact
         return versions
 
-    def end(self) -> None:
-        """The block is done."""
-        self._versions = None
+    async def end(self, versions: BlockVersions) -> None:
+        """That lease is done."""
+        del self._under_way[versions]
+        async with self._settled:
+            self._settled.notify_all()
 
     def announce(self, ref: WeightsRef) -> None:
         """The scheduler has a newer version. Said again and again: one that cannot be used now is forgotten."""
-        if self._versions is not None and not self._announced.full():
+        if self._swappable and not self._announced.full():
             self._announced.put_nowait(ref)
+
+    @property
+    def _swappable(self) -> bool:
+        return bool(self._under_way) and not any(self._under_way.values())
 
     async def run(self) -> None:
         """Work until cancelled. Raises RpcError(conflict), generation held, when engine and trainer disagree."""
@@ -72,13 +83,14 @@ class InFlight:
         except RpcError as error:
             self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})  # superseded meanwhile
             return
-        async with self._swapping:
-            versions = self._versions
-            if versions is None or not self._sync.needs(ref, exact=False):
+        async with self._settled:
+            if not self._swappable or not self._sync.needs(ref, exact=False):
                 return
             began = time.perf_counter()
             await self._engine.pause()
             await self._sync.load(ref, delivery)
-            versions.replaced(ref.step)
+            for versions in self._under_way:
+                versions.replaced(ref.step)
             await self._engine.resume()  # not after a failure: the service ends
+            self._settled.notify_all()
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

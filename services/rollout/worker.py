@@ -33,9 +33,11 @@ from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
-from shared.turns import Turns
+from shared.turns import OwnDevices, Turns
 
 DATA_CALL_S = 30.0
+SIDE_BY_SIDE = 2
+"""Leases that are sampled together: the next one takes the rows that the first one's short samples leave."""
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
@@ -92,7 +94,7 @@ class RolloutWorker:
         self._source = source
         self._in_flight = in_flight
         self._turns = turns
-        self._sampling = False
+        self._sampling = 0
         self._store = store
         self._filters = filters
         self._on_text = on_text
@@ -104,6 +106,8 @@ class RolloutWorker:
             prepare=self._prepare,
             compute=self._sample,
             finish=self._finish,
+            # Who takes turns on devices gives them back between leases.
+            side_by_side=SIDE_BY_SIDE if engine.side_by_side and isinstance(turns, OwnDevices) else 1,
         )
 
     @property
@@ -130,11 +134,11 @@ class RolloutWorker:
 
     async def _sample(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Have the devices, load the version if need be and generate. None: the lease was handed back."""
-        self._sampling = True
+        self._sampling += 1
         try:
             return await self._in_turn(lease, prepared)
         finally:
-            self._sampling = False
+            self._sampling -= 1
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
@@ -145,6 +149,7 @@ class RolloutWorker:
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Weights first: the trainer's parameters may stay for as long as they are taken over."""
         async with self._in_flight.settled():
+            await self._in_flight.quiet(unless=lambda: not self._needs_other(lease))
             await self._have(_WEIGHTS)
             placed = await self._place(lease, prepared)
             await self._have(ENGINE)
@@ -156,12 +161,17 @@ class RolloutWorker:
         try:
             return await self._sampled(lease, prepared, versions, lineage)
         finally:
-            self._in_flight.end()
+            await self._in_flight.end(versions)
+
+    def _needs_other(self, lease: Lease) -> bool:
+        """Whether the engine must be given another version first."""
+        ref = lease.grant.weights
+        return ref is not None and self._sync.needs(ref, exact=lease.grant.exact)
 
     async def _place(self, lease: Lease, prepared: _Prepared) -> bool:
         """Put the version of the lease into the engine, unless it holds it."""
         ref = lease.grant.weights
-        if ref is None or not self._sync.needs(ref, exact=lease.grant.exact):
+        if ref is None or not self._needs_other(lease):
             return False
         # Not here: the engine held this version when the lease was prepared, and has left it since.
         weights = prepared.weights or await self._fetch(lease, ref)

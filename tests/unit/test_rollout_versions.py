@@ -62,7 +62,7 @@ class Rig:
         sampler = AnswerSampler(self.engine, journal)
         versions = self.in_flight.begin(self.sync.holds.step, exact=False)
         groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
-        self.in_flight.end()
+        await self.in_flight.end(versions)
         return dict(zip(ids, groups, strict=True))
 
 

@@ -65,6 +65,7 @@ class ToldEngine:
         self.swaps = 0
         self.steps = 0
         self.vocab_size, self.context_tokens = 100, 1000
+        self.side_by_side = True
         self._loaded = 0.0
         self._running = asyncio.Event()
         self._running.set()

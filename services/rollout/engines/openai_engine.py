@@ -89,6 +89,10 @@ class OpenAIEngine:
         return self._swaps
 
     @property
+    def side_by_side(self) -> bool:
+        return False
+
+    @property
     def vocab_size(self) -> int:
         return self._sizes[0]
 

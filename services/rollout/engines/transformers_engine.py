@@ -76,6 +76,10 @@ class TransformersEngine:
         return self._swaps
 
     @property
+    def side_by_side(self) -> bool:
+        return not self._deterministic
+
+    @property
     def vocab_size(self) -> int:
         return int(self._model.config.get_text_config().vocab_size)
 

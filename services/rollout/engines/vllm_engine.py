@@ -134,6 +134,10 @@ class VllmEngine:
         return self._swaps
 
     @property
+    def side_by_side(self) -> bool:
+        return True
+
+    @property
     def vocab_size(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
 

@@ -1,5 +1,6 @@
 """Collects the calls of many samples into blocks for the engine. Must never let a call wait for one that has not come
-yet longer than GATHER_S: samples take turns at their own pace.
+yet longer than GATHER_S, nor for the blocks before it if the engine works on several: samples take turns at their own
+pace.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ class CallBatcher:
     """Belongs to the service's loop. One a lease: its `cancel` ends what the engine is at, and so does `give_up`."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
-        """`told(seconds)`: a block has been sampled."""
+        """`told(seconds)`: the engine had blocks to sample for so long, and has none."""
         self._engine = engine
         self._gives_up = False
         self._cancel = _Either(cancel)
         self._told = told
         self._waiting: deque[_Waiting] = deque()
         self._came = asyncio.Event()
-        self._sampling = False
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._began = 0.0
 
     @property
     def asks(self) -> bool:
         """Whether anything waits for the engine."""
-        return self._sampling or bool(self._waiting)
+        return bool(self._under_way or self._waiting)
 
     def give_up(self) -> None:
         """`run` ends as soon as the engine has let go of what it is at, which is for nobody any more."""
@@ -69,27 +71,47 @@ class CallBatcher:
 
     async def run(self) -> None:
         """Work until cancelled or given up. Raises what the engine raises: GenerationCancelled at the lease's end."""
+        gathering = asyncio.create_task(self._gather())
         try:
             while not self._gives_up:
-                await self._gather()
-                block = self._block()
-                if not block:
+                may_begin = self._engine.side_by_side or not self._under_way
+                waiting = {*self._under_way, *(() if gathering.done() else (gathering,))}
+                if not may_begin or not gathering.done():
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    self._reap()
                     continue
-                loop = asyncio.get_running_loop()
-                started = loop.time()
-                self._sampling = True
-                groups = await self._engine.generate([each.prompt for each in block], block[0].sampling, self._cancel)
-                self._sampling = False
-                self._told(loop.time() - started)
-                for each, (generation,) in zip(block, groups, strict=True):
-                    if not each.answer.done():  # its sample may have run out of time
-                        each.answer.set_result(generation)
+                block = self._block()
+                if block:
+                    self._begin(block)
+                gathering = asyncio.create_task(self._gather())
+            await asyncio.gather(*self._under_way)
         except GenerationCancelled:
             if not self._gives_up:
                 raise
         finally:
+            for task in (gathering, *self._under_way):
+                task.cancel()
+            await asyncio.gather(gathering, *self._under_way, return_exceptions=True)
             for each in self._waiting:
                 each.answer.cancel()
+
+    def _begin(self, block: list[_Waiting]) -> None:
+        if not self._under_way:
+            self._began = asyncio.get_running_loop().time()
+        self._under_way.add(asyncio.create_task(self._sample_block(block)))
+
+    async def _sample_block(self, block: list[_Waiting]) -> None:
+        groups = await self._engine.generate([each.prompt for each in block], block[0].sampling, self._cancel)
+        for each, (generation,) in zip(block, groups, strict=True):
+            if not each.answer.done():  # its sample may have run out of time
+                each.answer.set_result(generation)
+
+    def _reap(self) -> None:
+        for task in [task for task in self._under_way if task.done()]:
+            self._under_way.discard(task)
+            task.result()
+            if not self._under_way:
+                self._told(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
         """Until something waits and nothing more comes for a moment."""
