@@ -5,7 +5,7 @@ wants one version is left alone; weights that are not proved let no token out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,3 +274,67 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
             return calls.versions
 
     assert asyncio.run(scenario()) == [FIRST] * 2 * NEW_TOKENS
+
+
+def test_leases_that_are_sampled_side_by_side_both_go_on_under_newer_weights(tmp_path: Path) -> None:
+    async def scenario() -> list[dict[str, list[Answer]]]:
+        async with rig() as made:
+            journal, both, swapped = PartialJournal(tmp_path, 1e9), asyncio.Barrier(2), asyncio.Event()
+
+            async def before_step(number: int) -> None:
+                if number <= 4:  # until each has a token
+                    await both.wait()
+                elif number == 5:
+                    await made.swapped(made.sync.holds.step + 1)
+                    swapped.set()
+                else:
+                    await swapped.wait()
+
+            made.engine.before_step = before_step
+            return await asyncio.gather(made.sample(journal, [NOTED]), made.sample(journal, [FRESH]))
+
+    first, second = (versions_of(each) for each in asyncio.run(scenario()))
+    for versions in (first[NOTED], second[FRESH]):
+        assert set(versions) == {FIRST, FIRST + 1}
+        assert versions == sorted(versions)
+
+
+def test_a_lease_that_needs_other_weights_waits_for_the_end_of_those_under_way_or_for_a_swap() -> None:
+    async def scenario() -> list[str]:
+        async with rig() as made:
+            order: list[str] = []
+            versions = made.in_flight.begin(FIRST, exact=False)
+
+            async def waits(what: str, met: Callable[[], bool]) -> None:
+                async with made.in_flight.settled():
+                    await made.in_flight.quiet(unless=met)
+                    order.append(what)
+
+            for_swap = asyncio.create_task(waits("swap", lambda: made.sync.holds.step > FIRST))
+            for_end = asyncio.create_task(waits("end", lambda: False))
+            await asyncio.sleep(0)
+            assert not order
+            await made.swapped(FIRST + 1)
+            await for_swap
+            assert order == ["swap"]
+            await made.in_flight.end(versions)
+            await for_end
+            return order
+
+    assert asyncio.run(scenario()) == ["swap", "end"]
+
+
+def test_a_lease_of_one_version_beside_others_keeps_newer_weights_from_all_of_them() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            other = made.in_flight.begin(FIRST, exact=False)
+            exact = made.in_flight.begin(FIRST, exact=True)
+            made.in_flight.announce(ref_of(FIRST + 1))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert made.sync.holds.step == FIRST
+            await made.in_flight.end(exact)
+            await made.swapped(FIRST + 1)
+            await made.in_flight.end(other)
+
+    asyncio.run(scenario())

@@ -1,0 +1,104 @@
+"""Leases on their way through a compute thread: how many are computed at a time, and how many are held ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from proto.messages import BatchMeta, LeaseGrant
+from shared.lease import Lease, LeaseBook
+from shared.pipeline import LeasePipeline
+
+
+class Rig:
+    """A pipeline over leases that compute until they are told to end."""
+
+    def __init__(self, side_by_side: int) -> None:
+        self.leased = 0
+        self.computing: dict[int, asyncio.Event] = {}
+        self.finished: list[int] = []
+        service = SimpleNamespace(log=SimpleNamespace(warning=lambda *_, **__: None))
+        self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
+        self.pipeline: LeasePipeline[int, int] = LeasePipeline(
+            self.book,
+            acquire=self._acquire,
+            prepare=self._prepare,
+            compute=self._compute,
+            finish=self._finish,
+            side_by_side=side_by_side,
+        )
+
+    async def _acquire(self) -> Lease:
+        self.leased += 1
+        grant = LeaseGrant(
+            lease_id=self.leased,
+            stage="rollout",
+            split="train",
+            lease_s=30,
+            batch=BatchMeta(tasks=[]),
+            group_size=1,
+            block_rows=0,
+        )
+        return Lease(grant, lambda: 0)
+
+    async def _prepare(self, lease: Lease) -> int:
+        return lease.grant.lease_id
+
+    async def _compute(self, lease: Lease, number: int) -> int:
+        ended = self.computing[number] = asyncio.Event()
+        await ended.wait()
+        del self.computing[number]
+        return number
+
+    async def _finish(self, lease: Lease, prepared: int, computed: int) -> None:
+        self.finished.append(computed)
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("side_by_side", [1, 2, 3])
+def test_so_many_leases_are_computed_at_a_time_and_one_is_held_ahead(side_by_side: int) -> None:
+    async def scenario() -> None:
+        made = Rig(side_by_side)
+        running = asyncio.create_task(made.pipeline.run())
+        await settle()
+        assert sorted(made.computing) == list(range(1, side_by_side + 1))
+        assert made.leased == side_by_side + 1
+        made.computing[side_by_side].set()  # the last one is the first to end
+        await settle()
+        assert made.finished == [side_by_side]
+        assert side_by_side + 1 in made.computing
+        assert made.leased == side_by_side + 2
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not any(task.get_coro().__name__ == "_compute" for task in asyncio.all_tasks())  # type: ignore[union-attr]
+
+    asyncio.run(scenario())
+
+
+def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> None:
+    async def scenario() -> None:
+        made = Rig(2)
+        ended: list[int] = []
+
+        async def compute(lease: Lease, number: int) -> int:
+            try:
+                if number == 2:
+                    await asyncio.sleep(0)
+                    raise ValueError("broken")
+                await asyncio.Event().wait()
+                return number
+            finally:
+                ended.append(number)
+
+        made.pipeline._compute = compute
+        with pytest.raises(ValueError, match="broken"):
+            await made.pipeline.run()
+        assert sorted(ended) == [1, 2]
+
+    asyncio.run(scenario())
