@@ -151,7 +151,7 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
     async def scenario() -> list[list[Generation]]:
         watch = Watch(1e9, lambda first, groups: shown.append(groups))
         given_up = asyncio.create_task(made.calls.generate(PROMPTS[:2], chosen, cancel, watch))
-            await asyncio.sleep(0)  # it has asked
+        await asyncio.sleep(0)  # it has asked
         kept = await made.generate(PROMPTS[2:6], chosen)
         with pytest.raises(GenerationCancelled):
             await given_up
