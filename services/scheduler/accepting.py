@@ -18,6 +18,8 @@ from proto.messages import (
 )
 from proto.tensors import Array
 from services.scheduler import scalars
+from services.scheduler.evaluations import Evaluation
+from services.scheduler.events import Tell
 from services.scheduler.freshness import Freshness
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import DEATH, FAILURE
@@ -56,6 +58,8 @@ class Accepting(Freshness):
                     self._accept(slot, stage, result, layout, packed, filters=filters)
                 elif result.outcome == Outcome.RETRY:
                     self._retry(slot, FAILURE, result.reason)
+                elif result.samples_failed and self.tasks.admission[slot] == EVALUATION:
+                    self._score_failed(slot, result)
                 else:
                     self._drop(slot, result.reason)
             first += result.samples if result.outcome == Outcome.DONE else 0
@@ -197,10 +201,16 @@ class Accepting(Freshness):
         if rewards is None or not len(rewards):
             self._drop(slot, "no sample was scored")
             return
+        self._end_scored(slot, one, rewards, self.tasks.failed[slot])
+
+    def _score_failed(self, slot: int, result: TaskResult) -> None:
+        """The policy was asked, and all samples failed."""
+        self.out.append(Tell("scheduler/dropped", {"task": result.task_id, "reason": result.reason[:200]}))
+        self._end_scored(slot, self._evaluation_of(slot), np.zeros(0, np.float32), result.samples_failed)
+
+    def _end_scored(self, slot: int, one: Evaluation, rewards: Array, failed: int) -> None:
         rows = next(each.rows for each in self.plan.evals if each.name == one.name)
-        row = bisect_left(rows, self.tasks.index[slot])
-        one.scores[row] = float(np.mean(rewards, dtype=np.float64))
-        one.best[row] = float(np.max(rewards))
+        one.score(bisect_left(rows, self.tasks.index[slot]), rewards, failed)
         self.tasks.move(slot, TaskState.SCORED)
         self._end_of_evaluation_task(one)
         self._collect(slot)

@@ -1,4 +1,10 @@
-"""Evaluations of policy versions: tasks outside admission, asked of exactly one version, scored as soon as done."""
+"""Evaluations of policy versions: tasks outside admission, asked of exactly one version, scored as soon as done. Must
+never leave a failure out in silence.
+
+A sample that failed (no answer in time, a reward or workflow that crashed) is a wrong answer: its reward is 0, as every
+leaderboard counts what it has no answer of. A row that the policy was never asked (broken, longer than the context)
+says nothing about it: it is dropped. The metrics row counts both.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,9 @@ from array import array
 from collections import deque
 from typing import Any
 
+import numpy as np
+
+from proto.tensors import Array
 from services.scheduler.versions import Version
 
 
@@ -26,6 +35,19 @@ class Evaluation:
         self.left = rows
         """Tasks neither scored nor dropped."""
         self.dropped = 0
+        self.failed = 0
+        """Samples of scored rows that count as 0."""
+
+    def score(self, row: int, rewards: Array, failed: int) -> None:
+        """`rewards` of the row's samples that were scored, float [N]; so many `failed` besides. At least one in all."""
+        samples = len(rewards) + failed
+        self.scores[row] = float(np.sum(rewards, dtype=np.float64)) / samples
+        self.best[row] = float(np.max(rewards, initial=0.0 if failed else -math.inf))
+        self.failed += failed
+
+    @property
+    def rows_scored(self) -> int:
+        return sum(not math.isnan(score) for score in self.scores)
 
     @property
     def accuracy(self) -> float:
@@ -33,14 +55,20 @@ class Evaluation:
         return _mean(self.scores)
 
     def metrics(self) -> dict[str, float]:
-        """The set's part of a metrics row; empty when nothing was scored: JSON has no NaN.
-
-        With k > 1 samples a row also avg@k, which is the accuracy, and pass@k: the mean over rows of the best of the k
-        rewards. For rewards of 0 and 1 that is the estimator of Chen et al. 2021 (arXiv 2107.03374) with n = k.
+        """The set's part of a metrics row: rows scored and dropped and samples that failed; if any row was scored (JSON
+        has no NaN) the accuracy, and with k > 1 samples a row avg@k, which is the accuracy, and pass@k: the mean over
+        rows of the best of the k rewards. For rewards of 0 and 1 that is the estimator of Chen et al. 2021 (arXiv
+        2107.03374) with n = k.
         """
-        if math.isnan(self.accuracy):
-            return {}
-        found = {f"eval/{self.name}/accuracy": self.accuracy}
+        scored = self.rows_scored
+        found = {
+            f"eval/{self.name}/rows_scored": float(scored),
+            f"eval/{self.name}/rows_dropped": float(self.dropped),
+            f"eval/{self.name}/samples_failed": float(self.failed),
+        }
+        if not scored:
+            return found
+        found[f"eval/{self.name}/accuracy"] = self.accuracy
         if self.samples > 1:
             found[f"eval/{self.name}/avg@{self.samples}"] = self.accuracy
             found[f"eval/{self.name}/pass@{self.samples}"] = _mean(self.best)
@@ -93,7 +121,7 @@ class Evaluations:
             "open": [
                 [
                     *(e.name, e.split, e.version, e.samples, e.scores.tobytes(), e.best.tobytes()),
-                    *(list(e.waiting), e.left, e.dropped),
+                    *(list(e.waiting), e.left, e.dropped, e.failed),
                 ]
                 for e in self.open.values()
             ],
@@ -103,12 +131,12 @@ class Evaluations:
     @classmethod
     def load(cls, data: dict[str, Any]) -> Evaluations:
         evaluations = cls()
-        for name, split, version, samples, scores, best, waiting, left, dropped in data["open"]:
+        for name, split, version, samples, scores, best, waiting, left, dropped, failed in data["open"]:
             one = Evaluation(name, split, tuple(version), 0, samples)
             one.scores.frombytes(scores)
             one.best.frombytes(best)
             one.waiting = deque(waiting)
-            one.left, one.dropped = left, dropped
+            one.left, one.dropped, one.failed = left, dropped, failed
             evaluations.open[name, version[1]] = one
         evaluations.done = {step: dict(results) for step, results in data["done"]}
         return evaluations

@@ -208,10 +208,9 @@ class Ledger(Stores):
             return
         self.evaluations.finish(one)
         step = one.version[1]
-        scored = len(one.scores) - one.dropped
-        if metrics := one.metrics():
-            self.out.append(SaveEval(one.name, step, one.accuracy, scored, one.dropped))
-            self.out.append(Tell("eval", {"step": step, **metrics}))
+        if one.rows_scored:
+            self.out.append(SaveEval(one.name, step, one.accuracy, one.rows_scored, one.dropped))
+        self.out.append(Tell("eval", {"step": step, **one.metrics()}))
         self._write_rows()
 
     def evaluated(self, step: int) -> dict[str, float] | None:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from proto.messages import (
+    BatchMeta,
     Canary,
     CheckpointSaved,
     CommitStep,
@@ -28,6 +30,7 @@ from proto.messages import (
     Refusal,
     Register,
     StepBatch,
+    TaskHandle,
     TaskResult,
     WaitEvals,
     WeightsRef,
@@ -174,6 +177,7 @@ class Bench:
         content: int = 5,
         reward: float | Sequence[float] = 1.0,
         samples: int = 2,
+        failed: int = 0,
         life: int = 7,
         tasks: int | None = None,
         final: bool = True,
@@ -181,7 +185,17 @@ class Bench:
     ) -> list[Refusal]:
         rollout = grant.stage == "rollout"
         results = [
-            TaskResult(task.task_id, task.fence, outcome, store, content, samples if rollout else 0, 20, 50)
+            TaskResult(
+                task.task_id,
+                task.fence,
+                outcome,
+                store,
+                content,
+                samples if rollout else 0,
+                20,
+                50,
+                samples_failed=failed,
+            )
             for task in grant.batch.tasks[:tasks]
         ]
         total = samples * len(results) if outcome == Outcome.DONE else 0
@@ -613,6 +627,27 @@ def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
     (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
     assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25
     assert row["eval/held/pass@4"] == pytest.approx(2 / 3)
+    assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [3, 0, 0]
+
+
+def test_samples_of_an_evaluation_that_failed_are_wrong_answers_and_counted() -> None:
+    """Of four samples a row: one solved and three failed, all failed, and a row that could never be asked."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
+    grant = bench.granted(most=8)
+    first, second, third = grant.batch.tasks
+
+    def ends(task: TaskHandle, **how: Any) -> None:
+        alone = msgspec.structs.replace(grant, batch=BatchMeta(tasks=[task]))
+        assert bench.complete(alone, final=task is third, **how) == []
+
+    ends(first, samples=1, failed=3, reward=1.0)
+    ends(second, outcome=Outcome.DROP, samples=0, failed=4)
+    ends(third, outcome=Outcome.DROP, samples=0)
+    (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25 / 2
+    assert row["eval/held/pass@4"] == 0.5
+    assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [2, 1, 7]
+    assert [(e.accuracy, e.samples, e.dropped) for e in bench.effects if isinstance(e, SaveEval)] == [(0.125, 2, 1)]
 
 
 def test_a_held_back_call_is_answered_before_its_deadline() -> None:
