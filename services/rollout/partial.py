@@ -2,13 +2,16 @@
 that is lost costs tokens, nothing else.
 
 One file a task in the run directory, written in one move: a kill leaves the note before or the new one. Engines on one
-host share them. Nothing of an exact version (evaluations, deterministic mode) is ever noted.
+host share them. Nothing of an exact version (evaluations, deterministic mode) is ever noted. Of a task the newest note
+alone waits to be written: a slow disk makes notes rarer, it does not pile them up. A note whose task was completed
+before it came (of an engine that hung and went on) goes once it is STALE_S older than the newest one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +71,20 @@ class _Record(msgspec.Struct):
     samples: list[_Note]
 
 
+STALE_S = 3600.0
+"""Older than the newest note by so many seconds, nobody goes on with it: its task was leased again long ago, or has
+ended. Not older than now: a run that is resumed after a week finds what it left."""
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    task_id: str
+    lineage: int
+    temperature: float
+    answers: Sequence[Answer]
+
+
 class PartialJournal:
     """Notes under one folder. `note` may be called from any thread, and returns at once."""
 
@@ -77,18 +94,30 @@ class PartialJournal:
         self._folder = folder
         self._folder.mkdir(exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="partial")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+        self._writer.submit(self._sweep)
 
     def note(self, answers: Mapping[str, Sequence[Answer]], lineage: int, temperature: float) -> None:
         """Put down `answers` (by task id, one a sample) in place of what was noted of these tasks before."""
-        with contextlib.suppress(RuntimeError):  # closed meanwhile
-            self._writer.submit(self._write, answers, lineage, temperature)
+        with self._lock:
+            is_told = bool(self._waiting)
+            for task_id, samples in answers.items():
+                self._waiting[task_id] = _Waiting(task_id, lineage, temperature, samples)
+        if not is_told:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._writer.submit(self._write)
 
     def forget(self, task_ids: Sequence[str]) -> None:
         """These tasks are completed."""
+        with self._lock:
+            for task_id in task_ids:
+                self._waiting.pop(task_id, None)
 
         def remove() -> None:
             for task_id in task_ids:
                 self._file(task_id).unlink(missing_ok=True)
+            self._sweep()
 
         with contextlib.suppress(RuntimeError):
             self._writer.submit(remove)
@@ -110,16 +139,33 @@ class PartialJournal:
         return kept if any(len(each.token_ids) for each in kept) else None
 
     def close(self) -> None:
-        """Write what was noted, and no more."""
-        self._writer.shutdown(wait=True)
+        """Write what was noted, and no more. A directory that does not answer within CLOSE_S is not waited for."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._writer.submit(lambda: None).result(CLOSE_S)
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, answers: Mapping[str, Sequence[Answer]], lineage: int, temperature: float) -> None:
+    def _sweep(self) -> None:
+        """Remove what nobody goes on with."""
+        written: dict[Path, float] = {}
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):  # another engine was faster
+                written[path] = path.stat().st_mtime
+        oldest = max(written.values(), default=0.0) - STALE_S
+        for path, at in written.items():
+            if at < oldest:
+                path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
         with contextlib.suppress(OSError):  # a full disk
-            for task_id, samples in answers.items():
-                notes = [_note(each) for each in samples]
-                target = self._file(task_id)
+            for each in waiting.values():
+                target = self._file(each.task_id)
                 written = target.with_suffix(f".{os.getpid()}")
-                written.write_bytes(msgspec.msgpack.encode(_Record(task_id, lineage, temperature, notes)))
+                notes = [_note(answer) for answer in each.answers]
+                written.write_bytes(
+                    msgspec.msgpack.encode(_Record(each.task_id, each.lineage, each.temperature, notes))
+                )
                 written.rename(target)
 
     def _file(self, task_id: str) -> Path:

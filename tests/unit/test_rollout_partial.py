@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
 from proto.tensors import Array
+from services.rollout import partial
 from services.rollout.answers import AnswerSampler
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.partial import Answer, PartialJournal, Wanted
@@ -146,6 +149,69 @@ def test_tokens_that_the_lease_may_not_hold_are_sampled_again(
     version = lease.pop("version", 5)
     answers = Rollout(tiny, tmp_path).sample(version=version, **lease)  # type: ignore[arg-type]
     assert {int(each) for group in answers.values() for answer in group for each in answer.versions} == {version}
+
+
+class StuckDisk:
+    """Holds the journal's writer until `go_on`, counts what is then written."""
+
+    def __init__(self, journal: PartialJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.written: list[str] = []
+        rename = Path.rename
+
+        def counted(source: Path, target: Path) -> Path:
+            self.written.append(target.name)
+            return rename(source, target)
+
+        monkeypatch.setattr(Path, "rename", counted)
+        journal._writer.submit(self.go_on.wait)
+
+
+def numbered(number: int) -> list[Answer]:
+    ids = np.full(number, number, np.int32)
+    return [Answer(ids, np.zeros(number, np.float32), ids, "")] * SAMPLES
+
+
+def test_of_a_task_the_newest_note_alone_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = PartialJournal(tmp_path, 0.0)
+    disk = StuckDisk(journal, monkeypatch)
+    for number in range(1, 30):
+        for task_id in ("train/0/0", "train/0/1", "train/0/2"):
+            journal.note({task_id: numbered(number)}, 0, HOT)
+    journal.forget(["train/0/2"])
+    disk.go_on.set()
+    journal.close()
+    assert sorted(disk.written) == ["train-0-0.msgpack", "train-0-1.msgpack"]
+    noted = journal.read("train/0/1", Wanted(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100))
+    assert noted is not None
+    assert [len(each.token_ids) for each in noted] == [29] * SAMPLES
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "CLOSE_S", 0.05)
+    journal = PartialJournal(tmp_path, 0.0)
+    disk = StuckDisk(journal, monkeypatch)
+    journal.note({"train/0/0": numbered(1)}, 0, HOT)
+    closing = threading.Thread(target=journal.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not disk.written
+    disk.go_on.set()
+
+
+def test_a_note_that_came_after_its_task_was_completed_does_not_stay_for_ever(tmp_path: Path) -> None:
+    journal = PartialJournal(tmp_path, 0.0)
+    for task_id in ("train/0/0", "train/0/1", "train/0/2"):
+        journal.note({task_id: numbered(2)}, 0, HOT)
+    journal.close()
+    for name, age_s in (("train-0-0", 2 * partial.STALE_S), ("train-0-1", partial.STALE_S / 2), ("train-0-2", 0.0)):
+        at = time.time() - 1e6 - age_s  # the run was stopped long ago, which makes no note older
+        os.utime(tmp_path / f"{name}.msgpack", (at, at))
+    PartialJournal(tmp_path, 0.0).close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["train-0-1.msgpack", "train-0-2.msgpack"]
 
 
 def test_a_completed_task_leaves_no_note_and_a_damaged_one_is_none(tiny: TransformersEngine, tmp_path: Path) -> None:
