@@ -338,7 +338,7 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """As the chat template wants it: an answer of ours, unless it was edited, in the words it was sampled in."""
+    """A message as the chat template wants it: an answer of ours that nobody has edited as it was sampled."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -3,6 +3,7 @@ on is never tokenised again."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,16 @@ import msgspec
 from shared.workflow import ToolCall
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_ANSWER = "0123456789"
-"""The stand-in answer: text that every template writes as it is and no template writes by itself."""
+_DIGITS = "0123456789"
+_STAND_INS = 16
+_EDGE_TOKENS = 256
+"""Tokens that a text cut anywhere may have more than as a part of the whole."""
+_CHARACTERS = 8
+"""Looked at first, for each token that there is room for."""
+
+
+class PromptTooLong(ValueError):
+    """More tokens than the caller has room for. One line."""
 
 
 class PromptBuilder:
@@ -30,25 +39,23 @@ class PromptBuilder:
             int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def token_ids(self, row: dict[str, Any]) -> list[int]:
+    def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
         """Token ids of the row's prompt: raw text as it is, messages through the chat template.
 
-        Raises ValueError in one line when there is no prompt or the template cannot take it.
+        Raises ValueError in one line when there is no prompt or the template cannot take it, PromptTooLong for what is
+        well above `at_most` tokens, before all of it is tokenised.
         """
         prompt = row.get("prompt")
         try:
             if isinstance(prompt, str):
+                self._check_length(prompt, at_most)
                 ids = self._tokenizer(prompt)["input_ids"]
             elif isinstance(prompt, list):
-                ids = self._tokenizer.apply_chat_template(
-                    prompt,
-                    tools=row.get("tools"),
-                    add_generation_prompt=self._add_generation_prompt,
-                    tokenize=True,
-                    return_dict=False,
-                )
+                ids = self._ids(self._rendered(prompt, row.get("tools")), at_most)
             else:
                 raise ValueError("row has no prompt: text or a list of messages")
+        except PromptTooLong:
+            raise
         except Exception as error:  # a template may raise anything over a row
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
         if not ids:
@@ -69,27 +76,68 @@ class PromptBuilder:
         return [*(int(token) for token in ids), int(eos)]
 
     def continuation(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, held: Sequence[int]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        held: Sequence[int],
+        at_most: int | None = None,
     ) -> list[int]:
         """Token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
 
         They begin with what the template writes after an answer, unless the answer's own last token is that already
-        (an end-of-turn token that was sampled). Raises ValueError in one line when the template cannot take them.
+        (an end-of-turn token that was sampled). Raises ValueError in one line when the template cannot take them,
+        PromptTooLong for what is well above `at_most` tokens.
         """
-        # Rendered after a stand-in conversation: templates that rewrite earlier answers (dropping their reasoning)
-        # would give other tokens than those that were sampled.
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [*before, *messages], tools=tools, add_generation_prompt=self._add_generation_prompt, tokenize=False
-            )
-            _, found, rest = text.partition(_ANSWER)
-            if not found:
-                raise ValueError("the chat template does not write an assistant's answer as it is")
-            ids = [int(token) for token in self._tokenizer(rest, add_special_tokens=False)["input_ids"]]
+            ids = self._ids(self._after_an_answer(messages, tools), at_most)
+        except PromptTooLong:
+            raise
         except Exception as error:  # a template may raise anything over messages
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
         return ids[1:] if ids and held and ids[0] == held[-1] and ids[0] in self._special_ids else ids
+
+    def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """What the template writes for `messages` after an answer, its end included."""
+        # Rendered after a stand-in conversation: templates that rewrite earlier answers (dropping their reasoning)
+        # would give other tokens than those that were sampled. The stand-in has to be in it once: tools or messages
+        # may hold digits too. Each digit once, so that no two places can overlap.
+        for digits in itertools.islice(itertools.permutations(_DIGITS), _STAND_INS):
+            answer = "".join(digits)
+            before = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
+            text = self._rendered([*before, *messages], tools)
+            found = text.count(answer)
+            if found == 1:
+                return text.partition(answer)[2]
+            if not found:
+                break
+        raise ValueError("the chat template does not write an assistant's answer as it is, and once")
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=self._add_generation_prompt, tokenize=False
+        )
+        return text
+
+    def _ids(self, text: str, at_most: int | None) -> list[int]:
+        """Token ids of rendered text, which has its special tokens."""
+        self._check_length(text, at_most)
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _check_length(self, text: str, at_most: int | None) -> None:
+        """Raise PromptTooLong when a part from the beginning says it, each twice as long as the one before: a token may
+        stand for any number of characters, and what has no room must not hold up what others want tokenised."""
+        if at_most is None:
+            return
+        most = max(at_most, 0) + _EDGE_TOKENS
+        looked_at = _CHARACTERS * most
+        while looked_at < len(text):
+            tokens = len(self._tokenizer(text[:looked_at], add_special_tokens=False)["input_ids"])
+            if tokens > most:
+                raise PromptTooLong(
+                    f"a prompt of {len(text)} characters, the first {looked_at} of them {tokens} tokens, where there "
+                    f"is room for {at_most}"
+                )
+            looked_at *= 2
 
     def completion(self, token_ids: list[int], stop: tuple[str, ...]) -> str:
         """The text of sampled tokens without special tokens, cut before the first stop text."""

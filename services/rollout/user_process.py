@@ -55,7 +55,7 @@ class UserProcess:
                 *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=passed,
-                start_new_session=True,  # the end of users' processes is their keeper's, not of who ends our group
+                start_new_session=True,  # what ends the service's group must not end the keeper
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
             )
         finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout.engine import Generation
-from services.rollout.prompts import PromptBuilder
+from services.rollout.prompts import PromptBuilder, PromptTooLong
 from services.rollout.workflows.messages import same
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
 
@@ -62,9 +62,13 @@ class Conversation:
                 known = len(sequence.history)
                 if sequence.busy or sequence.tools != tools or not _begins(messages, sequence.history):
                     continue
-                added = self._prompts.continuation(messages[known:], tools, sequence.tokens.token_ids)
-                return self._fits(Call(sequence, messages, [*sequence.tokens.token_ids, *added], len(added)))
-            ids = self._prompts.token_ids({"prompt": messages, "tools": tools})
+                held = sequence.tokens.token_ids
+                room = self._context_tokens - len(held)
+                added = self._prompts.continuation(messages[known:], tools, held, room)
+                return self._fits(Call(sequence, messages, [*held, *added], len(added)))
+            ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
+        except PromptTooLong as error:
+            raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
         return self._fits(Call(_Open([], tools), messages, ids, len(ids)))
@@ -72,7 +76,9 @@ class Conversation:
     def begin_text(self, prompt: str) -> Call:
         """The call for raw text, always a new sequence. Raises like `begin`."""
         try:
-            ids = self._prompts.token_ids({"prompt": prompt})
+            ids = self._prompts.token_ids({"prompt": prompt}, self._context_tokens)
+        except PromptTooLong as error:
+            raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
         return self._fits(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
