@@ -8,15 +8,17 @@ import struct
 import msgspec
 
 LENGTH = struct.Struct("<I")
-LIMIT_BYTES = 1 << 30
+TO_PROCESS_BYTES = 1 << 30
+TO_SERVICE_BYTES = 16 << 20
+"""As objects, a message may take sixty times as much of the memory of the service, where the engine lives."""
 
 
-def frame(message: msgspec.Struct) -> bytes:
+def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
     """Raises TypeError, ValueError, OverflowError or RecursionError for what msgpack cannot carry, ValueError past
-    LIMIT_BYTES."""
+    `limit_bytes`, the one of its direction."""
     body = msgspec.msgpack.encode(message)
-    if len(body) > LIMIT_BYTES:
-        raise ValueError(f"{len(body)} bytes in one message of users' code, at most {LIMIT_BYTES}")
+    if len(body) > limit_bytes:
+        raise ValueError(f"{len(body)} bytes in one message, at most {limit_bytes}")
     return LENGTH.pack(len(body)) + body
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from proto.messages import ErrorCode
-from services.rollout.user_frames import LENGTH, LIMIT_BYTES
+from services.rollout.user_frames import LENGTH, TO_SERVICE_BYTES
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import RpcError
 
@@ -93,8 +93,8 @@ class UserProcess:
     async def read(self) -> bytes:
         """The body of the next message. Raises one of GONE once the process is gone."""
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > LIMIT_BYTES:
-            raise ConnectionError(f"a process of users' code announced {length} bytes")
+        if length > TO_SERVICE_BYTES:
+            raise ConnectionError(f"a process of users' code announced {length} bytes, at most {TO_SERVICE_BYTES}")
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:

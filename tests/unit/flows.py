@@ -110,6 +110,12 @@ async def _bad(kind: str, row: Row, llm: LLM, ctx: Context) -> Any:
         trajectory.sequences *= 200
     if kind == "long":
         await llm.chat([{"role": "user", "content": "1" * 600}])
+    if kind == "without end":
+        await llm.chat([{"role": "user", "content": "1" * (12 << 20)}])
+    if kind == "too much":
+        await llm.chat([{"role": "user", "content": "1" * (17 << 20)}])
+    if kind == "great state":
+        ctx.state["bytes"] = [1] * (17 << 20)
     if kind == "nan":
         trajectory.reward = float("nan")
     if kind == "text":

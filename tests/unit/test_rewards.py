@@ -88,6 +88,8 @@ def bad(sample):
         open(sample.row["pids"], "w").write(str(child.pid))
         while True:
             pass
+    if what == "parts":
+        return {"x" * (17 << 20): 1.0}
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
@@ -294,6 +296,7 @@ BAD = [
     ("bad", "eat", "memory", "more memory than reward.memory allows"),
     ("bad", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
     ("bad", "stop", "timeout", "no answer within 1 s (reward.timeout_s)"),
+    ("bad", "parts", "answer", "answered what cannot be handed over: 1782"),
     ("crash_later", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
     ("crash_later", "sys.exit", "raised", "raised SystemExit: 3"),
     ("crash_later", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),

@@ -18,7 +18,7 @@ from proto.messages import ErrorCode
 from services.rollout.rewards.frames import Answer, Ready, Setup, Work
 from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
 from services.rollout.rewards.score import ANSWER, CRASHED, RAISED, TIMEOUT, Score, add_all, failed, totals
-from services.rollout.user_frames import UNFIT, frame
+from services.rollout.user_frames import TO_PROCESS_BYTES, UNFIT, frame
 from services.rollout.user_process import GONE, START_ATTEMPTS, UserProcess, decoded
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
@@ -257,7 +257,7 @@ class RewardPool:
     async def _spawn(self) -> UserProcess:
         process = await UserProcess.start(MODULE)
         what = f"reward functions {', '.join(term.function for term in self._terms)}"
-        ready = decoded(await process.ready(frame(self._setup), what), _READY)
+        ready = decoded(await process.ready(frame(self._setup, TO_PROCESS_BYTES), what), _READY)
         if ready.error:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
@@ -273,18 +273,18 @@ async def _all_done(calls: Sequence[_Call]) -> None:
 def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
     """The calls that a process can be handed, and the Work of them; the others fail here."""
     try:
-        return calls, frame(Work(calls[0].function, [call.samples for call in calls]))
+        return calls, frame(Work(calls[0].function, [call.samples for call in calls]), TO_PROCESS_BYTES)
     except UNFIT:
         pass
     fit: list[_Call] = []
     for call in calls:
         try:
-            frame(Work(call.function, [call.samples]))
+            frame(Work(call.function, [call.samples]), TO_PROCESS_BYTES)
         except UNFIT as error:
             call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
         else:
             fit.append(call)
-    return fit, frame(Work(calls[0].function, [call.samples for call in fit]))
+    return fit, frame(Work(calls[0].function, [call.samples for call in fit]), TO_PROCESS_BYTES)
 
 
 def _same(first: _Call, other: _Call) -> bool:

@@ -12,8 +12,8 @@ import sys
 from services.rollout.confined import confine, limit_memory, read
 from services.rollout.rewards.frames import Answer, Ready, Setup, Work
 from services.rollout.rewards.load import RewardFunction, load_reward
-from services.rollout.rewards.score import MEMORY, RAISED, TIMEOUT, Score, failed, totals
-from services.rollout.user_frames import frame
+from services.rollout.rewards.score import ANSWER, MEMORY, RAISED, TIMEOUT, Score, failed, totals
+from services.rollout.user_frames import TO_SERVICE_BYTES, UNFIT, frame
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
@@ -29,10 +29,11 @@ def main(descriptor: int) -> None:
     try:
         functions = [load_reward(name, params) for name, params in setup.functions]
     except RpcError as error:
-        link.sendall(frame(Ready([], [], str(error))))
+        link.sendall(frame(Ready([], [], str(error)), TO_SERVICE_BYTES))
         return
     limit_memory(setup.memory_bytes)
-    link.sendall(frame(Ready([each.group for each in functions], [each.is_async for each in functions])))
+    ready = Ready([each.group for each in functions], [each.is_async for each in functions])
+    link.sendall(frame(ready, TO_SERVICE_BYTES))
     while (work := read(link, Work)) is not None:
         function = functions[work.function]
         if function.is_async:
@@ -48,7 +49,7 @@ def _serve_plain(link: socket.socket, function: RewardFunction, work: Work) -> N
             scores = totals(function.name, answer, len(samples), group=function.group)
         except BaseException as error:  # a user's sys.exit(), too, costs only its sample
             scores = _raised(function, samples, error)
-        _send(link, number, scores)
+        _send(link, function, number, scores)
 
 
 async def _serve_async(link: socket.socket, function: RewardFunction, work: Work, timeout_s: float) -> None:
@@ -65,7 +66,7 @@ async def _serve_async(link: socket.socket, function: RewardFunction, work: Work
                 scores = [failed(function.name, TIMEOUT, why)] * len(samples)
             except (Exception, SystemExit) as error:
                 scores = _raised(function, samples, error)
-        _send(link, number, scores)
+        _send(link, function, number, scores)
 
     await asyncio.gather(*(one(number, samples) for number, samples in enumerate(work.calls)))
 
@@ -77,10 +78,15 @@ def _raised(function: RewardFunction, samples: list[Sample], error: BaseExceptio
     return [failed(function.name, RAISED, f"raised {type(error).__name__}: {error}")] * len(samples)
 
 
-def _send(link: socket.socket, number: int, scores: list[Score]) -> None:
+def _send(link: socket.socket, function: RewardFunction, number: int, scores: list[Score]) -> None:
     # What is left in memory after an allocation failed is not known: the next call gets a fresh process.
     last = any(score.kind == MEMORY for score in scores)
-    link.sendall(frame(Answer(number, scores, last)))
+    try:
+        answer = frame(Answer(number, scores, last), TO_SERVICE_BYTES)
+    except UNFIT as error:
+        why = f"answered what cannot be handed over: {error}"
+        answer = frame(Answer(number, [failed(function.name, ANSWER, why)] * len(scores)), TO_SERVICE_BYTES)
+    link.sendall(answer)
     if last:
         os._exit(0)
 

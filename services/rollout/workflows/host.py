@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from proto.messages import ErrorCode
-from services.rollout.user_frames import UNFIT, frame
+from services.rollout.user_frames import TO_PROCESS_BYTES, UNFIT, frame
 from services.rollout.user_process import GONE, UserProcess, decoded
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.frames import (
@@ -130,7 +130,7 @@ class WorkflowProcess:
             process = await UserProcess.start(MODULE, [descriptor])
         finally:
             os.close(descriptor)
-        ready = decoded(await process.ready(frame(setup), f"workflow {setup.function!r}"), _READY)
+        ready = decoded(await process.ready(frame(setup, TO_PROCESS_BYTES), f"workflow {setup.function!r}"), _READY)
         if ready.error:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
@@ -156,11 +156,12 @@ class WorkflowProcess:
         loop = asyncio.get_running_loop()
         live = _Live(job, calls, loop.time() + self._setup.timeout_s + GRACE_S, loop.create_future())
         try:
-            begin = frame(Begin(slot, job.task_id, job.sample, job.row, self._endpoint.open(calls)))
+            begin = Begin(slot, job.task_id, job.sample, job.row, self._endpoint.open(calls))
+            message = frame(begin, TO_PROCESS_BYTES)
         except UNFIT as error:
             return Attempt(Failed(slot, f"the row cannot be handed to a process: {error}"), calls)
         self._live[slot] = live
-        self._process.write(begin)
+        self._process.write(message)
         try:
             return Attempt(await live.ended, calls)
         finally:
@@ -238,9 +239,9 @@ class WorkflowProcess:
 
     async def _show(self, live: _Live, slot: int) -> None:
         try:
-            shown = await live.calls.captured(lambda sequences: frame(Captured(slot, sequences)))
+            shown = await live.calls.captured(lambda sequences: frame(Captured(slot, sequences), TO_PROCESS_BYTES))
         except asyncio.CancelledError:
-            shown = frame(Captured(slot, []))  # given up; the whole process waits for this answer
+            shown = frame(Captured(slot, []), TO_PROCESS_BYTES)  # given up; the whole process waits for this answer
         self._process.write(shown)
 
     async def _answer(self, live: _Live, asked: Chat | Complete) -> None:
@@ -258,7 +259,7 @@ class WorkflowProcess:
         self._send(Said(asked.slot, asked.call, turn, refused, why))
 
     def _send(self, message: ToProcess) -> None:
-        self._process.write(frame(message))
+        self._process.write(frame(message, TO_PROCESS_BYTES))
 
     # ---- what the process does not say
 

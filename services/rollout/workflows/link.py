@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.rollout.user_frames import LENGTH, frame
+from services.rollout.user_frames import LENGTH, TO_SERVICE_BYTES, frame
 from services.rollout.workflows.frames import Ask, Captured, ToProcess, ToService
 from shared.workflow import Sequence
 
@@ -37,7 +37,7 @@ class Link:
 
     def send(self, message: ToService) -> None:
         """From any thread. Raises what `frame` raises."""
-        data = frame(message)
+        data = frame(message, TO_SERVICE_BYTES)
         with self._writing:
             self._socket.sendall(data)
 

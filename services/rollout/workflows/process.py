@@ -16,7 +16,7 @@ from typing import Any
 
 from services.rollout.confined import confine, limit_memory, read
 from services.rollout.rewards.score import Score, total
-from services.rollout.user_frames import UNFIT, frame
+from services.rollout.user_frames import TO_SERVICE_BYTES, UNFIT, frame
 from services.rollout.workflows.frames import (
     Begin,
     Captured,
@@ -50,11 +50,11 @@ def main(descriptor: int, marks: int) -> None:
     try:
         workflow = load_workflow(setup.function, setup.params)
     except RpcError as error:
-        link.sendall(frame(Ready(str(error))))
+        link.sendall(frame(Ready(str(error)), TO_SERVICE_BYTES))
         return
     threading.stack_size(TOOL_STACK_BYTES)
     limit_memory(setup.memory_bytes)
-    link.sendall(frame(Ready()))
+    link.sendall(frame(Ready(), TO_SERVICE_BYTES))
     asyncio.run(_serve(link, Marks(marks), workflow, setup.timeout_s))
 
 

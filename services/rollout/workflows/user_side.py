@@ -65,7 +65,9 @@ class ProcessLLM:
         try:
             self._link.send(make(call))
         except UNFIT as error:
-            raise WorkflowError(f"a message holds what no JSON has: {error}") from None
+            raise WorkflowError(
+                f"a call cannot be handed over, only what JSON has may be in a message: {error}"
+            ) from None
         answer: asyncio.Future[Turn] = self._loop.create_future()
         self._waiting[call] = answer
         try:
