@@ -33,7 +33,8 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 @dataclass(eq=False)
 class _Call:
-    """One call of function `function` over the samples at `places` of the block."""
+    """One call of function `function` over the samples at `places` of the block. `alone`: with no other call at the
+    same time; `fresh`: so, and in a process that has made no other before."""
 
     function: int
     samples: list[Sample]
@@ -41,6 +42,7 @@ class _Call:
     done: asyncio.Event
     told: Callable[[], None]
     alone: bool = False
+    fresh: bool = False
     scores: list[Score] = field(default_factory=list)
 
     def finish(self, scores: list[Score]) -> None:
@@ -72,6 +74,7 @@ class RewardPool:
         self._waiting: deque[_Call] = deque()
         self._more = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
+        self._fresh: set[UserProcess] = set()
         self._counts: Counter[str] = Counter()
         self._listeners: list[Callable[[], None]] = []
 
@@ -179,10 +182,14 @@ class RewardPool:
                 # Before there is work for it: the others take what comes while this one starts.
                 process = process or await self._spawn_again()
                 calls = await self._take()
+                if calls[0].fresh and process not in self._fresh:
+                    await process.end()
+                    process = await self._spawn_again()
                 if not await self._run(process, calls):
                     process = None
         finally:
             if process is not None:
+                self._fresh.discard(process)
                 await process.end()
 
     async def _take(self) -> list[_Call]:
@@ -197,7 +204,7 @@ class RewardPool:
         calls = [first]
         # A fair share: a long queue must not lie with one process while another is idle.
         most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
-        most = 1 if first.alone else min(most, 1 + len(self._waiting) // self._processes)
+        most = 1 if first.alone or first.fresh else min(most, 1 + len(self._waiting) // self._processes)
         while len(calls) < most and self._waiting and _same(first, self._waiting[0]):
             calls.append(self._waiting.popleft())
         return calls
@@ -208,17 +215,27 @@ class RewardPool:
         name, timeout_s = self._terms[function].function, self._setup.timeout_s
         calls, message = _encoded(name, calls)
         pending = dict(enumerate(calls))
+        # Memory that a call did not get, another one may hold: of those at once, or of those before it.
+        shared = len(calls) > 1 or process not in self._fresh
+        self._fresh.discard(process)
+        limit_s = timeout_s + GRACE_S * (2 if self._is_async[function] else 1)
         failure, why = CRASHED, ""
-        ended = False
+        sent = ended = False
         try:
-            await process.send(message)
+            async with asyncio.timeout(limit_s):
+                await process.send(message)
+            sent = True
             while pending and not ended:
-                async with asyncio.timeout(timeout_s + GRACE_S * (2 if self._is_async[function] else 1)):
+                async with asyncio.timeout(limit_s):
                     answer = decoded(await process.read(), _ANSWER)
-                pending.pop(answer.number).finish(answer.scores)
                 ended = answer.last
+                if ended and shared:
+                    pending[answer.number].fresh = True
+                else:
+                    pending.pop(answer.number).finish(answer.scores)
         except TimeoutError:
-            failure, why = TIMEOUT, f"no answer within {timeout_s:g} s (reward.timeout_s)"
+            what = "answer" if sent else "sign that its process takes it"
+            failure, why = TIMEOUT, f"no {what} within {timeout_s:g} s (reward.timeout_s)"
         except (*GONE, KeyError):
             failure = CRASHED
         except asyncio.CancelledError:
@@ -232,16 +249,18 @@ class RewardPool:
         self._counts["restarts"] += 1
         left = list(pending.values())
         if not ended:
-            self._blame(left, failed(name, failure, why or f"took its process down: it {status}"))
+            self._blame(left, failed(name, failure, why or f"took its process down: it {status}"), begun=sent)
+        elif self._is_async[function]:
+            _set_alone(left)
         self._waiting.extendleft(reversed([call for call in left if not call.done.is_set()]))
         self._more.set()
         return False
 
-    def _blame(self, left: list[_Call], score: Score) -> None:
-        """The call that ended the process: the first not answered; of calls at once, none until it does so alone."""
-        if self._is_async[left[0].function] and len(left) > 1:
-            for call in left:
-                call.alone = True
+    def _blame(self, left: list[_Call], score: Score, *, begun: bool) -> None:
+        """The call that ended the process: the first not answered; of calls at once, or not begun, none until it does
+        so alone."""
+        if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
+            _set_alone(left)
         else:
             left[0].finish([score] * len(left[0].samples))
 
@@ -262,6 +281,7 @@ class RewardPool:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
         self._group, self._is_async = ready.group, ready.is_async
+        self._fresh.add(process)
         return process
 
 
@@ -288,7 +308,12 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
 
 
 def _same(first: _Call, other: _Call) -> bool:
-    return other.function == first.function and not other.alone and not other.done.is_set()
+    return other.function == first.function and not (other.alone or other.fresh or other.done.is_set())
+
+
+def _set_alone(calls: list[_Call]) -> None:
+    for call in calls:
+        call.alone = True
 
 
 def _call_inline(function: RewardFunction, sample: Sample) -> Score:
