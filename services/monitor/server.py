@@ -27,6 +27,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
+from shared.security.connections import Connections
 from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
@@ -34,8 +35,8 @@ from shared.security.zap import Gate
 PUB = "monitor-pub"
 POLL_S = 1.0
 STATUS_DEADLINE_S = 2.0
-SUBSCRIBER_MESSAGES = 10_000
-"""Updates queued for one slow subscriber; beyond that it loses some and sees the gap."""
+SUBSCRIBER_MESSAGES = 4096
+"""Updates queued for one slow subscriber; beyond that it loses some and sees the gap. libzmq keeps one copy for all."""
 SUBSCRIPTION_BYTES = 1024
 """Longest topic prefix a subscriber may ask for."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
@@ -50,6 +51,7 @@ class MonitorService(Service):
         super().__init__(run, instance, supervisor)
         self._state = MonitorState()
         self._pump: Pump | None = None
+        self._connections: Connections | None = None
         self._pub: zmq.Socket[bytes]
         self._stream = ""
         self._subscriptions = 0
@@ -71,6 +73,7 @@ class MonitorService(Service):
         """The stream goes to other hosts too; observers get in here and nowhere else."""
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
+        self._connections = Connections(self._pub, f"{self.name} {PUB}")
         self._pub.bind(f"{address}:*")
         self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
@@ -82,6 +85,8 @@ class MonitorService(Service):
             await asyncio.sleep(max(0.0, begun + POLL_S - self.loop.time()))
 
     async def close(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
         if self._pump is not None:
             self._pump.close()
             self.run.socket_file(PUB, self.instance).unlink(missing_ok=True)

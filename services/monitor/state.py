@@ -10,6 +10,8 @@ from proto.messages import Snapshot, Telemetry, TopicRow, Update
 MAX_TOPICS = 20_000
 MAX_BYTES = 6 << 20
 """Of all rows as they travel: a snapshot is one message, and ends at 8 MiB."""
+MAX_ROW_BYTES = 16 << 10
+"""Of one row as it travels: subscribers' queues are bounded in updates, and so in bytes."""
 MAX_SENDERS = 4_096
 MAX_DROPPED = 2**48
 """What one sender may claim to have dropped; the sum over all of them still fits a message."""
@@ -47,8 +49,10 @@ class MonitorState:
         """A new last value of one topic; None when it was refused."""
         key = (row.service, row.instance, row.topic)
         old = self._rows.get(key)
-        more = row_bytes(row) - (row_bytes(old) if old is not None else 0)
-        if (old is None and len(self._rows) >= MAX_TOPICS) or self._bytes + more > MAX_BYTES:
+        nbytes = row_bytes(row)
+        more = nbytes - (row_bytes(old) if old is not None else 0)
+        one_too_many = old is None and len(self._rows) >= MAX_TOPICS
+        if one_too_many or nbytes > MAX_ROW_BYTES or self._bytes + more > MAX_BYTES:
             self.refused += 1
             return None
         self._bytes += more

@@ -27,6 +27,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
 from shared.rpc.replies import Key, Replies, fingerprint
 from shared.rpc.transport import Pump, open_socket
+from shared.rpc.unread import Unread
 from shared.security.connections import Connections
 from shared.security.curve import is_tcp, lock
 from shared.security.roles import Role, least_role
@@ -68,6 +69,21 @@ class Door:
     claim: Claim | None
     pump: Pump | None = None
     connections: Connections | None = None
+    unread: Unread | None = None
+
+    def send(self, peer: bytes, role: Role, frames: list[Buffer]) -> bool:
+        """Without blocking. False: the peer is gone, or has left too much unread."""
+        if self.pump is None:
+            return False
+        nbytes = sum(map(len, frames))
+        if self.unread is None or not self.unread.counts(role, nbytes):
+            return self.pump.send([peer, *frames])
+        if not self.unread.takes(peer, role, nbytes):
+            return False
+        tracker = self.pump.send_tracked([peer, *frames])
+        if tracker is not None:
+            self.unread.sent(peer, role, nbytes, tracker)
+        return tracker is not None
 
     def close(self) -> None:
         if self.connections is not None:
@@ -168,6 +184,7 @@ class Mailbox:
                     socket.setsockopt(zmq.RCVHWM, REMOTE_MESSAGES)
                     lock(socket, gate.keys, admits)
                     door.connections = Connections(socket, self._name)
+                    door.unread = Unread()
                 socket.bind(endpoint)
                 endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except (zmq.ZMQError, OSError) as error:
@@ -248,7 +265,7 @@ class Mailbox:
             return
         key = Key(call.role, call.incarnation, call.request_id)
         self._running.pop(key, None)
-        self._transmit(call.door, call.peer, frames)
+        self._transmit(call, frames)
         self._replies[call.role].keep(
             key, call.request, frames, now=asyncio.get_running_loop().time(), deadline=call.deadline
         )
@@ -263,8 +280,8 @@ class Mailbox:
             limits=self._limits,
         )
 
-    def _transmit(self, door: Door, peer: bytes, frames: list[Buffer]) -> None:
-        if door.pump is None or not door.pump.send([peer, *frames]):
+    def _transmit(self, call: Call, frames: list[Buffer]) -> None:
+        if not call.door.send(call.peer, call.role, frames):
             self.lost_replies += 1
 
     def _on_trusted(self, door: Door, frames: list[bytes]) -> None:
@@ -288,7 +305,7 @@ class Mailbox:
             if decoded.envelope.flags & FLAG_REPLY:
                 raise WireError(f"{type(decoded.body).__name__} flagged as a reply: a mailbox takes requests")
         except WireError as error:
-            self._refuse(door, peer, parts, error, now)
+            self._refuse(door, peer, role, parts, error, now)
             return
         head = decoded.envelope
         call = Call(self, door, peer, role, decoded, fingerprint(head.type, parts), now)
@@ -367,13 +384,13 @@ class Mailbox:
         if known[0] != call.request:
             self._conflict(call)
         else:
-            self._transmit(call.door, call.peer, known[1])
+            self._transmit(call, known[1])
         return True
 
     def _conflict(self, call: Call) -> None:
         """The id was used for another request: neither its answer nor a second meaning is given."""
         text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
-        self._transmit(call.door, call.peer, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
+        self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
 
     def _forbid(self, call: Call, body: Message, now: float) -> None:
         kind = type(body)
@@ -382,7 +399,7 @@ class Mailbox:
         if not call.one_way:
             text = f"{self._name}: {kind.__name__} needs role {least_role(kind).label}, you are {call.role.label}"
             error = RpcError(ErrorCode.BAD_REQUEST, text).to_message()
-            self._transmit(call.door, call.peer, self._encode(call, error, ()))
+            self._transmit(call, self._encode(call, error, ()))
 
     def _strike(self, door: Door, peer: bytes, what: str, now: float) -> None:
         if self.offenders.strike((door.number, peer), now):
@@ -390,7 +407,7 @@ class Mailbox:
         elif self.offenders.strikes((door.number, peer)) <= LOGGED_STRIKES:
             self._log.warning("message refused", peer=peer.hex(), why=what)
 
-    def _refuse(self, door: Door, peer: bytes, parts: list[bytes], error: WireError, now: float) -> None:
+    def _refuse(self, door: Door, peer: bytes, role: Role, parts: list[bytes], error: WireError, now: float) -> None:
         self.offenders.malformed += 1
         try:
             head = envelope.unpack(parts[0], self._limits) if parts else None
@@ -402,4 +419,4 @@ class Mailbox:
         if head is not None and not head.flags & (FLAG_ONE_WAY | FLAG_REPLY):
             reply = RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {error}").to_message()
             frames = codec.encode(reply, request_id=head.request_id, incarnation=self._incarnation, flags=FLAG_REPLY)
-            self._transmit(door, peer, frames)
+            self.lost_replies += not door.send(peer, role, frames)

@@ -27,7 +27,7 @@ SKIP_FRAMES = 20_000
 USER_PROPERTY = "User-Id"
 # Plain integers and pyzmq's compiled methods: its Python wrappers turn every option into an enum, and a mailbox that
 # wakes with cold caches pays 20 microseconds a round trip for that.
-_send = cast("Callable[[zmq.Socket[bytes], Buffer, int], None]", Raw.send)
+_send = cast("Callable[[zmq.Socket[bytes], Buffer | zmq.Frame, int], None]", Raw.send)
 _recv = cast("Callable[[zmq.Socket[bytes], int], bytes]", Raw.recv)
 _recv_frame = cast("Callable[[zmq.Socket[bytes], int, bool], zmq.Frame]", Raw.recv)
 _get = cast("Callable[[zmq.Socket[bytes], int], int]", Raw.get)
@@ -100,7 +100,7 @@ class Pump:
         self._loop.add_reader(self._fd, self._drain)
         self._check()
 
-    def send(self, frames: Sequence[Buffer]) -> bool:
+    def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool:
         """Send without blocking. False: the peer is gone or its queue is full, and the message is lost."""
         if self._closed:
             return False
@@ -120,6 +120,12 @@ class Pump:
             if not self._draining:
                 self._check()
         return True
+
+    def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None:
+        """Like `send`; the tracker is done when libzmq has let go of the message, all of it. None: it is lost."""
+        # libzmq reads a frame with a tracker where it lies: only bytes never change
+        last = zmq.Frame(bytes(frames[-1]), track=True, copy=False)
+        return last.tracker if self.send([*frames[:-1], last]) else None
 
     def wait_writable(self) -> None:
         """Run `on_writable` as soon as a message would be taken, as if a send had been refused."""

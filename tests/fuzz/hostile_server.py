@@ -13,11 +13,18 @@ from pathlib import Path
 import structlog
 import zmq
 
-from proto.messages import GetInventory, Inventory
+from proto.messages import GetInventory, GetSnapshot, Inventory, Snapshot, TopicRow
 from shared.rpc.mailbox import Call, Mailbox
 from shared.security.keys import load
 from shared.security.roles import Role
 from shared.security.zap import Gate
+
+TEXT = "x" * 200_000
+
+
+def large(_: GetSnapshot, __: Call) -> Snapshot:
+    row = TopicRow(service="echo", instance=0, topic="t", at=0.0, values={"text": TEXT})
+    return Snapshot(sequence=1, rows=[row], dropped=0)
 
 
 def double(request: GetInventory, _: Call) -> Inventory:
@@ -30,6 +37,7 @@ async def main(folder: str, ipc: str) -> None:
     gate = Gate(context, load(Path(folder), Role.SERVICE))
     mailbox = Mailbox("echo/0", 1)
     mailbox.handle(GetInventory, double)
+    mailbox.handle(GetSnapshot, large)
     mailbox.bind(context, ipc)
     print(mailbox.bind(context, "tcp://127.0.0.1:0", gate=gate, admits=Role.OBSERVER), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):

@@ -19,9 +19,11 @@ import pytest
 import zmq
 
 from proto import codec
-from proto.messages import GetInventory, Inventory
+from proto.messages import GetInventory, GetSnapshot, Inventory, Snapshot
 from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
+from shared.rpc.replies import CACHED_REPLY_BYTES
 from shared.rpc.transport import EXTRA_FRAMES, SKIP_FRAMES, Pump
+from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES
 from shared.security.connections import MOST_CONNECTIONS
 from shared.security.roles import Role
 from tests.unit.rpc_actors import CLIENT_INCARNATION, asking, key_folder, raw_dealer, short_directory
@@ -189,6 +191,62 @@ def test_a_peer_that_never_reads_loses_its_answers_only(server: Server) -> None:
             if number % 20_000 == 0:
                 server.answers(number)
         server.answers()
+
+
+def snapshots(number: int, asker: int = 0) -> Iterator[list[bytes]]:
+    """So many different requests of one sender."""
+    for request_id in range(1, number + 1):
+        frames = codec.encode(GetSnapshot(), request_id=request_id, incarnation=1000 + asker, remaining_s=60.0)
+        yield [bytes(frame) for frame in frames]
+
+
+async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
+    """All at once, as nobody does on purpose and a burst may."""
+    async with asking(endpoint, CLIENT_INCARNATION + 2 + role, role) as client:
+        calls = [client.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S) for _ in range(number)]
+        for answer in await asyncio.gather(*calls):
+            assert len(str(answer.rows[0].values["text"])) == 200_000
+
+
+@pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
+def test_large_answers_that_nobody_reads_are_bounded_in_bytes_and_others_get_theirs(server: Server, role: Role) -> None:
+    """1,500 answers of 200 kB each to one peer: what is kept for it and for retries is bounded, the rest is lost."""
+    bound = (GUEST_BYTES if role is Role.OBSERVER else SERVICE_BYTES) + CACHED_REPLY_BYTES
+    with asking_in_thread(server.tcp) as ask:
+        asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))
+        asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8))
+        assert server.counts()["lost_replies"] == 0
+        before = server.rss_bytes()
+        with raw_dealer(server.tcp, role, RCVHWM=1, RCVBUF=4096) as peer:
+            for number, frames in enumerate(snapshots(1500)):
+                peer.send_multipart(frames)
+                if number % 500 == 0:
+                    ask()
+            lost = [0]
+
+            def settled() -> bool:
+                lost.append(server.counts()["lost_replies"])
+                return lost[-1] > 1000 and lost[-20:].count(lost[-1]) == 20
+
+            until(settled)
+            asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))
+            asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8))
+            assert server.counts()["lost_replies"] == lost[-1]
+            assert server.rss_bytes() - before < bound + (48 << 20)
+
+
+def test_connections_of_one_observer_key_share_what_is_kept_unread(server: Server) -> None:
+    before = server.rss_bytes()
+    with ExitStack() as stack:
+        for asker in range(12):
+            peer = stack.enter_context(raw_dealer(server.tcp, Role.OBSERVER, RCVHWM=1, RCVBUF=4096))
+            for frames in snapshots(100, asker):
+                peer.send_multipart(frames)
+        until(lambda: server.counts()["lost_replies"] > 300)
+        assert server.rss_bytes() - before < GUESTS_BYTES + CACHED_REPLY_BYTES + (48 << 20)
+        asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 8))
+    # gone, they are forgotten
+    until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
 
 def test_large_valid_and_invalid_messages_in_a_row_are_not_piled_up(server: Server) -> None:

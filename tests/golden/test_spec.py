@@ -9,7 +9,7 @@ from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.scheduler.state import RECONCILE_S
-from shared.rpc import client, offenders, replies, transport
+from shared.rpc import client, offenders, replies, transport, unread
 from shared.security import curve
 from shared.security.roles import LEAST_ROLE, Role
 from shared.stages import train_graph
@@ -87,6 +87,8 @@ def test_numbers_of_the_rpc_layer_are_the_codes() -> None:
     assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in section(8)
     assert f"up to {client.LAST_RESEND_S:g} s" in section(8)
     assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in section(1)
+    unread_mib = [each >> 20 for each in (unread.SERVICE_BYTES, unread.GUEST_BYTES, unread.GUESTS_BYTES)]
+    assert unread_mib == [int(each) for each in re.findall(r"(\d+) MiB", section(1))]
     assert f"linger {transport.LINGER_MS} ms" in section(1)
 
 
