@@ -20,6 +20,8 @@ from proto.tensors import Array
 from shared.dataplane.mapping import views
 from shared.dataplane.stream_memory import Lease, Regions
 
+MAX_CHUNKS = 1 << 22
+"""Of one stream: 4 TiB in chunks of 1 MiB. Which of them are here is known before the first comes."""
 _HASH_BYTES = 4 << 20
 """A shard larger than this is hashed while it arrives, not when it is complete."""
 
@@ -72,6 +74,10 @@ class Arrival:
             raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: asked for {max_bytes}")
         self.total_bytes, self.chunk_bytes = opened.total_bytes, opened.chunk_bytes
         self.chunks = -(-opened.total_bytes // opened.chunk_bytes)
+        if self.chunks > MAX_CHUNKS:
+            raise WireError(
+                f"stream of {self.chunks} chunks of {opened.chunk_bytes} bytes: limit is {MAX_CHUNKS}; larger chunks"
+            )
         self._tasks, self._keys = tasks, keys
         self._head = (opened.head_bytes, opened.head_checksum)
         self._have = bytearray(self.chunks)
@@ -81,7 +87,10 @@ class Arrival:
         self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._row = self._hashed = 0
         self._partial: xxhash.xxh3_64 | None = None
-        self._lease = Lease(regions, self.total_bytes)
+        try:
+            self._lease = Lease(regions, self.total_bytes)
+        except OSError as error:
+            raise WireError(f"stream of {self.total_bytes} bytes: no memory for it here ({error.strerror})") from None
         self._view = self._lease.region.view[: self.total_bytes]
 
     def same(self, opened: StreamOpened) -> bool:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["proto"]):
+with atheris.instrument_imports(include=["proto", "shared.dataplane"]):
     import proto.messages  # noqa: F401  # fills the registry
-    from proto import blockfile, codec, envelope
+    from proto import codec, envelope
     from proto.errors import WireError
     from proto.limits import Limits
+    from tests.fuzz import stream_inputs
 
 # numpy and msgspec are not instrumented: what they do with the bytes is seen through what proto does with it
 LIMITS = Limits(body_bytes=1 << 16, frames=32, frame_bytes=1 << 12, total_bytes=1 << 16, tensor_bytes=1 << 14)
-RAW, SEALED, FILE = 0, 1, 2
+RAW, SEALED, FILE, SEALED_FILE, BULK, SEALED_BULK, ARRIVAL = range(7)
 _LENGTH = struct.Struct("<H")
 
 
@@ -59,28 +60,36 @@ def sealed(frames: list[bytes]) -> list[bytes]:
 
 def one_input(data: bytes) -> None:
     """Raises for a defect only."""
-    if not data:
-        return
+    accepted(data)
+
+
+def accepted(data: bytes) -> bool:
+    """Whether the input is in order. Raises for a defect only."""
+    kind, rest = (data[0], data[1:]) if data else (RAW, b"")
     try:
-        if data[0] == FILE:
-            table = blockfile.parse(data[1:], len(data) - 1)
-            for task in range(len(table.task_ids)):
-                assert sum(shard.nbytes for shard in table.shards(task)) == table.task_bytes(task)
-            return
-        frames = unpack(data[1:])
-        decoded = codec.decode(sealed(frames) if data[0] == SEALED else frames, LIMITS)
+        if kind in (FILE, SEALED_FILE):
+            stream_inputs.read_file(stream_inputs.sealed_file(rest) if kind == SEALED_FILE else rest)
+        elif kind in (BULK, SEALED_BULK):
+            stream_inputs.read_bulk(stream_inputs.sealed_bulk(rest) if kind == SEALED_BULK else rest)
+        elif kind == ARRIVAL:
+            stream_inputs.receive(rest)
+        else:
+            read_message(unpack(rest), kind)
     except WireError:
-        return
+        return False
+    return True
+
+
+def read_message(frames: list[bytes], kind: int) -> None:
+    """What decodes encodes again."""
+    decoded = codec.decode(sealed(frames) if kind == SEALED else frames, LIMITS)
     codec.encode(decoded.body, request_id=0, incarnation=0, arrays=decoded.tensors, limits=LIMITS)
 
 
 def write_seeds(folder: Path) -> int:
-    """The golden vectors and a small block file, as inputs; returns how many."""
+    """The golden vectors, a small block file and what bulk connections carry, as inputs; returns how many."""
     import json
 
-    import numpy as np
-
-    from proto.tensors import as_wire
     from tests.golden.vectors import INDEX, read
 
     seeds: list[bytes] = []
@@ -89,11 +98,10 @@ def write_seeds(folder: Path) -> int:
         seeds.append(pack(RAW, frames))
         short = _LENGTH.pack(each["type"]) + bytes([each["flags"] >> 2, 0])
         seeds.append(pack(SEALED, [short, *frames[1:]]))
-    layout = blockfile.Layout([("train/0/1", 3, {"a": as_wire(np.arange(3.0)), "b": as_wire(np.zeros(0, np.int8))})])
-    file = bytearray(layout.file_bytes)
-    head = layout.head([blockfile.xxhash.xxh3_64_intdigest(array.tobytes()) for array in layout.arrays])
-    file[: len(head)] = head
-    seeds.append(bytes([FILE]) + bytes(file))
+    seeds += [bytes([kind]) + stream_inputs.whole_file(tasks)[0] for kind in (FILE, SEALED_FILE) for tasks in (1, 2)]
+    seeds += [bytes([kind]) + stream_inputs.bulk_seed() for kind in (BULK, SEALED_BULK)]
+    for flags, tasks in ((0, 1), (1 | 2 | 4, 1), (1 | 2 | 4 | 8, 2), (1 | 2 | 4 | 8 | 16, 2)):
+        seeds.append(bytes([ARRIVAL]) + stream_inputs.arrival_seed(flags, tasks))
     for number, seed in enumerate(seeds):
         (folder / f"seed-{number}").write_bytes(seed)
     return len(seeds)
