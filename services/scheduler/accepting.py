@@ -53,7 +53,9 @@ class Accepting(Freshness):
                 refused.append(Refusal(result.task_id, result.fence, *problem))
             elif lease is not None and not self.tasks.done[slot] >> stage & 1:
                 lease.open -= 1
-                if result.outcome == Outcome.DONE:
+                if result.outcome == Outcome.DONE and result.store in self.gone:
+                    self._retry(slot, DEATH, f"{result.store} is gone")
+                elif result.outcome == Outcome.DONE:
                     packed = scalars.pack(request.scalars, first, result.samples)
                     self._accept(slot, stage, result, layout, packed, filters=filters)
                 elif result.outcome == Outcome.RETRY:

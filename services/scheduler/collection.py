@@ -1,6 +1,7 @@
-"""What stores still have to clear: one queue a store, kept until the store acknowledges. Never forgets, never reorders.
+"""What stores still have to clear: one queue a store, kept until the store acknowledges or is gone for good.
 
-A clear says `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence.
+It never forgets and never reorders. A clear says `(task, fence)`: the store tombstones it and deletes every shard of
+the task up to that fence.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class ClearQueues:
     def add_store(self, store: str) -> None:
         self._queues.setdefault(store, deque())
 
+    def remove_store(self, store: str) -> None:
+        """Nobody waits for it any more; `pop` what it owes first."""
+        del self._queues[store]
+
     def push(self, task_id: str, fence: int, stores: Iterable[str], *, last: bool) -> None:
         """Queue a clear at each of these stores; one that is not known owes nothing, what it holds is a stray."""
         for store in stores:
@@ -50,6 +55,9 @@ class ClearQueues:
 
     def pending(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def pending_at(self, store: str) -> int:
+        return len(self._queues[store])
 
     def entries(self) -> dict[str, list[Entry]]:
         """A copy of what is queued, by store."""

@@ -29,6 +29,7 @@ from services.scheduler.events import (
     Durable,
     Leased,
     LeaseExpired,
+    StoreGone,
 )
 from services.scheduler.ledger import DEATH
 from services.scheduler.store_loss import StoreLoss
@@ -67,6 +68,8 @@ class Core(Accepting, StoreLoss):
                 return self.cleared(event.store, event.count)
             case LeaseExpired():
                 return self.expire(event.lease_id)
+            case StoreGone():
+                return self.part_with(event.store)
             case NextBatch():
                 return self.form_batch(event)
             case CommitStep():
@@ -103,6 +106,6 @@ class Core(Accepting, StoreLoss):
         self.registry[holder] = request
         if request.service == STORE:
             if self.lost_data(old, request):
-                self.lose_store(request)
+                self.lose_store(service_name(*holder), "came back without its data")
             self.clears.add_store(service_name(*holder))
         return True

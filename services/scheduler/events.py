@@ -49,7 +49,13 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-Internal = Configure | Leased | LeaseExpired | Cleared
+class StoreGone(msgspec.Struct, frozen=True, tag=True):
+    """A store of a host that had joined was silent for so long that nobody waits for it any more."""
+
+    store: str
+
+
+Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone
 Durable = Internal | Message
 
 
@@ -133,6 +139,13 @@ class SendClear:
 
 
 @dataclass(frozen=True, slots=True)
+class StopClear:
+    """Give up the tracked clear that is on its way to `store`: no `ClearDone` of it may come any more."""
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestInventory:
     """List what `store` holds, page by page (`Listed`)."""
 
@@ -200,6 +213,7 @@ Effect = (
     | Answer
     | Fail
     | SendClear
+    | StopClear
     | RequestInventory
     | SaveStep
     | SaveEval

@@ -29,6 +29,7 @@ from services.scheduler.events import (
     LeaseExpired,
     SaveEval,
     SaveStep,
+    StoreGone,
     WriteRow,
 )
 from services.scheduler.snapshot import LAYOUT
@@ -43,7 +44,7 @@ PART_BYTES = 1 << 20
 """What one transaction deletes of old events (it writes one part of a snapshot): no request waits for more."""
 PART_EVENTS = 1024
 
-_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared)
+_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}

@@ -86,6 +86,7 @@ class Ledger(Stores):
         self.broken = ""
         """Deterministic mode: why the run cannot go on with the same bits."""
         self.uncovered: dict[str, int] = {}
+        self.gone: dict[str, str] = {}
         self.dropped = 0
         self.dropped_in_a_row = 0
         """Train tasks dropped since the last one that had enough samples, in this life; no verb depends on it ..."""

@@ -59,6 +59,9 @@ class Plan:
     reference_every: int = 0
     """Steps between refreshes of the reference from the policy; 0: it stays the model the run began with."""
 
+    placed_stores: int = 1
+    """Stores that the topology places, from instance 0 on: they are started again for ever. Others have joined."""
+
     def reference_version(self, step: int) -> int:
         """The step of the policy version that all tasks of `step` are scored by; 0: the model the run began with."""
         return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0

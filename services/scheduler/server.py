@@ -32,6 +32,7 @@ from services.scheduler.events import (
     SaveEval,
     SaveStep,
     SendClear,
+    StopClear,
     Tell,
     TellDevices,
     Tick,
@@ -71,6 +72,8 @@ class SchedulerService(Service):
         self._jobs: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None]
         self._listing: set[str] = set()
+        self._clearing: dict[str, asyncio.Task[None]] = {}
+        """The tracked clear that is on its way to a store."""
 
     # ---------------------------------------------------------------------------------------------- life
 
@@ -205,7 +208,11 @@ class SchedulerService(Service):
                 error = RpcError(effect.code, effect.message, retry_after_s=effect.retry_after_s)
                 effect.ref.fail(error)
             case SendClear():
-                self._start(self._clear(effect))
+                job = self._start(self._clear(effect))
+                if effect.tracked:
+                    self._clearing[effect.store] = job
+            case StopClear():
+                self._clearing.pop(effect.store).cancel()
             case RequestInventory():
                 if effect.store not in self._listing:
                     self._listing.add(effect.store)
@@ -238,10 +245,11 @@ class SchedulerService(Service):
 
     # ---------------------------------------------------------------------------------------------- stores
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task[None]:
         job: asyncio.Task[None] = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+        return job
 
     async def _clear(self, effect: SendClear) -> None:
         """Clear at one store; a tracked clear is tried until the store acknowledges."""

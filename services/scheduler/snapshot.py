@@ -42,6 +42,7 @@ _PLAIN = (
     "highest_fence",
     "broken",
     "uncovered",
+    "gone",
     "dropped",
     "filtered",
     "filtered_samples",

@@ -63,6 +63,8 @@ from services.scheduler.events import (
     ProcessGone,
     RequestInventory,
     SendClear,
+    StopClear,
+    StoreGone,
     Tell,
     Tick,
     WriteRow,
@@ -79,6 +81,8 @@ from shared.stages import ROLLOUT
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
+STORE_GONE_S = 120.0
+"""A store of a joined host that is silent for so long is gone: nobody starts it again but who started it."""
 MARGIN_S = 0.5
 """A held-back call is answered this long before its deadline, or at three quarters of a short one."""
 TELL_S = 1.0
@@ -173,7 +177,7 @@ class Scheduler:
                 self._ask(event)
             case Tick():
                 self._tick()
-            case ClearDone():
+            case ClearDone() if event.store in self._clearing:
                 self._clearing.discard(event.store)
                 self._durable(Cleared(event.store, event.count))
             case ProcessGone():
@@ -265,6 +269,13 @@ class Scheduler:
             if lease is not None:
                 self._tell("scheduler/lost_lease", {"holder": service_name(*lease.holder), "lease": float(lease_id)})
                 self._durable(LeaseExpired(lease_id))
+        for holder in self._silent_stores():
+            store = service_name(*holder)
+            self._durable(StoreGone(store))
+            del self._seen[holder]
+            if store in self._clearing:
+                self._clearing.discard(store)
+                self._out.append(StopClear(store))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
             self._out.extend(RequestInventory(store) for store in self.core.clears.stores)
@@ -272,6 +283,13 @@ class Scheduler:
             self._tell_at = self._now + TELL_S
             held_back = sum(map(len, self._leasing))
             self._out.extend(self._teller.state(self.core, waiting=held_back, bad_rows=self.bad_rows))
+
+    def _silent_stores(self) -> list[Holder]:
+        return [
+            holder
+            for holder, seen in self._seen.items()
+            if holder[0] == STORE and holder[1] >= self.core.plan.placed_stores and self._now - seen.at > STORE_GONE_S
+        ]
 
     # ---------------------------------------------------------------------------------------------- registry
 

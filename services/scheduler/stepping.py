@@ -44,7 +44,7 @@ class Stepping(Freshness):
         if request.reload:
             self.lineage += 1
             loaded = max(self.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
-            if not all(step in self.batches for step in range(loaded + 1, self.committed_step + 1)):
+            if not all(map(self._replayable, range(loaded + 1, self.committed_step + 1))):
                 self._rewind(loaded)
                 # later checkpoints were refused by the trainer, and hold the weights of the steps taken back
                 self.checkpoint_step = min(self.checkpoint_step, loaded or -1)

@@ -1,9 +1,12 @@
-"""What happens when a store comes back without its data (its host was lost, the run was resumed). Pure.
+"""What happens when a store comes back without its data (its host was lost, the run was resumed), or not at all. Pure.
 
 Its unfinished tasks are rolled again under higher fences, and the run returns to the newest checkpoint: steps after it
 cannot be replayed, so their tasks go and later ones are trained instead (promise 1; in deterministic mode the same ones
 are rolled again, from the same versions). No weight update is kept whose
 tasks could be trained again (promise 2): the trainer reloads the checkpoint too.
+
+A store of a host that joined and is gone for good costs less where it can: what it held of trained tasks matters only
+to a trainer that reloads, so a checkpoint is ordered and the run goes on. It must never keep others waiting.
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ from __future__ import annotations
 from proto.messages import Register
 from services.scheduler.events import Tell
 from services.scheduler.stepping import Stepping
-from shared.rundir import service_name
+from shared.rundir import parse_service_name, service_name
 
 
 class StoreLoss(Stepping):
-    """The verb that a registration with another `data_id` turns into."""
+    """The verbs that a registration with another `data_id`, and a store's silence, turn into."""
 
     def lost_data(self, old: Register | None, new: Register) -> bool:
-        """Whether `new` is the same store with nothing of what `old` held."""
-        return old is not None and old.data_id != new.data_id
+        """Whether `new` is the same store with nothing of what is wanted of it."""
+        if old is not None:
+            return old.data_id != new.data_id
+        name = service_name(new.service, new.instance)
+        return self.gone.pop(name, new.data_id) != new.data_id and name in self.uncovered
 
-    def lose_store(self, request: Register) -> None:
+    def lose_store(self, store: str, why: str) -> None:
         """Forget all that lay in the store."""
-        store = service_name(request.service, request.instance)
         step = max(self.checkpoint_step, 0)
         again = len(self.window.members())
         replayed = self.committed_step - step
@@ -40,8 +45,37 @@ class StoreLoss(Stepping):
                 self._retry(slot, 0, f"{store} lost its data")
         self.versions.forget(store)
         self._lose_evaluations(step)
-        cause = f"{store} came back without its data: back to step {step}, {replayed} steps and {again} tasks again"
+        cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
         self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
+
+    def part_with(self, store: str) -> bool:
+        """A store that joined is gone for good; False (and no change): it is not here.
+
+        What it owes is done, its room is nobody's, unfinished tasks with shards there are rolled again.
+        """
+        row = self.registry.pop(parse_service_name(store), None)
+        if row is None:
+            return False
+        self.gone[store] = row.data_id
+        self.cleared(store, self.clears.pending_at(store))
+        self.clears.remove_store(store)
+        members = [slot for _, slot in self.window.members()]
+        every = [*members, *(slot for slots in self.batches.values() for slot in slots)]
+        wanted = every if self.plan.deterministic else self.batches.get(self.committed_step + 1, ())
+        if any(self._lies_in(slot, store) for slot in wanted):  # by a step that is open: its shards are read now
+            self.lose_store(store, "is gone")
+            return True
+        for lease in list(self.leases):
+            if any(self._lies_in(slot, store) for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id):
+                self._give_up(lease, 0)
+        for admission, slot in self.window.members():
+            if self._lies_in(slot, store):
+                self.window.mark_unready(admission)
+                self._retry(slot, 0, f"{store} is gone")
+        again = sum(not self.tasks.done[slot] for slot in members)
+        cause = f"{store} is gone: {again} tasks wait for a rollout now; steps since the checkpoint are saved next"
+        self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
+        return True
 
     def _lose_evaluations(self, step: int) -> None:
         """Versions before `step` (in deterministic mode: that nobody samples with any more) are not published again:

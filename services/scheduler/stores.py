@@ -40,6 +40,9 @@ class Stores:
     uncovered: dict[str, int]
     """By store: bytes of trained tasks that wait for a checkpoint."""
 
+    gone: dict[str, str]
+    """Stores that joined and are gone for good, and the `data_id` of what they held."""
+
     # ---- where shards lie
 
     def _holders(self, slot: int) -> list[str]:
@@ -62,6 +65,15 @@ class Stores:
         row = self.registry.get(holder)
         same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
         return same or set(every)
+
+    def _lies_in(self, slot: int, store: str) -> bool:
+        """Whether the store has accepted shards of a task."""
+        return any(self.store_names[self.tasks.store[i][slot]] == store for i in self._made(slot))
+
+    def _replayable(self, step: int) -> bool:
+        """Whether all that a trained step was made of is still there."""
+        slots = self.batches.get(step)
+        return slots is not None and not any(self._lies_in(slot, store) for store in self.gone for slot in slots)
 
     def _made(self, slot: int) -> list[int]:
         """Stages whose result is accepted."""
@@ -150,6 +162,8 @@ class Stores:
 
         `batch`: bytes of a step that is about to be trained, by store.
         """
+        if self.uncovered.keys() & self.gone.keys():  # steps that no trainer could replay
+            return True
         if not self.plan.task_bytes or self.config.collect_at_commit:
             return False
         live = self.plan.max_live * self.plan.task_bytes

@@ -27,17 +27,29 @@ from proto.messages import (
     WeightsRef,
 )
 from services.scheduler import snapshot
-from services.scheduler.events import Answer, Asked, ClearDone, Configure, Durable, Effect, Persist, SendClear, Tick
+from services.scheduler.events import (
+    Answer,
+    Asked,
+    ClearDone,
+    Configure,
+    Durable,
+    Effect,
+    Persist,
+    SendClear,
+    StopClear,
+    Tick,
+)
 from services.scheduler.plan import Plan
-from services.scheduler.state import Scheduler
+from services.scheduler.state import STORE_GONE_S, Scheduler
 from shared.stages import train_graph
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
     *("lease", "reference", "finish", "finish", "train", "clear") * 2,
-    *("retry", "drop", "late", "silence", "reborn"),
+    *("retry", "drop", "late", "silence", "reborn", "away_joins", "away_is_gone"),
 )
 WORKER = 1000
+HOME, AWAY = "batch-store/0", "batch-store/1"
 
 
 class Model:
@@ -66,6 +78,8 @@ class Model:
         self.trained: list[str] = []
         self.sampled: dict[str, int] = {}
         self.clears: list[SendClear] = []
+        self.away = False
+        """Whether a host with a store of its own takes part now."""
         self.take(self.machine.begin(Configure(1000, 50, 2, False), 0.0))
         self.register("batch-store", 1)
         self.register("rollout", self.life)
@@ -74,7 +88,11 @@ class Model:
 
     def take(self, effects: list[Effect]) -> Any:
         self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
-        self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
+        for effect in effects:
+            if isinstance(effect, SendClear):
+                self.clears.append(effect)
+            elif isinstance(effect, StopClear):
+                self.clears = [each for each in self.clears if each.store != effect.store]
         return next((effect.body for effect in effects if isinstance(effect, Answer) and effect.ref == "call"), None)
 
     def ask(self, request: Any) -> Any:
@@ -82,9 +100,11 @@ class Model:
         self.take(self.machine.handle(Tick(), self.now))  # nothing is held back in this model
         return answer
 
-    def register(self, service: str, life: int) -> None:
+    def register(self, service: str, life: int, instance: int = 0) -> None:
         self.ask(
-            Register(service=service, instance=0, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=1 << 30)
+            Register(
+                service=service, instance=instance, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=1 << 30
+            )
         )
 
     def publish(self, step: int) -> None:
@@ -93,7 +113,7 @@ class Model:
             step=step,
             task_id=f"weights/0/{step}",
             fence=1,
-            store="batch-store/0",
+            store=HOME,
             nbytes=1,
             canary=CANARY,
             drill=CANARY,
@@ -127,7 +147,10 @@ class Model:
         grant, life = self.grants[at] if keep else self.grants.pop(at)
         count = 2 if grant.stage == "rollout" else 0
         results = [
-            TaskResult(task.task_id, task.fence, outcome, "batch-store/0", 1, count, 1, 1) for task in grant.batch.tasks
+            TaskResult(
+                task.task_id, task.fence, outcome, self.chance.choice([HOME, AWAY][: 1 + self.away]), 1, count, 1, 1
+            )
+            for task in grant.batch.tasks
         ]
         total = count * len(results) if outcome == Outcome.DONE else 0
         scalars = {}
@@ -165,12 +188,31 @@ class Model:
         self.register("rollout", self.life)
         assert not len(self.machine.core.leases)
 
+    def away_joins(self) -> None:
+        self.life += 1
+        self.register("batch-store", self.life, 1)
+        self.away = True
+
+    def away_is_gone(self) -> None:
+        """For good, or until `away_joins`: nothing waits for it, and what waits was never only there."""
+        self.now += STORE_GONE_S + 1
+        self.take(self.machine.handle(Tick(), self.now))
+        self.away = False
+        core = self.machine.core
+        assert core.clears.stores == [HOME]
+        while core.clears.pending():
+            told = len(core.clears.head(HOME))
+            self.clears = []
+            self.take(self.machine.handle(ClearDone(HOME, told), self.now))
+        assert not any(core.tasks.clears)
+
     def train(self) -> None:
         step = self.machine.core.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
         for task in batch.batch.tasks:
+            assert self.away or {batch.batch.stores[store] for store in task.stores} == {HOME}
             assert step - 1 - self.sampled[task.task_id] <= self.plan.staleness
             assert task.fence == self.fences[task.task_id]
         self.trained += [task.task_id for task in batch.batch.tasks]
@@ -187,6 +229,8 @@ class Model:
     def check(self) -> None:
         core = self.machine.core
         assert core.window.live <= self.plan.max_live
+        trained = [slot for step, slots in core.batches.items() if step <= core.committed_step for slot in slots]
+        assert core.uncovered == dict(core.held_in(trained))
         assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
         for stage, line in enumerate(core.ready):
             rest = copy.deepcopy(line)

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, PutTask, StepBatch
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    GetRunInfo,
+    GetStatus,
+    Heartbeat,
+    NextBatch,
+    PutTask,
+    StepBatch,
+)
 from services.scheduler import snapshot
-from services.scheduler.events import ClearDone, Configure, Listed, SendClear, Tick
+from services.scheduler.core import Core
+from services.scheduler.events import ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.state import STORE_GONE_S
 from shared.stages import train_graph
 from tests.unit.test_scheduler import LEASE_S, STORE, Bench, ids, plan
 
@@ -137,3 +148,132 @@ def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> Non
     assert bench.counts()["COLLECTED"] == 32
     assert bench.machine.core.clears.pending() == 0
     assert len(bench.machine.core.tasks) == bench.machine.core.window.live
+
+
+# ------------------------------------------------------------------------------------------------ gone for good
+
+
+def quiet(bench: TwoHosts, *, alive: tuple[tuple[str, int, int], ...] = (("batch-store", 0, 1),)) -> None:
+    """Time passes until a store that says nothing is gone; everybody in `alive` goes on beating."""
+    for _ in range(5):
+        bench.now += STORE_GONE_S / 4
+        for service, instance, life in alive:
+            bench.ask(Heartbeat(service=service, instance=instance, incarnation=life, state="READY"))
+        bench.event(Tick())
+
+
+def replays_alike(bench: TwoHosts) -> bool:
+    copy = Core(bench.plan)
+    for event in bench.journal:
+        copy.apply(event)
+    return snapshot.dump(copy) == snapshot.dump(bench.machine.core)
+
+
+def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin(away_bytes=1 << 20)
+    bench.step(1, AWAY)
+    bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 0
+    quiet(bench)
+    assert bench.counts()["COLLECTED"] == 4
+    assert bench.machine.core.limit_bytes == 1 << 30
+    assert bench.machine.core.clears.stores == [STORE]
+    assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
+    assert bench.event(ClearDone(AWAY, 4)) == []  # of the message that was on its way
+    assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
+    bench.step(2, STORE)
+    assert replays_alike(bench)
+
+
+def test_a_placed_store_is_waited_for_however_long_it_takes() -> None:
+    bench = TwoHosts().begin()
+    quiet(bench, alive=(("batch-store", 1, 5),))
+    assert bench.machine.core.clears.stores == [STORE, AWAY]
+
+
+def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> None:
+    bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
+    here = bench.granted(most=2)
+    bench.complete(here, store=STORE)
+    there = bench.granted(most=2, instance=1, life=8)
+    bench.complete(there, store=AWAY, life=8)
+    reading = bench.granted("reference", most=1)
+    bench.complete(reading, store=AWAY)  # of a task whose rollout lies at home
+    quiet(bench)
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
+        (name, 2) for name in [ids(here)[0], *ids(there)]
+    ]
+    assert bench.granted("reference", most=4).batch.tasks[0].task_id == ids(here)[1]
+    assert bench.machine.core.committed_step == 0
+    assert replays_alike(bench)
+
+
+def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
+    bench = TwoHosts().begin()
+    quiet(bench)
+    grant = bench.granted(instance=1, life=8)
+    bench.complete(grant, store=AWAY, life=8)
+    again = bench.granted()
+    assert ids(again) == ids(grant)
+    assert {task.fence for task in again.batch.tasks} == {2}
+
+
+def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_goes_on() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    quiet(bench)
+    assert bench.ask(GetRunInfo(driver=1)).checkpoint_now
+    assert bench.step(2).checkpoint_now
+    bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
+    assert not bench.step(3).checkpoint_now
+    info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=2))
+    assert (info.committed_step, info.lineage) == (3, 1)  # step 3 can be replayed
+    assert replays_alike(bench)
+
+
+def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    undone = {task.task_id for step in (2, 3) for task in bench.step(step, AWAY).batch.tasks}
+    quiet(bench)
+    assert bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=1)).committed_step == 1
+    bench.publish_again(1)
+    assert not undone & {task.task_id for task in bench.step(2).batch.tasks}
+    assert bench.machine.core.uncovered.keys() == {STORE}
+    assert replays_alike(bench)
+
+
+def test_an_open_step_that_reads_from_a_gone_store_is_given_up() -> None:
+    bench = TwoHosts().begin()
+    bench.complete(bench.granted(), store=AWAY)
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    quiet(bench)
+    assert bench.ask(CommitStep(driver=1, step=1, metrics={})).code == "conflict"
+    info = bench.ask(GetRunInfo(driver=2))
+    assert (info.committed_step, info.open_step) == (0, 0)
+    assert replays_alike(bench)
+
+
+def test_a_store_that_comes_back_late_is_reconciled_and_owes_nothing() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    [old, *_] = bench.step(1, AWAY).batch.tasks
+    quiet(bench)
+    bench.acknowledges(STORE)
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="data of away")
+    assert bench.machine.core.clears.pending_at(AWAY) == 0
+    strays = bench.event(Listed(AWAY, [PutTask(old.task_id, old.fence)]))
+    assert [effect.tasks for effect in strays if isinstance(effect, SendClear)] == [[PutTask(old.task_id, old.fence)]]
+    bench.step(2, AWAY)
+    assert bench.machine.core.committed_step == 2
+    assert replays_alike(bench)
+
+
+def test_a_gone_store_that_comes_back_without_what_is_wanted_of_it_takes_the_run_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    quiet(bench)
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
+    assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
+    assert replays_alike(bench)
