@@ -259,7 +259,12 @@ class Both(RuleBasedStateMachine):
     def end(self, grant: LeaseGrant, life: int, outcome: int) -> None:
         key = KEYS[grant.stage]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
-        if outcome == Outcome.DONE and self.put(tasks, key):
+        code = self.put(tasks, key) if outcome == Outcome.DONE else ""
+        if code == ErrorCode.BUSY and grant.stage != "rollout":
+            self.deliver_all()  # only of what was ordered and is not cleared or not unmapped yet: never of live tasks
+            code = self.put(tasks, key)
+            assert code != ErrorCode.BUSY
+        if code:
             outcome = Outcome.RETRY  # refused: a zombie's, or the store is full of zombies
         samples = 2 if grant.stage == "rollout" and outcome == Outcome.DONE else 0
         results = [TaskResult(*task, outcome, STORE, 7, samples, 1, 900) for task in tasks]
