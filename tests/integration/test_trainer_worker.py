@@ -49,10 +49,10 @@ PROXIMAL_ANCHOR = LossSpec(
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
+def made_run(folder: Path) -> RunDir:
+    """A run directory for a store and one worker of the tiny model."""
     model = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"
-    made = RunDir.create(tmp_path / "run")
+    made = RunDir.create(folder / "run")
     made.topology.write_text(
         "run: {name: worker-test, steps: 9}\n"
         f"policy: {{model: {model}, dtype: float32}}\n"
@@ -63,6 +63,12 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
         "optimizer: {name: adamw, lr: 1.0e-3}\n"
         "services: {batch-store: {memory: 256MiB}}\n"
     )
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    made = made_run(tmp_path)
     yield made
     made.remove_volatile()
 
