@@ -28,6 +28,8 @@ from tests.integration.store_scheduler import (
 )
 
 STEPS = 5
+FULL = 0.8
+"""Of the limit: what is left is reserved for the trainer's log-probs, and for making them once more."""
 
 
 def needed_bytes(folder: Path) -> int:
@@ -74,18 +76,20 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
         rollout = await bench.actor("rollout")
         reference = await bench.actor("reference")
         saved: list[int] = []
+        ordered = False
         for step in range(1, STEPS + 1):
             made = await roll_out(rollout)
-            full = await driver.stats()
-            fullest = max(fullest, full.bytes / limit)
             assert made or step == STEPS  # the last ones were rolled out before
             await reference.work()
+            full = await driver.stats()
+            fullest = max(fullest, full.bytes / limit)
+            if ordered:  # a trainer that takes its time: whatever there is room for is made meanwhile
+                saved.append(step - 1)
+                await driver.save(step - 1, saved[-2:])
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            if batch.checkpoint_now:  # nothing but room orders one here
-                saved.append(step)
-                await driver.save(step, saved[-2:])
+            ordered = batch.checkpoint_now  # nothing but room orders one here
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -96,14 +100,14 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
 def test_a_store_full_of_rollouts_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
     """Half of them are dropped at once, beside others that live on: what they took is free for those in their place."""
     limit = needed_bytes(tmp_path / "check")
-    assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > 0.3
+    assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 
 
 def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"
-    assert asyncio.run(play(tmp_path, store, limit, Actor.work)) > 0.3
+    assert asyncio.run(play(tmp_path, store, limit, Actor.work)) > FULL
 
 
 def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_path: Path) -> None:
