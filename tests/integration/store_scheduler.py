@@ -158,6 +158,8 @@ class Actor:
     service: str
     instance: int = 0
     life: int = field(default_factory=new_incarnation)
+    store: str = STORE
+    """Of its host: what it makes goes there."""
 
     def __post_init__(self) -> None:
         self.clients: dict[tuple[str, int], Client] = {}
@@ -170,10 +172,10 @@ class Actor:
             self.clients[key] = Client(self.context, endpoint, service_name(service, instance), self.life)
         return self.clients[key]
 
-    async def ask(self, request: Any, reply: Any, *, service: str = "scheduler") -> Any:
+    async def ask(self, request: Any, reply: Any, *, service: str = "scheduler", instance: int = 0) -> Any:
         while True:
             try:
-                return await self.client(service).call(request, reply, deadline_s=CALL_S)
+                return await self.client(service, instance).call(request, reply, deadline_s=CALL_S)
             except RpcError as error:
                 ask_again(error)
 
@@ -206,14 +208,14 @@ class Actor:
         shards = [
             TaskShards(task.task_id, task.fence, each) for task, each in zip(grant.batch.tasks, made, strict=True)
         ]
-        receipts = await self.data.put(shards, store=STORE, deadline_s=PUT_S)
+        receipts = await self.data.put(shards, store=self.store, deadline_s=PUT_S)
         samples = GROUP if grant.stage == "rollout" else 0
         return [
             TaskResult(
                 receipt.task_id,
                 receipt.fence,
                 Outcome.DONE,
-                STORE,
+                self.store,
                 receipt.content_hash,
                 samples,
                 samples * SAMPLE_TOKENS,
@@ -231,16 +233,16 @@ class Actor:
         ack: CompleteAck = await self.ask(request, CompleteAck)
         return ack
 
-    async def work(self) -> int:
-        """Lease, put and complete until there is nothing more to lease; returns how many tasks."""
+    async def work(self, *, wait_s: float = 2.0) -> int:
+        """Lease, put and complete until there is nothing to lease for `wait_s`; returns how many tasks."""
         done = 0
-        while (grant := await self.lease()) is not None:
+        while (grant := await self.lease(wait_s=wait_s)) is not None:
             await self.complete(grant, await self.make(grant))
             done += len(grant.batch.tasks)
         return done
 
-    async def stats(self) -> StoreStats:
-        found: StoreStats = await self.ask(GetStoreStats(), StoreStats, service="batch-store")
+    async def stats(self, store: int = 0) -> StoreStats:
+        found: StoreStats = await self.ask(GetStoreStats(), StoreStats, service="batch-store", instance=store)
         return found
 
     async def counts(self) -> dict[str, int]:
@@ -312,8 +314,8 @@ class Bench:
     context: zmq.Context[zmq.Socket[bytes]]
     actors: list[Actor] = field(default_factory=list)
 
-    async def actor(self, service: str, instance: int = 0) -> Actor:
-        made = Actor(self.run, self.context, service, instance)
+    async def actor(self, service: str, instance: int = 0, *, store: str = STORE) -> Actor:
+        made = Actor(self.run, self.context, service, instance, store=store)
         self.actors.append(made)
         await made.join()
         return made

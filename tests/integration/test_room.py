@@ -22,6 +22,7 @@ from tests.integration.store_scheduler import (
     STORE,
     TASKS_PER_STEP,
     Actor,
+    Process,
     bench_of,
     make_run,
     rollout_shards,
@@ -108,6 +109,44 @@ def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"
     assert asyncio.run(play(tmp_path, store, limit, Actor.work)) > FULL
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: Path) -> None:
+    """Rollouts go into a store of their own, the rest into the trainer's, which never gets half as full."""
+    limit = needed_bytes(tmp_path / "check")
+    steps = 7
+    run = make_run(tmp_path, store=f"memory: {limit}", steps=steps)
+
+    async def main() -> None:
+        async with bench_of(run) as bench:
+            away = Process(run, "services.batch_store", ("--instance", "1"))
+            away.start()
+            try:
+                driver = await bench.driver()
+                await driver.publish(0)
+                await driver.stats(1)  # it is there
+                rollout = await bench.actor("rollout", store="batch-store/1")
+                reference = await bench.actor("reference")
+                saved: list[int] = []
+                ordered = False
+                fullest = [0, 0]
+                for step in range(1, steps + 1):
+                    await rollout.work(wait_s=0.7)
+                    await reference.work(wait_s=0.7)
+                    both = [await driver.stats(0), await driver.stats(1)]
+                    assert [each.busy for each in both] == [0, 0]
+                    fullest = [max(most, each.bytes) for most, each in zip(fullest, both, strict=True)]
+                    if ordered:
+                        saved.append(step - 1)
+                        await driver.save(step - 1, saved[-2:])
+                    ordered = (await driver.train(step)).checkpoint_now
+                assert saved
+                assert fullest[0] < limit / 2 < 0.6 * limit < fullest[1]
+            finally:
+                away.kill()
+
+    asyncio.run(main())
 
 
 def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_path: Path) -> None:
