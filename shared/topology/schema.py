@@ -33,8 +33,8 @@ class Run(Section):
     deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
-        description="a step whose rewards, log-probs or gradient are not finite: stop the run, or skip its update and "
-        "go on with the weights unchanged",
+        description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "
+        "dropped (run.deterministic): stop the run, or skip its update and go on with the weights unchanged",
     )
 
 
