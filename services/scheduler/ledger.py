@@ -196,7 +196,7 @@ class Ledger(Stores):
         else:
             self.dropped += 1
             self.dropped_in_a_row += 1
-            self.last_drop = f"{task_id}: {reason[:200]}"
+            self.last_drop = (reason if reason.startswith(task_id) else f"{task_id}: {reason}")[:200]
             self.window.mark_dropped(self.tasks.admission[slot])
         self._collect(slot)
 

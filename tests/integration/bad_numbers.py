@@ -1,4 +1,4 @@
-"""An advantage and a loss of a user's own that are wrong at one step each, for the runs of `test_bad_steps`."""
+"""Rewards, advantages and a loss of a user's own that fail at one step each, for the runs of `test_bad_steps`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 TASKS = 8
 """A step: with `shuffle: false` step s takes the rows from (s - 1) * TASKS on."""
-ADVANTAGE_STEP, LOSS_STEP = 2, 4
+ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP = 2, 4, 6
 
 
 _MARK = 1000.0
 
 
 def reward(sample: Any) -> float:
-    """How many even tokens; a mark for the second task of step ADVANTAGE_STEP."""
+    """How many even tokens; a mark for the second task of step ADVANTAGE_STEP, nothing for all tasks of EMPTY_STEP."""
+    if int(sample.task_id.rsplit("/", 1)[1]) // TASKS == EMPTY_STEP - 1:
+        raise ValueError("no score for this step")
     marked = sample.task_id == f"train/0/{TASKS * (ADVANTAGE_STEP - 1) + 1}"
     return _MARK if marked else float(sum(token % 2 == 0 for token in sample.token_ids))
 

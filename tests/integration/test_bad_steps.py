@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.integration.bad_numbers import ADVANTAGE_STEP, LOSS_STEP, TASKS
+from tests.integration.bad_numbers import ADVANTAGE_STEP, EMPTY_STEP, LOSS_STEP, TASKS
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import cluster
 
@@ -54,9 +54,10 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         states = running.journaled_steps()
         weights = {step: everything(running.path, step) for step in range(1, STEPS + 1)}
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # a bad advantage spoils the step, a bad gradient each of its two updates
-    assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2] + [0] * (STEPS - 4)
-    assert all(row[name] == 0 for row in (rows[1], rows[3]) for name in ("policy/grad_norm", "loss/policy"))
+    # a bad advantage spoils the step, so does a reward that nothing has, a bad gradient each of its two updates
+    assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2, 0, 1] + [0] * (STEPS - 6)
+    assert [row["rollout/tasks_dropped"] for row in rows] == [0] * 5 + [TASKS] + [0] * (STEPS - 6)
+    assert all(row[name] == 0 for row in (rows[1], rows[3], rows[5]) for name in ("policy/grad_norm", "loss/policy"))
     named = {line["step"]: line["tasks"] for line in skipped if line["step"] == ADVANTAGE_STEP}
     assert named == {ADVANTAGE_STEP: [f"train/0/{TASKS + 1}"]}
     in_loss = [line["tasks"] for line in skipped if line["step"] == LOSS_STEP]
@@ -64,7 +65,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
     assert sorted(in_loss[0] + in_loss[1]) == sorted(f"train/0/{first + index}" for index in range(TASKS))
     # weights and optimizer state of a skipped step are those of the step before, to the bit
     same = [step for step in range(2, STEPS + 1) if weights[step] == weights[step - 1]]
-    assert same == [ADVANTAGE_STEP, LOSS_STEP]
+    assert same == [ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP]
     # its tasks were consumed like any others
     assert {step: state for step, (state, _) in states.items()} == dict.fromkeys(range(1, STEPS + 1), "TRAINED")
     assert rows[-1]["gc/tasks"] >= TASKS
