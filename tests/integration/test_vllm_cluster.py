@@ -1,4 +1,5 @@
-"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill and refuses wrong weights.
+"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill and refuses wrong weights, which
+are sent to it over gloo.
 
 One run serves all but the last test. This process never imports vLLM.
 """
@@ -82,7 +83,8 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("vllm")
-    with cluster(TOPOLOGIES / "quickstart.yaml", folder, *_overrides("vllm", STEPS), limit_s=580) as run:
+    overrides = [*_overrides("vllm", STEPS), "services.rollout.weights=gloo"]
+    with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
         run.wait_for("the first steps", lambda: len(run.rows()) >= HURT_AFTER)
         _kill_while_sampling(run, result)
@@ -113,6 +115,12 @@ def test_log_probs_of_engine_and_trainer_agree_throughout(seen: Seen) -> None:
     worst = max(row["rollout/logprob_mismatch"] for row in rows)
     worst_token = max(row["rollout/logprob_mismatch_max"] for row in rows)
     assert 0 < worst < worst_token <= 1e-3
+
+
+def test_every_version_was_sent_and_proved(seen: Seen) -> None:
+    assert {row["sync/sent"] for row in seen.run.rows()} == {1.0}
+    assert max(row["sync/canary_error"] for row in seen.run.rows()) <= 1e-4
+    assert not [each for each in seen.run.log("rollout") if "transfer failed" in each["event"]]
 
 
 def test_reward_rises(seen: Seen) -> None:

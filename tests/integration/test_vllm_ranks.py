@@ -28,6 +28,12 @@ def test_drill_and_updates_reach_both_ranks(case: Case) -> None:
     assert "canary mismatch after version 1" in case.answer["stale"]
 
 
+def test_weights_that_are_sent_reach_both_ranks_and_what_breaks_off_changes_nothing(case: Case) -> None:
+    assert max(case.answer["sent_errors"]) <= TOLERANCE
+    assert "receive_transfer: " in case.answer["broken_off"]
+    assert case.answer["error_after_it"] <= TOLERANCE
+
+
 def test_logprobs_equal_those_of_transformers(case: Case) -> None:
     assert case.error("warm", 2, 1.0) < TOLERANCE  # the weights that were loaded, whatever was announced
 

@@ -8,15 +8,28 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+from torch import Tensor
 
+from proto.messages import Canary, TransferOffer
+from proto.tensors import Array
 from services.rollout.engine import SamplingParams
 from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.transfer import TransferFailed
 from services.rollout.weights_sync import WeightsSync
+from shared.tensors_torch import to_torch
+from shared.transfer.gloo import GlooGroup
+from shared.transfer.table import described
 from tests.integration.vllm_process import AskedLater, Scenario, failure
+
+LEFT = 3
+"""Tensors after which a sender leaves."""
 
 
 def shared_memory(pid: int) -> list[str]:
@@ -35,6 +48,7 @@ class Ranks(Scenario):
             engine_args=engine_args,
             tensor_parallel=2,
             in_flight="recompute",
+            route="gloo",
         )
 
     async def run(self) -> dict[str, Any]:
@@ -49,6 +63,7 @@ class Ranks(Scenario):
         ref, _ = self._version(1)
         answer["stale"] = await failure(sync.load(ref, self._version(2)[1]))
         await self._generate("warm", SamplingParams(4, 1.0, 16, 0))
+        await self._sent()
         await self._updated_midway()
         await self._slept(ranks)
         answer["listening"] = sorted(
@@ -66,6 +81,52 @@ class Ranks(Scenario):
         _, left = psutil.wait_procs(ranks, 20)
         answer["left"] = len(left)
         return answer
+
+    async def _sent(self) -> None:
+        """Versions that come through vLLM's weight-transfer API: two over one group, and one that breaks off."""
+        engine, answer = self._engine, self._answer
+        answer["sent_errors"] = []
+        with tempfile.TemporaryDirectory() as folder:
+            sender = Sender(Path(folder) / "meeting")
+            for step in (1, 2):
+                ref, weights = self._version(step)
+                await sender.send(engine, weights)
+                answer["sent_errors"].append(await self._error(ref.canary))
+            try:
+                await sender.send(engine, self._version(1)[1], leaves_after=LEFT)
+            except TransferFailed as error:
+                answer["broken_off"] = str(error)
+            engine.leave()
+            answer["error_after_it"] = await self._error(self._version(2)[0].canary)
+
+    async def _error(self, canary: Canary) -> float:
+        return float(np.abs(await self._engine.score(canary.token_ids) - canary.logprobs).max())
+
+
+class Sender:
+    """The trainer's end of transfers to an engine of two ranks."""
+
+    def __init__(self, meeting: Path) -> None:
+        self._meeting = meeting
+        self._thread = ThreadPoolExecutor(1)
+        self._group: GlooGroup | None = None
+
+    async def send(self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None) -> None:
+        """`leaves_after`: so many tensors."""
+        tensors = {name: to_torch(values) for name, values in weights.items()}
+        offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=described(tensors))
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._broadcast, list(tensors.values())[:leaves_after]
+        )
+        try:
+            await engine.receive(offer, self._meeting)
+        finally:
+            await work
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        group = self._group or GlooGroup(self._meeting, 0, 3, deadline_s=20.0)
+        group.broadcast(tensors)
+        self._group = group if len(tensors) > LEFT else None
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from services.rollout.engines.vllm_setup import (
     prepare_process,
 )
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
+from services.rollout.transfer import TransferFailed
 from shared.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
@@ -171,7 +172,7 @@ class VllmEngine:
     async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
         """Weights that the trainer sends, through vLLM's weight-transfer API, in place of those that are there.
 
-        Raises RuntimeError: none has come, the old ones are whole; RpcError: they are lost.
+        Raises TransferFailed, WeightsMismatch: none has come, the old ones are whole; RpcError: they are lost.
         """
         await self._compute.between_steps(lambda: self._receive(offer, meeting))
         return offer
@@ -355,24 +356,28 @@ class VllmEngine:
         check_offer(self._expected, offer.parameters)
         if offer.communicator != self._communicator:
             join = joining(self._route, offer, meeting, ranks=self._tensor_parallel)
-            self._llm.collective_rpc("join_transfer", args=(join,))
+            self._on_all_ranks("join_transfer", join)
             self._communicator = offer.communicator
         whole = self._route == "gloo"  # until everything is there
         try:
-            self._llm.collective_rpc("receive_transfer", args=(announcing(offer),))
+            self._on_all_ranks("receive_transfer", announcing(offer))
             whole = False
-            self._llm.collective_rpc("finish_weight_update")
-        except Exception as error:
+            self._on_all_ranks("finish_transfer")
+        except TransferFailed as error:
             if whole:
                 raise
             self._lost = True
-            text = " ".join(str(error).split())[:300] or type(error).__name__
             raise RpcError(
                 ErrorCode.LOST,
-                f"engine vllm: a transfer by {self._route} broke off in the midst of the model ({text}); the engine is "
-                "started again",
+                f"engine vllm: a transfer by {self._route} broke off in the midst of the model ({error}); the "
+                "engine is started again",
             ) from error
         self._weights_are_set()
+
+    def _on_all_ranks(self, method: str, *arguments: object) -> None:
+        failures = self._llm.collective_rpc(method, args=arguments)
+        if any(failures):
+            raise TransferFailed(f"{method}: {next(each for each in failures if each)}")
 
     def _weights_are_set(self) -> None:
         self._lost = False

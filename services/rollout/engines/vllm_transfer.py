@@ -7,6 +7,7 @@ vLLM finds `TransferredWeights` by its name (`worker_extension_cls`); importing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ WeightTransferEngineFactory.register_engine(GLOO, GlooTransferEngine)
 
 
 class TransferredWeights(PolicyWeights):
-    """`PolicyWeights` of a worker that weights are sent to."""
+    """`PolicyWeights` of a worker that weights are sent to. The methods return what went wrong, "" for nothing: when a
+    rank raises, vLLM 0.32 leaves the other ranks' answers in their queues, and takes them for those of its next call.
+    """
 
     init_weight_transfer_engine: Any
     shutdown_weight_transfer_engine: Any
@@ -107,12 +110,32 @@ class TransferredWeights(PolicyWeights):
     update_weights: Any
     finish_weight_update: Any
 
-    def join_transfer(self, init_info: dict[str, Any]) -> None:
+    def join_transfer(self, init_info: dict[str, Any]) -> str:
         """Leave the communicator that was joined before, and join this one."""
-        self.shutdown_weight_transfer_engine()
-        self.init_weight_transfer_engine(init_info)
 
-    def receive_transfer(self, update_info: dict[str, Any]) -> None:
-        """All that is sent; with gloo the model is as it was until `finish_weight_update`."""
-        self.start_weight_update()
-        self.update_weights(update_info)
+        def join() -> None:
+            self.shutdown_weight_transfer_engine()
+            self.init_weight_transfer_engine(init_info)
+
+        return _failure(join)
+
+    def receive_transfer(self, update_info: dict[str, Any]) -> str:
+        """All that is sent; with gloo the model is as it was until `finish_transfer`."""
+
+        def receive() -> None:
+            self.start_weight_update()
+            self.update_weights(update_info)
+
+        return _failure(receive)
+
+    def finish_transfer(self) -> str:
+        """The model is whole again."""
+        return _failure(self.finish_weight_update)
+
+
+def _failure(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    return ""
