@@ -122,6 +122,7 @@ from proto.messages.trainer import (
 )
 from proto.messages.transfer import (
     AskTransfer,
+    DeviceMemory,
     EndTransfer,
     TransferOffer,
     TransferParameter,
@@ -140,6 +141,7 @@ __all__ = [
     "CommitStep",
     "Complete",
     "CompleteAck",
+    "DeviceMemory",
     "DeviceOrder",
     "EndTransfer",
     "Error",

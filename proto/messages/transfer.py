@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -19,12 +21,28 @@ class TransferParameter(Record, frozen=True, array_like=True):
     shape: list[int]
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a GPU that another process on it can open: the numbers of CUDA IPC, as torch names them."""
+
+    gpu: str
+    """The GPU's own id (UUID)."""
+    nbytes: int
+    handle: bytes
+    storage_bytes: int
+    storage_offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+
 @message(114)
 class TransferOffer(Message, frozen=True, kw_only=True):
     """Answer to `AskTransfer`: transfer `number` of `communicator` has begun, `parameters` come in this order.
 
     A `communicator` other than the one the engine holds is to be joined first, as rank 1 and up: at the file `meeting`
-    in the run's private folder (gloo), or with NCCL's `unique_id`. Joining and transfer end within `deadline_s`.
+    in the run's private folder (gloo), or with NCCL's `unique_id`. With `memory` (CUDA IPC) nothing is joined or sent:
+    the parameters lie there, one behind the other. Joining and transfer end within `deadline_s`.
     """
 
     communicator: int
@@ -33,6 +51,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
     parameters: list[TransferParameter]
     meeting: str = ""
     unique_id: bytes = b""
+    memory: DeviceMemory | None = None
 
 
 @message(115)

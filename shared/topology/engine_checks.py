@@ -78,10 +78,12 @@ def _route(topology: Topology) -> Found:
     if route == "nccl" and together:
         yield path, "nccl knows one process a GPU, and placement.colocate gives both the same; use ipc or shards"
     if route == "ipc" and not together:
-        yield (
-            path,
-            "ipc needs policy-trainer and rollout on the same GPUs, put both into placement.colocate; or use nccl",
+        yield path, "ipc needs policy-trainer and rollout on the same GPUs, put both into placement.colocate; use nccl"
+    if route == "ipc" and max(trainer.gpus, rollout.gpus * rollout.instances) > 1:
+        message = (
+            f"ipc reaches one engine on the one GPU of the trainer, not {rollout.instances} on {trainer.gpus} GPUs"
         )
+        yield path, f"{message}; use shards"
 
 
 def _gpus(rollout: Rollout) -> Found:

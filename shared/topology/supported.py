@@ -46,7 +46,6 @@ def _more_items_than(limit: int) -> Callable[[Any], bool]:
 UNSUPPORTED = (
     Unsupported("services.rollout.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.cp", _above(1), "context parallelism {value}", "1"),
-    Unsupported("services.rollout.weights", _any_of("nccl", "ipc"), "route {value}", "shards"),
     Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
     Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
     Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),

@@ -109,6 +109,7 @@ async def trainer(run: RunDir) -> None:
         run,
         data,
         route="gloo",
+        device="cpu",
         deadline_s=DEADLINE_S,
         perturbed=lambda seed: {name: to_torch(values) for name, values in made(-seed % 1000).items()},
         emit=lambda topic, values: say(topic=topic, at=time.monotonic(), **values),

@@ -21,6 +21,7 @@ import structlog
 from proto import messages
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, WeightsRef
+from services.policy_trainer.worker.transfer_channels import Channel, open_channel
 from services.policy_trainer.worker.transfer_state import (
     Abort,
     Asked,
@@ -37,12 +38,10 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
+from shared.topology.services import WeightsRoute
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from shared.topology.services import WeightsRoute
-    from shared.transfer.gloo import GlooGroup
 
 KEPT = 8
 """Published versions that are remembered; the store has deleted older ones, or will."""
@@ -51,12 +50,10 @@ Emit = Callable[[str, dict[str, float | str]], None]
 
 @dataclass
 class _Line:
-    """The thread that talks to one engine over one communicator. `group` belongs to that thread."""
+    """A communicator, and the thread that alone waits on it."""
 
+    channel: Channel
     thread: ThreadPoolExecutor
-    meeting: Path
-    ranks: int
-    group: GlooGroup | None = None
 
 
 class WeightsSender:
@@ -68,14 +65,17 @@ class WeightsSender:
         data: DataClient,
         *,
         route: WeightsRoute,
+        device: str,
         deadline_s: float,
         perturbed: Callable[[int], dict[str, Tensor]],
         emit: Emit,
     ) -> None:
-        """`perturbed(seed)`: the weights of the start-up drill, computed anew; `emit(topic, values)`: telemetry."""
+        """`device`: what this rank computes on; `perturbed(seed)`: the weights of the start-up drill,
+        computed anew; `emit(topic, values)`: telemetry."""
         self._run = run
         self._data = data
-        self._route = route
+        self._route: WeightsRoute = route
+        self._device = device
         self._deadline_s = deadline_s
         self._perturbed = perturbed
         self._emit = emit
@@ -107,19 +107,26 @@ class WeightsSender:
             raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
         if grant.new:
             meeting = self._run.sockets / f"meet-{grant.communicator:x}"
-            thread = ThreadPoolExecutor(1, f"transfer-{grant.engine}")
-            self._lines[grant.communicator] = _Line(thread, meeting, 1 + request.ranks)
-        line = self._lines[grant.communicator]
-        work = functools.partial(self._send, line, tensors)
-        sending = asyncio.get_running_loop().run_in_executor(line.thread, work)
-        sending.add_done_callback(functools.partial(self._sent, grant.communicator))
-        return messages.TransferOffer(
+            channel = open_channel(
+                self._route, meeting, 1 + request.ranks, device=self._device, deadline_s=self._deadline_s
+            )
+            self._lines[grant.communicator] = _Line(channel, ThreadPoolExecutor(1, f"transfer-{grant.engine}"))
+        line, loop = self._lines[grant.communicator], asyncio.get_running_loop()
+        offer = messages.TransferOffer(
             communicator=grant.communicator,
             number=grant.number,
             deadline_s=self._deadline_s,
             parameters=parameters,
-            meeting=line.meeting.name,
         )
+        try:
+            offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, tensors)
+            sending = loop.run_in_executor(line.thread, line.channel.send, tensors)
+        except Exception as error:
+            why = _line(error)
+            self._handle(Broke(grant.communicator, why))
+            raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
+        sending.add_done_callback(functools.partial(self._sent, grant.communicator))
+        return offer
 
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
         """The engine has it all, or will never."""
@@ -127,8 +134,8 @@ class WeightsSender:
             Ended(request.instance, request.incarnation, request.communicator, request.number, request.failure)
         )
         line = self._lines.get(request.communicator)
-        if line is not None:  # not before: this end may have met while the other one still reads
-            line.meeting.unlink(missing_ok=True)
+        if line is not None:
+            line.channel.ended()
         return messages.Ack()
 
     def close(self) -> None:
@@ -181,8 +188,7 @@ class WeightsSender:
 
     def _drop(self, communicator: int) -> None:
         line = self._lines.pop(communicator)
-        line.group = None  # sockets close once its thread is out of it, at the deadline the latest
-        line.meeting.unlink(missing_ok=True)
+        line.channel.close()
         line.thread.shutdown(wait=False, cancel_futures=True)
 
     def _sent(self, communicator: int, sending: asyncio.Future[None]) -> None:
@@ -191,16 +197,11 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._handle(Broke(communicator, str(error)[:200] or type(error).__name__))
+            self._handle(Broke(communicator, _line(error)))
 
-    # ---- on an engine's thread
 
-    def _send(self, line: _Line, tensors: Mapping[str, Tensor]) -> None:
-        from shared.transfer.gloo import GlooGroup
-
-        if line.group is None:
-            line.group = GlooGroup(line.meeting, 0, line.ranks, deadline_s=self._deadline_s)
-        line.group.broadcast(tensors.values())
+def _line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def perturbed_weights(model_dir: Path, dtype: str, seed: int) -> dict[str, Tensor]:

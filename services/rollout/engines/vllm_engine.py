@@ -354,13 +354,14 @@ class VllmEngine:
 
     def _receive(self, offer: TransferOffer, meeting: Path) -> None:
         check_offer(self._expected, offer.parameters)
+        whole = self._route == "gloo"  # until everything is there; it also keeps its deadline itself
+        within_s = 0.0 if whole else offer.deadline_s
         if offer.communicator != self._communicator:
             join = joining(self._route, offer, meeting, ranks=self._tensor_parallel)
-            self._on_all_ranks("join_transfer", join)
+            self._on_all_ranks("join_transfer", join, within_s)
             self._communicator = offer.communicator
-        whole = self._route == "gloo"  # until everything is there
         try:
-            self._on_all_ranks("receive_transfer", announcing(offer))
+            self._on_all_ranks("receive_transfer", announcing(offer), within_s)
             whole = False
             self._on_all_ranks("finish_transfer")
         except TransferFailed as error:

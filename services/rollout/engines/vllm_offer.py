@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from proto.messages import TransferOffer, TransferParameter
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.weights import Expected
 from shared.topology.services import WeightsRoute
+from shared.transfer.memory import opening
+from shared.transfer.table import nbytes
 
 
 def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> None:
@@ -27,8 +30,15 @@ def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> Non
 
 def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: int) -> dict[str, Any]:
     """`init_info` of the route's engine: the trainer is rank 0, the engine's `ranks` follow."""
-    if route != "gloo":
-        raise ValueError(f"route {route} has no communicator to join")
+    if route == "ipc":
+        return {"packed": True}
+    if route == "nccl":
+        return {
+            "nccl_unique_id_b64": base64.b64encode(offer.unique_id).decode(),
+            "rank_offset": 1,
+            "world_size": 1 + ranks,
+            "packed": False,
+        }
     return {
         "meeting": str(meeting),
         "rank_offset": 1,
@@ -39,8 +49,12 @@ def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: 
 
 def announcing(offer: TransferOffer) -> dict[str, Any]:
     """`update_info`: what comes, in its order."""
-    return {
+    announced: dict[str, Any] = {
         "names": [each.name for each in offer.parameters],
         "dtype_names": [each.dtype for each in offer.parameters],
         "shapes": [list(each.shape) for each in offer.parameters],
     }
+    if offer.memory is not None:
+        announced["ipc_handles"] = {offer.memory.gpu: opening(offer.memory)}
+        announced["tensor_sizes"] = [nbytes([each]) for each in offer.parameters]
+    return announced

@@ -7,6 +7,8 @@ vLLM finds `TransferredWeights` by its name (`worker_extension_cls`); importing 
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +25,13 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from proto.messages import TransferParameter
 from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
+from shared.actor.service import PEER_LOST_STATUS
 from shared.transfer.gloo import GlooGroup
 from shared.transfer.table import room_for
 
 GLOO = "gloo"
+ABORT_S = 10.0
+"""vLLM gives NCCL 5 s for an abort."""
 
 
 @dataclass
@@ -104,33 +109,59 @@ class TransferredWeights(PolicyWeights):
     rank raises, vLLM 0.32 leaves the other ranks' answers in their queues, and takes them for those of its next call.
     """
 
+    weight_transfer_engine: Any
     init_weight_transfer_engine: Any
     shutdown_weight_transfer_engine: Any
     start_weight_update: Any
     update_weights: Any
     finish_weight_update: Any
 
-    def join_transfer(self, init_info: dict[str, Any]) -> str:
+    def join_transfer(self, init_info: dict[str, Any], within_s: float) -> str:
         """Leave the communicator that was joined before, and join this one."""
 
         def join() -> None:
             self.shutdown_weight_transfer_engine()
             self.init_weight_transfer_engine(init_info)
 
-        return _failure(join)
+        return self._bounded(join, within_s)
 
-    def receive_transfer(self, update_info: dict[str, Any]) -> str:
+    def receive_transfer(self, update_info: dict[str, Any], within_s: float) -> str:
         """All that is sent; with gloo the model is as it was until `finish_transfer`."""
 
         def receive() -> None:
             self.start_weight_update()
             self.update_weights(update_info)
 
-        return _failure(receive)
+        return self._bounded(receive, within_s)
 
     def finish_transfer(self) -> str:
         """The model is whole again."""
         return _failure(self.finish_weight_update)
+
+    def _bounded(self, work: Callable[[], None], within_s: float) -> str:
+        """`work`, whose communicator is aborted after `within_s` (0: it ends by itself), which ends it.
+
+        A process that cannot be freed, because NCCL has not made the communicator yet, ends: it is started again.
+        """
+        if not within_s:
+            return _failure(work)
+        timers = [
+            threading.Timer(within_s, self.shutdown_weight_transfer_engine_now),
+            threading.Timer(within_s + ABORT_S, os._exit, (PEER_LOST_STATUS,)),
+        ]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        try:
+            return _failure(work)
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def shutdown_weight_transfer_engine_now(self) -> None:
+        """Also in the midst of an update, which vLLM's own method refuses."""
+        if self.weight_transfer_engine is not None:
+            self.weight_transfer_engine.shutdown()
 
 
 def _failure(work: Callable[[], None]) -> str:

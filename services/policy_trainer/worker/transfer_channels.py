@@ -1,0 +1,125 @@
+"""How one communicator to one engine is opened, used and closed, by route. Must never decide when, nor be used by two
+threads at once but for `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from proto.messages import TransferOffer
+from shared.topology.services import WeightsRoute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shared.transfer.gloo import GlooGroup
+    from shared.transfer.nccl import NcclGroup
+
+
+class Channel(Protocol):
+    """One communicator. All but `ended` and `close` run on its thread and may raise TransferLost."""
+
+    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+        """`offer` with what the engine needs to join, or to find `tensors`."""
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """To all ranks of the engine, joining them first; ends at the deadline by itself."""
+
+    def ended(self) -> None:
+        """The engine has all of it."""
+
+    def close(self) -> None:
+        """The communicator is no more; whoever is in `send` comes out of it, at its deadline the latest."""
+
+
+def open_channel(route: WeightsRoute, meeting: Path, ranks: int, *, device: str, deadline_s: float) -> Channel:
+    """Not joined yet. `meeting`: a new file, for gloo; `ranks`: the engine's and this one; `device`: this one's."""
+    if route == "gloo":
+        return GlooChannel(meeting, ranks, deadline_s)
+    if route == "nccl":
+        return NcclChannel(ranks, device, deadline_s)
+    return MemoryChannel(device)
+
+
+class GlooChannel:
+    def __init__(self, meeting: Path, ranks: int, deadline_s: float) -> None:
+        self._meeting = meeting
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self._group: GlooGroup | None = None
+
+    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+        return msgspec.structs.replace(offer, meeting=self._meeting.name)
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        from shared.transfer.gloo import GlooGroup
+
+        if self._group is None:
+            self._group = GlooGroup(self._meeting, 0, self._ranks, deadline_s=self._deadline_s)
+        self._group.broadcast(tensors.values())
+
+    def ended(self) -> None:
+        self._meeting.unlink(missing_ok=True)  # not before: this end may have met while another one still reads
+
+    def close(self) -> None:
+        self._group = None  # its sockets close once nobody is in it
+        self._meeting.unlink(missing_ok=True)
+
+
+class NcclChannel:
+    def __init__(self, ranks: int, device: str, deadline_s: float) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._deadline_s = deadline_s
+        self._unique_id = b""
+        self._group: NcclGroup | None = None
+
+    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+        from shared.transfer.nccl import NcclGroup, new_unique_id
+
+        if self._group is None:
+            self._unique_id = new_unique_id()
+            self._group = NcclGroup(self._unique_id, self._ranks, device=self._device, deadline_s=self._deadline_s)
+        return msgspec.structs.replace(offer, unique_id=self._unique_id)
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._group is not None:
+            self._group.broadcast(tensors.values())
+
+    def ended(self) -> None:
+        """The communicator stays."""
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class MemoryChannel:
+    """CUDA IPC: nothing is sent, a copy lies on the GPU that both processes use until the engine has taken it."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._copy: Tensor | None = None
+
+    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+        from shared.transfer.memory import exported, packed
+
+        self._copy = packed(tensors, self._device)
+        return msgspec.structs.replace(offer, memory=exported(self._copy))
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """It lies there."""
+
+    def ended(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        from shared.transfer.memory import give_back
+
+        self._copy = None
+        give_back()
