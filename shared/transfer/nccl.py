@@ -10,6 +10,7 @@ and given up with `ncclCommAbort`. The other end is vLLM's PyNcclCommunicator, w
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.transfer.gloo import TransferLost
+from shared.transfer.gloo import LOOPBACK, TransferLost
 
 UNIQUE_ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -53,6 +54,7 @@ class _Config(ctypes.Structure):
 
 def new_unique_id() -> bytes:
     """What the ranks of a new communicator need to find each other. Raises TransferLost without NCCL."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)  # both ends are on one host: nothing listens outside it
     made = _UniqueId()
     _check(_library(), _library().ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)

@@ -34,6 +34,13 @@ def test_weights_that_are_sent_reach_both_ranks_and_what_breaks_off_changes_noth
     assert case.answer["error_after_it"] <= TOLERANCE
 
 
+def test_vllms_nccl_and_ipc_engines_know_what_they_are_offered(case: Case) -> None:
+    found = case.answer["understood"]
+    assert found["unique_id"] == list(range(128))
+    assert (found["world_size"], found["packed"], found["sizes"]) == (3, True, [32, 8])
+    assert found["handle"] == [15, True]  # what torch's rebuild_cuda_tensor takes; vLLM keeps it as a key
+
+
 def test_logprobs_equal_those_of_transformers(case: Case) -> None:
     assert case.error("warm", 2, 1.0) < TOLERANCE  # the weights that were loaded, whatever was announced
 

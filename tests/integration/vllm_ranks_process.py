@@ -13,14 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 from torch import Tensor
 
-from proto.messages import Canary, TransferOffer
+from proto.messages import Canary, DeviceMemory, TransferOffer, TransferParameter
 from proto.tensors import Array
 from services.rollout.engine import SamplingParams
 from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.engines.vllm_offer import announcing, joining
 from services.rollout.transfer import TransferFailed
 from services.rollout.weights_sync import WeightsSync
 from shared.tensors_torch import to_torch
@@ -56,6 +58,7 @@ class Ranks(Scenario):
         await engine.start()
         ranks = [each for each in psutil.Process().children() if "Worker_TP" in "".join(each.cmdline())]
         answer["ranks"] = len(ranks)
+        answer["understood"] = understood()
         answer["names"] = [each for rank in ranks for each in shared_memory(rank.pid)]
         self._base = await engine.base_weights()
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
@@ -101,6 +104,38 @@ class Ranks(Scenario):
 
     async def _error(self, canary: Canary) -> float:
         return float(np.abs(await self._engine.score(canary.token_ids) - canary.logprobs).max())
+
+
+def understood() -> dict[str, Any]:
+    """What vLLM's own engines make of our offers; what they do not know they refuse."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    memory = DeviceMemory(
+        gpu="GPU-0",
+        nbytes=40,
+        handle=b"h" * 64,
+        storage_bytes=64,
+        storage_offset=0,
+        counter=b"c",
+        counter_offset=0,
+        event=b"e",
+        event_sync=True,
+    )
+    parameters = [TransferParameter("a", "float32", [2, 4]), TransferParameter("b", "bfloat16", [4])]
+    offer = TransferOffer(
+        communicator=1, number=1, deadline_s=20.0, parameters=parameters, unique_id=bytes(range(128)), memory=memory
+    )
+    nccl = NCCLWeightTransferInitInfo(**joining("nccl", offer, Path("x"), ranks=2))
+    NCCLWeightTransferUpdateInfo(**announcing(msgspec.structs.replace(offer, memory=None)))
+    ipc = IPCWeightTransferUpdateInfo(**announcing(offer))
+    return {
+        "packed": IPCWeightTransferInitInfo(**joining("ipc", offer, Path("x"), ranks=1)).packed,
+        "unique_id": list(nccl.nccl_unique_id_bytes),
+        "world_size": nccl.world_size,
+        "sizes": ipc.tensor_sizes,
+        "handle": [len(ipc.ipc_handles["GPU-0"]), hash(ipc.ipc_handles["GPU-0"]) != 0],
+    }
 
 
 class Sender:

@@ -29,6 +29,7 @@ _ENVIRONMENT = {
     # torch.distributed listens even for one worker: never on more than this machine's loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 # What this engine decides, and where a user decides it instead.
 _OURS = {

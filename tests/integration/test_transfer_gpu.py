@@ -1,0 +1,103 @@
+"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and memory that a trainer shows is read by
+another process on the same GPU. One GPU is enough but for the last test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from proto.messages import DeviceMemory
+from shared.transfer.gloo import TransferLost
+from shared.transfer.memory import exported, give_back, packed
+from shared.transfer.nccl import NcclGroup, new_unique_id
+from tests.integration.store_process import REPOSITORY
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda:0"
+OPENS = """
+import sys
+import msgspec, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from proto.messages import DeviceMemory
+from shared.transfer.memory import opening
+
+torch.cuda.init()
+memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=DeviceMemory)
+assert memory.gpu == str(torch.cuda.get_device_properties(0).uuid)
+sys.stdout.buffer.write(rebuild_cuda_tensor(*opening(memory)).cpu().numpy().tobytes())
+"""
+RECEIVES = """
+import sys
+import torch
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+group = PyNcclCommunicator.from_unique_id_bytes(sys.stdin.buffer.read(128), rank=1, world_size=2, device="cuda:1")
+for _ in range(2):
+    there = torch.empty(1000, dtype=torch.bfloat16, device="cuda:1")
+    group.broadcast(there, src=0)
+    torch.cuda.synchronize(1)
+    sys.stdout.write(f"{there.float().sum().item()}\\n")
+"""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(10.0), "b": torch.arange(3).to(torch.bfloat16), "none": torch.zeros(0, 2)}
+
+
+def test_another_process_reads_what_is_shown_and_the_memory_comes_back() -> None:
+    before = torch.cuda.memory_allocated()
+    copy = packed(tensors(), DEVICE)
+    shown = msgspec.msgpack.encode(exported(copy))
+    assert msgspec.msgpack.decode(shown, type=DeviceMemory).nbytes == copy.numel() == 46
+    done = subprocess.run(
+        [sys.executable, "-c", OPENS], input=shown, capture_output=True, cwd=REPOSITORY, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert np.array_equal(np.frombuffer(done.stdout, np.uint8), copy.cpu().numpy())
+    del copy
+    give_back()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_communicator_that_nobody_joins_is_given_up_at_the_deadline() -> None:
+    group = NcclGroup(new_unique_id(), 2, device=DEVICE, deadline_s=3.0)
+    began = time.monotonic()
+    with pytest.raises(TransferLost, match="join: not done within 3 s"):
+        group.broadcast(tensors().values())
+    assert time.monotonic() - began < 30
+    with pytest.raises(TransferLost):  # never mended: this is a new one with a used id
+        group.broadcast(tensors().values())
+
+
+def test_a_communicator_of_one_rank_sends_and_is_left() -> None:
+    group = NcclGroup(new_unique_id(), 1, device=DEVICE, deadline_s=30.0)
+    for _ in range(2):
+        group.broadcast(tensors().values())
+    group.abort()
+    group.abort()
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None, reason="needs two GPUs, and vllm"
+)
+def test_vllms_end_receives_what_is_sent() -> None:
+    unique_id = new_unique_id()
+    command = [sys.executable, "-c", RECEIVES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        other.stdin.write(unique_id)
+        other.stdin.close()
+        group = NcclGroup(unique_id, 2, device=DEVICE, deadline_s=60.0)
+        for value in (1.0, 2.0):
+            group.broadcast([torch.full((1000,), value, dtype=torch.bfloat16)])
+        assert other.stdout is not None
+        assert other.stdout.read().decode().split() == ["1000.0", "2000.0"]
+        group.abort()

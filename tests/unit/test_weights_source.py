@@ -1,0 +1,144 @@
+"""Which way weights take into an engine, and that each way was drilled before it counts; transfers that fail included.
+
+The trainer's end is played: real ones are in tests/integration/test_transfer.py and in whole runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from proto.messages import TransferOffer, TransferParameter, WeightsRef
+from proto.tensors import Array
+from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource
+from services.rollout.weights_sync import Version, WeightsSync
+from shared.drill import perturb
+from shared.rpc.errors import RpcError
+from shared.tensors_torch import to_torch
+from shared.transfer.table import described
+from tests.unit.rollout_engine import MODEL
+from tests.unit.test_rollout_weights import SEED, base, version
+
+
+class InPlace(TransformersEngine):
+    """Takes what is sent in place, as vLLM does. `deaf`: it never hears of one parameter that way."""
+
+    ranks = 1
+    deaf = ""
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+        sent = SENT[offer.number]
+        kept = {self.deaf: (await self.base_weights())[self.deaf]} if self.deaf else {}
+        await self.set_weights({**sent, **kept})
+        return offer
+
+    def leave(self) -> None:
+        """Nothing was joined."""
+
+    async def base_weights(self) -> dict[str, Array]:
+        return base()
+
+
+SENT: dict[int, Mapping[str, Array]] = {}
+"""By the step of the version; -1 the drill's."""
+
+
+class Trainer:
+    """Sends what is in SENT, unless it is `away`."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.asked: list[int] = []
+
+    async def bring(self, ref: WeightsRef, receiver: Any, *, drill: bool) -> Any:
+        number = -1 if drill else ref.step
+        self.asked.append(number)
+        if self.away:
+            raise TransferFailed("the trainer is away")
+        parameters: list[TransferParameter] = described({key: to_torch(each) for key, each in SENT[number].items()})
+        return await receiver.receive(
+            TransferOffer(communicator=1, number=number, deadline_s=1.0, parameters=parameters), Path("meeting")
+        )
+
+
+class Shards:
+    """The store."""
+
+    async def fetch(self, ref: WeightsRef) -> Delivery:
+        return Arrays(SENT[ref.step])
+
+
+def scene(engine: InPlace) -> tuple[Trainer, TransferSource, WeightsSync, list[tuple[str, dict[str, Any]]]]:
+    told: list[tuple[str, dict[str, Any]]] = []
+    trainer = Trainer()
+    source = TransferSource(
+        cast(Transfers, trainer),
+        cast(ShardSource, Shards()),
+        route="nccl",
+        emit=lambda topic, values: told.append((topic, values)),
+        engine=engine,
+    )
+    return trainer, source, WeightsSync(engine, "rollout/0", lambda *each: told.append(each), source), told
+
+
+def started() -> InPlace:
+    made = InPlace(model=MODEL, dtype="float32", threads=1, deterministic=True)
+    asyncio.run(made.start())
+    SENT[-1] = {name: perturb(name, values, SEED) for name, values in base().items()}
+    return made
+
+
+def test_sent_weights_are_drilled_once_and_the_shards_are_once_they_are_needed() -> None:
+    engine = started()
+    trainer, source, sync, told = scene(engine)
+
+    async def load(step: int) -> str:
+        ref, SENT[step] = version(step)
+        report = await sync.load(ref, await source.fetch(ref))
+        assert sync.holds == Version(1, step)
+        return report.route
+
+    assert asyncio.run(load(1)) == asyncio.run(load(2)) == "nccl"
+    assert trainer.asked == [-1, 1, 2]
+    trainer.away = True
+    assert asyncio.run(load(3)) == asyncio.run(load(4)) == "shards"
+    trainer.away = False
+    assert asyncio.run(load(5)) == "nccl"
+    assert [values["route"] for topic, values in told if topic == "drill"] == ["nccl", "shards"]
+    assert [values["route"] for topic, values in told if topic == "weights"] == ["nccl"] * 2 + ["shards"] * 2 + ["nccl"]
+    whys = [values["why"] for topic, values in told if topic == "weights/transfer" and "why" in values]
+    assert set(whys) == {"the trainer is away"}
+    asyncio.run(engine.stop())
+
+
+def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> None:
+    engine = started()
+    trainer, source, sync, told = scene(engine)
+    trainer.away = True
+    ref, SENT[6] = version(6)
+    delivery = asyncio.run(source.fetch(ref))
+    assert asyncio.run(sync.load(ref, delivery)).route == "shards"
+    trainer.away = False
+    assert asyncio.run(sync.load(ref, delivery)).route == "nccl"
+    assert [values["route"] for topic, values in told if topic == "drill"] == ["shards", "nccl"]
+    asyncio.run(engine.stop())
+
+
+def test_a_way_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
+    engine = started()
+    engine.deaf = "model.layers.2.self_attn.k_norm.weight"
+    trainer, source, sync, _ = scene(engine)
+    ref, SENT[7] = version(7)
+    delivery = asyncio.run(source.fetch(ref))
+    with pytest.raises(RpcError, match=r"canary mismatch after the start-up drill .* by nccl"):
+        asyncio.run(sync.load(ref, delivery))
+    assert sync.holds == Version()
+    trainer.away = True  # the other way is whole
+    assert asyncio.run(sync.load(ref, delivery)).route == "shards"
+    asyncio.run(engine.stop())
