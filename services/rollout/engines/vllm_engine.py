@@ -33,7 +33,7 @@ from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
-from services.rollout.engines.vllm_offer import announcing, check_offer, joining
+from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import (
     TRANSFER_EXTENSION,
@@ -43,7 +43,6 @@ from services.rollout.engines.vllm_setup import (
     prepare_process,
 )
 from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
-from services.rollout.transfer import TransferFailed
 from shared.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
@@ -105,7 +104,7 @@ class VllmEngine:
         self._tensor_parallel = tensor_parallel
         self._in_flight = in_flight
         self._route = route
-        self._communicator = 0
+        self._taker = OfferTaker(route, ranks=tensor_parallel)
         self._compute = ComputeThread()
         self._llm: Any = None
         self._expected: Expected = {}
@@ -178,7 +177,7 @@ class VllmEngine:
         return offer
 
     def leave(self) -> None:
-        self._communicator = 0
+        self._taker.communicator = 0
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
@@ -354,31 +353,12 @@ class VllmEngine:
 
     def _receive(self, offer: TransferOffer, meeting: Path) -> None:
         check_offer(self._expected, offer.parameters)
-        whole = self._route == "gloo"  # until everything is there; it also keeps its deadline itself
-        within_s = 0.0 if whole else offer.deadline_s
-        if offer.communicator != self._communicator:
-            join = joining(self._route, offer, meeting, ranks=self._tensor_parallel)
-            self._on_all_ranks("join_transfer", join, within_s)
-            self._communicator = offer.communicator
         try:
-            self._on_all_ranks("receive_transfer", announcing(offer), within_s)
-            whole = False
-            self._on_all_ranks("finish_transfer")
-        except TransferFailed as error:
-            if whole:
-                raise
+            self._taker.take(self._llm.collective_rpc, offer, meeting)
+        except HalfTaken as error:
             self._lost = True
-            raise RpcError(
-                ErrorCode.LOST,
-                f"engine vllm: a transfer by {self._route} broke off in the midst of the model ({error}); the "
-                "engine is started again",
-            ) from error
+            raise RpcError(ErrorCode.LOST, f"engine vllm: {error}; the engine is started again") from error
         self._weights_are_set()
-
-    def _on_all_ranks(self, method: str, *arguments: object) -> None:
-        failures = self._llm.collective_rpc(method, args=arguments)
-        if any(failures):
-            raise TransferFailed(f"{method}: {next(each for each in failures if each)}")
 
     def _weights_are_set(self) -> None:
         self._lost = False

@@ -1,18 +1,59 @@
-"""A trainer's offer in the words of vLLM's weight-transfer API. Must never import vLLM or take part in a transfer."""
+"""A trainer's offer in the words of vLLM's weight-transfer API, and the calls that take it. Must never import vLLM, nor
+go on sampling with a model that a transfer left half done.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from proto.messages import TransferOffer, TransferParameter
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.weights import Expected
+from services.rollout.transfer import TransferFailed
 from shared.topology.services import WeightsRoute
 from shared.transfer.memory import opening
 from shared.transfer.table import nbytes
+
+
+class HalfTaken(Exception):
+    """A transfer broke off in the midst of the model, which is worth nothing now. One line."""
+
+
+class OfferTaker:
+    """Has all ranks of an engine take part, and knows which communicator they hold."""
+
+    def __init__(self, route: WeightsRoute, *, ranks: int) -> None:
+        self._route = route
+        self._ranks = ranks
+        self.communicator = 0
+
+    def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Path) -> None:
+        """`call(method, args=...)`: of `TransferredWeights`, on all ranks.
+
+        Raises TransferFailed while the model is whole, HalfTaken afterwards.
+        """
+        whole = self._route == "gloo"  # until everything is there; it also keeps its deadline itself
+        within_s = 0.0 if whole else offer.deadline_s
+        if offer.communicator != self.communicator:
+            join = joining(self._route, offer, meeting, ranks=self._ranks)
+            _check(call("join_transfer", args=(join, within_s)), "join")
+            self.communicator = offer.communicator
+        try:
+            _check(call("receive_transfer", args=(announcing(offer), within_s)), "receive")
+            whole = False
+            _check(call("finish_transfer"), "finish")
+        except TransferFailed as error:
+            if whole:
+                raise
+            raise HalfTaken(f"a transfer by {self._route} broke off in the midst of the model ({error})") from None
+
+
+def _check(failures: Sequence[str], what: str) -> None:
+    if any(failures):
+        raise TransferFailed(f"{what}: {next(each for each in failures if each)}")
 
 
 def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> None:
