@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proto.blockfile import _ITEMSIZES, Table
+from proto.blockfile import _ITEMSIZES, ALIGN, Table
 from proto.tensors import Array
 
 
@@ -28,8 +28,25 @@ class Selection(NamedTuple):
     """Row -> shape, where that is not (end - first,)."""
 
 
-def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
-    """The shards `keys` (None: all) that these tasks (by index) have; in the order of `keys`, or of the file."""
+def spans(table: Table, tasks: Sequence[int]) -> tuple[list[tuple[int, int]], Array]:
+    """Where the data of these tasks (by index) lie: ranges [begin, end) in the order of the tasks, with the padding
+    behind them; and by how many bytes each task moves to the front when the ranges are put one after the other.
+    """
+    where = np.asarray(tasks, np.int64)
+    last = table._rows[table._starts[where + 1] - 1]
+    begins = table._rows["offset"][table._starts[where]].astype(np.int64)
+    ends = (last["offset"] + last["nbytes"]).astype(np.int64) + (ALIGN - 1) & ~(ALIGN - 1)
+    heads = np.concatenate(([0], np.flatnonzero(begins[1:] != ends[:-1]) + 1))
+    tails = np.concatenate((heads[1:] - 1, [len(where) - 1]))
+    moves: Array = begins - (np.cumsum(ends - begins) - (ends - begins))
+    return list(zip(begins[heads].tolist(), ends[tails].tolist(), strict=True)), moves
+
+
+def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves: Array | None = None) -> Selection:
+    """The shards `keys` (None: all) that these tasks (by index) have; in the order of `keys`, or of the file.
+
+    `moves`: by how many bytes each task stands further to the front than in the file.
+    """
     where = np.asarray(tasks, np.int64)
     begins = table._starts[where]
     counts = table._starts[where + 1] - begins
@@ -44,7 +61,8 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Se
         counts = np.bincount(owner, minlength=len(where))
     rows = table._rows[picked]
     sizes = _ITEMSIZES[rows["dtype"]]
-    first = rows["offset"].astype(np.int64) // sizes
+    offsets = rows["offset"].astype(np.int64)
+    first = (offsets if moves is None else offsets - moves[owner]) // sizes
     names = table.keys
     return Selection(
         counts.tolist(),

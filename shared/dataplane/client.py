@@ -175,9 +175,9 @@ class DataClient:
             grant = await self._begin(client, begin, deadline)  # a restarted store threw the unsealed file away
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
-        """The shards `keys` of every task of `meta`, one dict a task: views of private (copy-on-write) mappings.
+        """The shards `keys` of every task of `meta`, one dict a task, private to the caller.
 
-        What lies in stores of this host is mapped, the rest is streamed and checked to the last byte.
+        What lies in stores of this host is mapped copy-on-write, the rest is streamed and checked to the last byte.
         No keys: every shard that the tasks' stores hold, in the order they were put (the weights of a version).
         Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded.
         """

@@ -162,10 +162,17 @@ class BlockMapping:
 
 
 def views(
-    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
+    table: Table,
+    data: mmap.mmap | Array,
+    tasks: Sequence[int],
+    keys: Sequence[str] | None,
+    moves: Array | None = None,
 ) -> list[dict[str, Array]]:
-    """Shards in a mapped file, one dict a task (by its index), all of them or those in `keys`, without a copy."""
-    picked = selection.select(table, tasks, keys)
+    """Shards in a mapped file, one dict a task (by its index), all of them or those in `keys`, without a copy.
+
+    `moves`: by how many bytes each task stands further to the front than in the file.
+    """
+    picked = selection.select(table, tasks, keys, moves)
     flat = {code: _flat(data, code) for code in set(picked.codes)}
     arrays: list[Array] = [
         flat[code][first:end] for code, first, end in zip(picked.codes, picked.first, picked.end, strict=True)

@@ -33,9 +33,8 @@ STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """How many tasks the first stream of a fetch asks for, and the most that any does."""
 CACHE_BYTES = 256 << 20
-IDLE_BYTES = 1 << 30
 IDLE_S = 10.0
-"""Memory of streams whose arrays are gone is kept for the next ones, so much of it and so long."""
+"""Memory of streams whose arrays are gone is kept for the next ones so long."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 WATCH_S = 20.0
@@ -51,15 +50,22 @@ class Load:
     store: str
     tasks: list[PutTask]
     keys: tuple[str, ...]
-    arrived: Callable[[Arrived, tuple[str, ...]], None]
-    """Is told of each stream that is complete, by whoever began the load."""
+    arrived: Callable[[Arrived, tuple[str, ...], bool], None]
+    """Is told of each stream that is complete, and whether the cache keeps it, for whoever began the load."""
     waiters: int = 0
+    shared: bool = False
+    """Somebody else has waited for it, too."""
+    kept_bytes: int = 0
+    """What the cache took of it."""
     work: asyncio.Task[None] | None = None
     _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
 
-    def add(self, arrived: Arrived) -> None:
+    def add(self, arrived: Arrived, kept: bool) -> None:
         self._where.update(dict.fromkeys(arrived.table.index, arrived))
-        self.arrived(arrived, self.keys)
+        self.arrived(arrived, self.keys, kept)
+
+    def brought(self) -> set[Arrived]:
+        return set(self._where.values())
 
     def where(self, task: PutTask) -> Arrived | None:
         return self._where.get((task.task_id, task.fence))
@@ -85,7 +91,7 @@ class StreamReader:
         self._threads = threads
         self.plain = plain
         self.cache = StreamCache(cache_bytes)
-        self._regions = Regions(IDLE_BYTES)
+        self._regions = Regions()
         self._receiver = Receiver(inflight_bytes)
         self._trimmer: asyncio.TimerHandle | None = None
         # of each store its own: the streams of one that is away keep theirs until their waiters' deadlines
@@ -109,7 +115,7 @@ class StreamReader:
         if self._trimmer is not None:
             self._trimmer.cancel()
         self._receiver.close()
-        self._regions.clear()
+        self._regions.close()
 
     async def fetch(
         self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], deadline: float
@@ -122,6 +128,7 @@ class StreamReader:
         await self._learn_cleared(store, client, deadline)
         copies = Copies(self._threads)
         by_source: dict[Held, list[int]] = {}
+        begun: set[Load] = set()
         lacking: Sequence[int] = range(len(tasks))
         while lacking:
             mine = self._begin(store, client, tasks, keys, lacking, copies)
@@ -130,6 +137,9 @@ class StreamReader:
             for where in everywhere:
                 if isinstance(where, Arrived):
                     self.cache.used(where)
+                elif where not in mine:
+                    where.shared = True
+            begun |= mine
             await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
             again: list[int] = []
             for at, each in zip(lacking, found, strict=True):
@@ -140,7 +150,8 @@ class StreamReader:
                 for held in here:
                     by_source.setdefault(held, []).append(at)
             lacking = again
-        return await copies.arrays(tasks, keys, by_source)
+        shared = {arrived for load in begun if load.shared for arrived in load.brought()}
+        return await copies.arrays(tasks, keys, by_source, shared)
 
     # ---- loads
 
@@ -306,8 +317,7 @@ class StreamReader:
             raise
 
     def _keep(self, load: Load, tasks: list[PutTask], arrived: Arrived) -> None:
-        load.add(arrived)
-        self.cache.keep(load.store, tasks, load.keys, load, arrived)
+        load.add(arrived, self.cache.keep(load.store, tasks, load.keys, load, arrived))
 
     def _watch_idle(self) -> None:
         """Look after the memory of streams until none is left."""

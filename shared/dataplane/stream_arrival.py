@@ -1,17 +1,15 @@
-"""The memory that one stream fills: chunks in any order, checked to the last byte. It must never show a part.
-
-Everyone who fetches them gets a copy-on-write mapping of the one copy.
-"""
+"""The memory that one stream fills: chunks in any order, checked to the last byte. It must never show a part."""
 
 from __future__ import annotations
 
-import mmap
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
-from proto import blockfile, excerpt
+from proto import blockfile, excerpt, selection
 from proto.blockfile import Table
 from proto.bulk import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from proto.errors import WireError
@@ -27,28 +25,53 @@ _HASH_BYTES = 4 << 20
 
 
 class Arrived:
-    """A received block file that passed every check."""
+    """A received block file that passed every check. Any thread.
 
-    def __init__(self, lease: Lease, table: Table) -> None:
-        self._lease = lease
+    The fetch that brought it is given the memory it came into, everyone else (the cache too) a copy of that. What a
+    fetch was given, its owner may write to: it must never be copied from again.
+    """
+
+    def __init__(self, lease: Lease, table: Table, regions: Regions) -> None:
         self.table = table
         self.nbytes = lease.region.capacity
         """What it takes of memory."""
+        self._regions = regions
+        self._lock = threading.Lock()
+        self._data: Array | None = lease.array()
+        self._first: Array | None = self._data
 
-    def copy(self) -> ArrivedCopy:
-        """A private view of it, which costs memory only where it is written to."""
-        return ArrivedCopy(self._lease.copy(), self.table)
+    def first(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+        """As `copies`, without copying, for the fetch that brought it; to be shown to its caller after `hand_out`."""
+        if self._first is None:
+            raise RuntimeError("stream: its first memory was given out already")
+        return views(self.table, self._first, tasks, keys)
 
+    def leave_copy(self) -> None:
+        """For others, before the memory it came into is handed out."""
+        with self._lock:
+            if self._data is not None and self._data is self._first:
+                self._data = Lease(self._regions, self.table.file_bytes).array()
+                np.copyto(self._data[: self.table.file_bytes], self._first[: self.table.file_bytes])
 
-class ArrivedCopy:
-    """One copy-on-write mapping of an `Arrived`; lives as long as any array made by it."""
+    def hand_out(self) -> None:
+        """From here on `first` may be written to."""
+        with self._lock:
+            if self._data is self._first:
+                self._data = None
+            self._first = None
 
-    def __init__(self, data: mmap.mmap, table: Table) -> None:
-        self._data, self._table = data, table
-
-    def arrays(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
-        """The shards of tasks (by index), one dict each, all of them or those in `keys`; writable, private views."""
-        return views(self._table, self._data, tasks, keys)
+    def copies(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
+        """The shards of tasks (by index), one dict each, all of them or those in `keys`; the caller's alone."""
+        spans, moves = selection.spans(self.table, tasks)
+        data = Lease(self._regions, sum(end - begin for begin, end in spans)).array()
+        with self._lock:
+            if self._data is None:
+                raise RuntimeError("stream: its memory was given out and no copy was left")
+            at = 0
+            for begin, end in spans:
+                np.copyto(data[at : at + end - begin], self._data[begin:end])
+                at += end - begin
+        return views(self.table, data, tasks, keys, moves)
 
 
 class Arrival:
@@ -87,6 +110,7 @@ class Arrival:
         self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._row = self._hashed = 0
         self._partial: xxhash.xxh3_64 | None = None
+        self._regions = regions
         try:
             self._lease = Lease(regions, self.total_bytes)
         except OSError as error:
@@ -141,7 +165,7 @@ class Arrival:
         """What arrived. Raises WireError unless it is complete and was checked to the last row."""
         if self._table is None or self._left or self._row != len(self._rows[0]):
             raise WireError(f"stream: {self._left} of {self.chunks} chunks are missing")
-        return Arrived(self._lease, self._table)
+        return Arrived(self._lease, self._table, self._regions)
 
     def _check(self, upto: int) -> None:
         if self._table is None:

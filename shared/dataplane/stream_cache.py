@@ -105,10 +105,13 @@ class StreamCache:
             if fences is not None:
                 _drop(held, fences, task.task_id, task.fence, load)
 
-    def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> None:
-        """`load` brought these tasks. What was cleared meanwhile is not kept."""
-        if arrived.nbytes > self._limit_bytes:
-            return
+    def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> bool:
+        """`load` brought these tasks; False: they are not kept. What was cleared meanwhile is not.
+
+        Of one load what comes first stays: it does not push out its own, for whoever repeats it begins there.
+        """
+        if load.kept_bytes + arrived.nbytes > self._limit_bytes:
+            return False
         held = self.store(store).tasks
         new = Part(keys, arrived)
         alone = (new,)
@@ -122,11 +125,13 @@ class StreamCache:
                 alone if len(parts) == 1 else tuple(new if part.where is load else part for part in parts)
             )
         if not alive:
-            return
+            return False
         self._kept[arrived] = (store, alive)
         self.nbytes += arrived.nbytes
+        load.kept_bytes += arrived.nbytes
         while self.nbytes > self._limit_bytes:
             self._evict(next(iter(self._kept)))
+        return True
 
     def used(self, arrived: Arrived) -> None:
         """A fetch took something from it."""

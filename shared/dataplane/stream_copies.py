@@ -6,7 +6,7 @@ A stream's arrays are made while the next streams are under way: at the end ther
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import Executor
 
 from proto.messages import PutTask
@@ -25,26 +25,33 @@ class Copies:
         self._threads = threads
         self._whole: dict[Held, asyncio.Future[list[dict[str, Array]]]] = {}
 
-    def begin(self, arrived: Arrived, keys: tuple[str, ...]) -> None:
-        """All of `arrived` will be wanted."""
+    def begin(self, arrived: Arrived, keys: tuple[str, ...], kept: bool) -> None:
+        """This fetch brought `arrived` and will want all of it; `kept`: others may, too."""
         loop = asyncio.get_running_loop()
-        self._whole[arrived, keys] = made = loop.run_in_executor(
-            self._threads, _views, arrived, range(len(arrived.table.task_ids)), keys
-        )
+        self._whole[arrived, keys] = made = loop.run_in_executor(self._threads, _first, arrived, keys, kept)
         made.add_done_callback(_seen)
 
     async def arrays(
-        self, tasks: Sequence[PutTask], order: tuple[str, ...], by_source: dict[Held, list[int]]
+        self,
+        tasks: Sequence[PutTask],
+        order: tuple[str, ...],
+        by_source: dict[Held, list[int]],
+        shared: Set[Arrived],
     ) -> list[dict[str, Array]]:
-        """One dict a task, with keys in that order; `by_source`: places in `tasks` of what each source has."""
+        """One dict a task, with keys in that order; `by_source`: places in `tasks` of what each source has.
+
+        `shared`: what this fetch brought and others wait for.
+        """
         whole = {held: await made for held, made in self._whole.items() if held in by_source}
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, _assemble, tasks, order, by_source, whole
+            self._threads, _assemble, tasks, order, by_source, whole, shared
         )
 
 
-def _views(arrived: Arrived, rows: Sequence[int], keys: tuple[str, ...]) -> list[dict[str, Array]]:
-    return arrived.copy().arrays(rows, keys or None)
+def _first(arrived: Arrived, keys: tuple[str, ...], kept: bool) -> list[dict[str, Array]]:
+    if kept:
+        arrived.leave_copy()
+    return arrived.first(range(len(arrived.table.task_ids)), keys or None)
 
 
 def _assemble(
@@ -52,15 +59,20 @@ def _assemble(
     order: tuple[str, ...],
     by_source: dict[Held, list[int]],
     whole: dict[Held, list[dict[str, Array]]],
+    shared: Set[Arrived],
 ) -> list[dict[str, Array]]:
     found: list[dict[str, Array]] = [{} for _ in tasks]
     for (arrived, keys), ats in by_source.items():
         index = arrived.table.index
         rows = [index[tasks[at].task_id, tasks[at].fence] for at in ats]
         made = whole.get((arrived, keys))
-        each = _views(arrived, rows, keys) if made is None else [made[row] for row in rows]
+        each = arrived.copies(rows, keys or None) if made is None else [made[row] for row in rows]
         for at, arrays in zip(ats, each, strict=True):
             found[at] = merged(found[at], arrays, order) if found[at] else arrays
+    for arrived, _ in whole:
+        if arrived in shared:
+            arrived.leave_copy()
+        arrived.hand_out()
     return found
 
 

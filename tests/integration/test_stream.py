@@ -214,14 +214,17 @@ def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStorePr
     async def body(peer: Peer) -> None:
         tasks = block(0, 2)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer)
-        first, second = await asyncio.gather(fetch(data, tasks), fetch(data, tasks))
-        for arrays in first:
-            arrays["a"][:] = -1
-            arrays["b"][:] = -1
-        assert_same(second, tasks)
-        assert_same(await fetch(data, tasks), tasks)
-        data.close()
+        for cache_bytes in (0, 16 << 20):
+            data = remote(peer, cache_bytes=cache_bytes)
+            for _ in range(2):
+                found = await asyncio.gather(fetch(data, tasks), fetch(data, tasks[::-1]), fetch(data, tasks[1:]))
+                for each, expected in zip(found, (tasks, tasks[::-1], tasks[1:]), strict=True):
+                    assert_same(each, expected)
+                    for arrays in each:
+                        arrays["a"][:] = -1
+                        arrays["b"][:] = -1
+            assert_same(await fetch(data, tasks), tasks)
+            data.close()
 
     store.start()
     with_peer(store, body)

@@ -9,6 +9,8 @@ import time
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proto import blockfile, bulk, dtypes, excerpt
 from proto.blockfile import Layout, Table, parse
@@ -18,7 +20,7 @@ from proto.messages import Cleared, PutTask, StreamOpened
 from proto.tensors import Array, as_wire
 from services.batch_store import stream_clears
 from services.batch_store.stream_clears import ClearLog
-from shared.dataplane.stream_arrival import Arrival
+from shared.dataplane.stream_arrival import Arrival, Arrived
 from shared.dataplane.stream_cache import StreamCache
 from shared.dataplane.stream_memory import Lease, Regions
 from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
@@ -242,7 +244,7 @@ def test_chunks_may_arrive_in_any_order_and_nothing_is_given_out_before_the_last
         "b": np.arange(200_000, dtype=np.int32),
     }
     table, data = block_file([("train/0/0", 1, arrays)])
-    arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions(0))
+    arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions())
     order = np.random.default_rng(1).permutation(arrival.chunks).tolist()
     for index in order:
         with pytest.raises(WireError, match="missing"):
@@ -250,7 +252,7 @@ def test_chunks_may_arrive_in_any_order_and_nothing_is_given_out_before_the_last
         room = arrival.room(index)
         room[:] = data[index * (1 << 16) : index * (1 << 16) + len(room)]
         arrival.arrived(index)
-    [got] = arrival.take().copy().arrays([0], None)
+    [got] = arrival.take().first([0], None)
     assert all(np.array_equal(got[key], arrays[key]) for key in arrays)
 
 
@@ -268,7 +270,7 @@ def test_one_wrong_bit_anywhere_in_what_was_put_is_found() -> None:
     for spot in [*spots, shards[1].offset + 9, len(data) - 1]:
         wrong = bytearray(data)
         wrong[spot] ^= 4
-        arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions(0))
+        arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions())
         with pytest.raises(WireError):
             fill(arrival, bytes(wrong))
 
@@ -280,7 +282,7 @@ def test_stream_of_something_else_than_was_asked_for_is_refused() -> None:
         ([PutTask("train/0/0", 2)], []),
         (named(table), ["a"]),
     ):
-        arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions(0))
+        arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions())
         arrival.room(0)[:] = data
         with pytest.raises(WireError):
             arrival.arrived(0)
@@ -299,49 +301,103 @@ def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:
     ):
         fields = {name: getattr(good, name) for name in good.__struct_fields__} | change
         with pytest.raises(WireError):
-            Arrival(StreamOpened(**fields), named(table), ["a"], MIB, Regions(0))
+            Arrival(StreamOpened(**fields), named(table), ["a"], MIB, Regions())
 
 
 # ---- memory
 
 
-def test_region_is_used_again_only_after_its_last_mapping_went() -> None:
-    regions = Regions(64 * MIB)
+def test_region_is_used_again_only_after_its_last_array_went() -> None:
+    regions = Regions()
     lease = Lease(regions, 3 * MIB)
     first = lease.region
-    mapping = lease.copy()
-    array = np.frombuffer(mapping, np.uint8)[5:]
-    del lease, mapping
-    gc.collect()
+    whole = lease.array()
+    array = whole[5:]
+    del lease, whole
     assert Lease(regions, 3 * MIB).region is not first
     del array
-    gc.collect()
     assert first in {regions.take(3 * MIB) for _ in range(2)}
 
 
-def test_idle_memory_is_bounded_and_can_be_given_back() -> None:
-    regions = Regions(8 * MIB)
-    for lease in [Lease(regions, 3 * MIB) for _ in range(5)]:
+def arrived(tasks: dict[str, dict[str, Array]], regions: Regions) -> Arrived:
+    table, data = block_file([(task_id, 1, shards) for task_id, shards in tasks.items()])
+    arrival = Arrival(announced(data, table), named(table), [], MIB, regions)
+    fill(arrival, data)
+    return arrival.take()
+
+
+RNG = np.random.default_rng(5)
+TASKS: dict[str, dict[str, Array]] = {
+    f"train/0/{i}": {
+        "a": RNG.integers(0, 99, size, np.int32),
+        "b": RNG.random((2, size)),
+        "c": RNG.integers(0, 9, size + 3, np.uint8),
+    }
+    for i, size in enumerate((5, 0, 17, 1000, 3))
+}
+
+
+@given(order=st.lists(st.integers(0, len(TASKS) - 1), min_size=1, max_size=8), keys=st.sampled_from([None, "ba", "c"]))
+def test_copy_of_any_tasks_in_any_order_is_what_arrived(order: list[int], keys: str | None) -> None:
+    came = arrived(TASKS, Regions())
+    found = came.copies(order, keys)
+    for arrays, at in zip(found, order, strict=True):
+        expected = TASKS[f"train/0/{at}"]
+        assert list(arrays) == list(keys or expected)
+        for key, array in arrays.items():
+            assert array.shape == expected[key].shape
+            assert array.tobytes() == expected[key].tobytes()
+
+
+def test_whoever_brought_it_may_write_to_it_once_others_have_their_copy() -> None:
+    regions = Regions()
+    came = arrived(TASKS, regions)
+    [mine] = came.first([3], None)
+    early = came.copies([3], None)[0]
+    came.leave_copy()
+    came.hand_out()
+    mine["a"][:] = -1
+    late = came.copies([3], None)[0]
+    late["b"][:] = -1
+    for found, changed in ((early, None), (late, "b"), (came.copies([3], None)[0], None)):
+        for key, array in TASKS["train/0/3"].items():
+            assert np.array_equal(found[key], array) == (key != changed)
+
+
+def test_what_was_handed_out_without_a_copy_is_never_copied_from() -> None:
+    came = arrived(TASKS, Regions())
+    [mine] = came.first([0], None)
+    came.hand_out()
+    mine["a"][:] = -1
+    with pytest.raises(RuntimeError, match="no copy was left"):
+        came.copies([0], None)
+
+
+def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
+    regions = Regions()
+    for lease in [Lease(regions, 4 * MIB) for _ in range(5)]:
         lease.region.view[0] = 1
     del lease
-    gc.collect()
-    assert 0 < regions.idle_bytes <= 8 * MIB
-    regions.clear()
+    assert regions.idle_bytes == 20 * MIB
+    large = Lease(regions, 10 * MIB)  # none of those will do: three of them go
+    assert regions.idle_bytes == 8 * MIB
+    regions.close()
+    del large
     assert regions.idle_bytes == 0
 
 
 def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
-    regions = Regions(64 * MIB)
-    lease, used = Lease(regions, 3 * MIB), Lease(regions, 5 * MIB)
+    regions = Regions()
+    lease, used = Lease(regions, 4 * MIB), Lease(regions, 6 * MIB)
     del lease
     gc.collect()
     assert regions.trim(time.monotonic() - 60)
-    assert regions.idle_bytes == 3 * MIB
+    assert regions.idle_bytes == 4 * MIB
     assert regions.trim(time.monotonic())  # the other one is in use
     assert regions.idle_bytes == 0
     del used
     gc.collect()
-    assert regions.idle_bytes == 5 * MIB
+    assert regions.idle_bytes == 6 * MIB
     assert not regions.trim(time.monotonic())
     assert regions.idle_bytes == 0
 
