@@ -33,7 +33,7 @@ STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """How many tasks the first stream of a fetch asks for, and the most that any does."""
 CACHE_BYTES = 256 << 20
-IDLE_S = 10.0
+IDLE_S = 30.0
 """Memory of streams whose arrays are gone is kept for the next ones so long."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
