@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +20,16 @@ from proto.tensors import Array
 _EMPTY = np.empty(0, np.int64)
 
 
-class Pick(NamedTuple):
-    """One task to take: its index in each table (by number) that holds shards of it; earlier tables come first."""
+class Picks(NamedTuple):
+    """Tasks to take, by column: `task_ids` and `fences` of each; place i is task `tasks[i]` of table `files[i]` and
+    has shards of pick `owners[i]` (ascending; earlier tables come first).
+    """
 
-    task_id: str
-    fence: int
-    places: Sequence[tuple[int, int]]
+    task_ids: list[str]
+    fences: list[int]
+    files: Sequence[int]
+    tasks: Sequence[int]
+    owners: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -44,41 +47,47 @@ class Excerpt:
     lengths: list[int]
 
 
-def missing_keys(tables: Sequence[Table], picks: Sequence[Pick], keys: Sequence[str]) -> list[str]:
+def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> list[str]:
     """`task_id#key` of every shard of `keys` that no table has."""
-    lacking: list[str] = []
-    for pick in picks:
-        there = {key for number, task in pick.places for key in tables[number].checksums(task)}
-        lacking.extend(f"{pick.task_id}#{key}" for key in keys if key not in there)
-    return lacking
+    there: list[set[str]] = [set() for _ in picks.task_ids]
+    for number, task, owner in zip(picks.files, picks.tasks, picks.owners, strict=True):
+        there[owner].update(tables[number].checksums(task))
+    return [
+        f"{task_id}#{key}"
+        for task_id, found in zip(picks.task_ids, there, strict=True)
+        for key in keys
+        if key not in found
+    ]
 
 
-def make(tables: Sequence[Table], picks: Sequence[Pick], keys: Sequence[str], max_bytes: int) -> Excerpt | None:
+def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: int) -> Excerpt | None:
     """The excerpt with the shards `keys` (none: all) of `picks`, cut before the task that would pass `max_bytes`.
 
     None: a shard is missing (`missing_keys` says which). The first task is always taken.
     """
-    if not picks:
+    count = len(picks.task_ids)
+    if not count:
         return None
-    file_of, row_of, pick_of = _rows(tables, picks)
+    rows, dims, file_of, pick_of = _rows(tables, picks)
     names = list(keys) or list(dict.fromkeys(key for table in tables for key in table.keys))
-    key_of = _key_numbers(tables, names, file_of, row_of)
-    order = np.flatnonzero(key_of >= 0)
-    if keys:
-        order = order[np.lexsort((file_of[order], key_of[order], pick_of[order]))]
-    # a key that was put twice has the same bytes: the first file will do
-    _, first = np.unique(pick_of[order] * len(names) + key_of[order], return_index=True)
-    order = order[np.sort(first)]
-    counts = np.bincount(pick_of[order], minlength=len(picks))
-    if (counts != len(keys)).any() if keys else (counts == 0).any():
-        return None
-    rows = _take(tables, file_of[order], row_of[order])
-    covered = _cut(rows, pick_of[order], len(picks), max_bytes)
-    kept = np.flatnonzero(pick_of[order] < covered)
-    order = order[kept]
-    return _assemble(
-        tables, picks[:covered], names, file_of[order], row_of[order], rows[kept], key_of[order], counts[:covered]
-    )
+    key_of = _key_numbers(tables, names, file_of, rows)
+    if _in_order(key_of, pick_of, len(names), count):
+        covered = _cut(rows, pick_of, count, max_bytes)
+        kept: Array | slice = slice(0, covered * len(names))
+    else:
+        order = np.flatnonzero(key_of >= 0)
+        if keys:
+            order = order[np.lexsort((file_of[order], key_of[order], pick_of[order]))]
+        # a key that was put twice has the same bytes: the first file will do
+        _, first = np.unique(pick_of[order] * len(names) + key_of[order], return_index=True)
+        order = order[np.sort(first)]
+        counts = np.bincount(pick_of[order], minlength=count)
+        if (counts != len(keys)).any() if keys else (counts == 0).any():
+            return None
+        covered = _cut(rows[order], pick_of[order], count, max_bytes)
+        kept = order[pick_of[order] < covered]
+    dims = _dims(rows, dims, kept)
+    return _assemble(picks, covered, names, rows[kept].copy(), dims, file_of[kept], pick_of[kept], key_of[kept])
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
@@ -97,43 +106,50 @@ def _spread(begins: Array, counts: Array) -> Array:
     return indices
 
 
-def _rows(tables: Sequence[Table], picks: Sequence[Pick]) -> tuple[Array, Array, Array]:
-    """File, row and pick of every row of the picked tasks."""
-    places = [place for pick in picks for place in pick.places]
-    numbers, tasks = np.array(places, np.int64).reshape(-1, 2).T
-    owner = np.repeat(np.arange(len(picks)), [len(pick.places) for pick in picks])
-    begins, counts = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
-    for number, mine in _by_file(numbers):
-        starts = tables[number]._starts
-        begins[mine] = starts[tasks[mine]]
-        counts[mine] = starts[tasks[mine] + 1] - begins[mine]
-    return np.repeat(numbers, counts), _spread(begins, counts), np.repeat(owner, counts)
+def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, Array]:
+    """The rows of all places one after the other and their dimensions, and file and pick of each row."""
+    files, tasks = np.array(picks.files, np.int64), np.array(picks.tasks, np.int64)
+    # tasks that stand together in a file, as most do, are taken together
+    breaks = np.flatnonzero((np.diff(files) != 0) | (np.diff(tasks) != 1)) + 1
+    heads, tails = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(files)])) - 1
+    numbers = files[heads]
+    rows, dims, begins, ends = [], [], [], []
+    for number, first, last in zip(numbers.tolist(), tasks[heads].tolist(), tasks[tails].tolist(), strict=True):
+        table = tables[number]
+        begin, end = int(table._starts[first]), int(table._starts[last + 1])
+        rows.append(table._rows[begin:end])
+        dims.append(table._dims[int(table._dims_starts[begin]) :][: int(rows[-1]["ndim"].sum(dtype=np.int64))])
+        begins.append(table._starts[first : last + 1])
+        ends.append(table._starts[first + 1 : last + 2])
+    counts = np.concatenate(ends) - np.concatenate(begins)
+    file_of = np.repeat(numbers, [len(each) for each in rows])
+    return np.concatenate(rows), np.concatenate(dims), file_of, np.repeat(np.array(picks.owners, np.int64), counts)
 
 
-def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, row_of: Array) -> Array:
+def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, rows: Array) -> Array:
     """Place of each row's key in `names`, -1 for others."""
     place = {name: at for at, name in enumerate(names)}
-    found = np.full(len(row_of), -1, np.int64)
-    for number, mine in _by_file(file_of):
-        translate = np.array([place.get(key, -1) for key in tables[number].keys], np.int64)
-        found[mine] = translate[tables[number]._rows["key"][row_of[mine]]]
+    translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
+    for number, table in enumerate(tables):
+        translate[number, : len(table.keys)] = [place.get(key, -1) for key in table.keys]
+    found: Array = translate[file_of, rows["key"]]
     return found
 
 
-def _take(tables: Sequence[Table], file_of: Array, row_of: Array) -> Array:
-    rows: Array = np.empty(len(row_of), blockfile._ROW)
-    for number, mine in _by_file(file_of):
-        rows[mine] = tables[number]._rows[row_of[mine]]
-    return rows
+def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
+    """Every pick has each key once, and they stand in the order in which they are wanted."""
+    return len(key_of) == names * count and bool(
+        (key_of.reshape(-1, names) == np.arange(names)).all()
+        and (pick_of.reshape(-1, names) == np.arange(count)[:, None]).all()
+    )
 
 
-def _by_file(file_of: Array) -> list[tuple[int, slice | Array]]:
-    """Each file and where it stands; as slices when the files come one after the other, as they mostly do."""
-    begins = np.concatenate(([0], np.flatnonzero(np.diff(file_of)) + 1, [len(file_of)])).tolist()
-    numbers = file_of[begins[:-1]].tolist() if len(file_of) else []
-    if len(set(numbers)) == len(numbers):
-        return [(number, slice(*each)) for number, each in zip(numbers, pairwise(begins), strict=True)]
-    return [(number, np.flatnonzero(file_of == number)) for number in dict.fromkeys(numbers)]
+def _dims(rows: Array, dims: Array, kept: Array | slice) -> Array:
+    """The dimensions of those of the rows that are kept, in their order."""
+    ndim = rows["ndim"].astype(np.int64)
+    begins = np.cumsum(ndim) - ndim
+    found: Array = dims[_spread(begins[kept], ndim[kept])]
+    return found
 
 
 def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:
@@ -143,27 +159,24 @@ def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:
 
 
 def _assemble(
-    tables: Sequence[Table],
-    picks: Sequence[Pick],
+    picks: Picks,
+    covered: int,
     names: list[str],
-    file_of: Array,
-    row_of: Array,
     rows: Array,
+    dims: Array,
+    file_of: Array,
+    pick_of: Array,
     key_of: Array,
-    counts: Array,
 ) -> Excerpt:
-    dims = np.empty(int(rows["ndim"].sum(dtype=np.int64)), blockfile._U64)
-    ends = np.cumsum(rows["ndim"], dtype=np.int64)
-    for number, mine in _by_file(file_of):
-        ndim = rows["ndim"][mine].astype(np.int64)
-        source = _spread(tables[number]._dims_starts[row_of[mine]], ndim)
-        dims[_spread(ends[mine] - ndim, ndim)] = tables[number]._dims[source]
-    used, rows["key"] = np.unique(key_of, return_inverse=True)
-    fences = np.array([pick.fence for pick in picks], blockfile._U64)
-    task_names = "\n".join([pick.task_id for pick in picks]).encode()
+    is_used = np.bincount(key_of, minlength=len(names)) > 0
+    used = np.flatnonzero(is_used)
+    rows["key"] = (np.cumsum(is_used) - 1)[key_of]
+    counts = np.bincount(pick_of, minlength=covered)
+    fences = np.array(picks.fences[:covered], blockfile._U64)
+    task_names = "\n".join(picks.task_ids[:covered]).encode()
     key_names = "\n".join([names[number] for number in used.tolist()]).encode()
     sources = rows["offset"].astype(np.int64)
-    table_bytes = 12 * len(picks) + 8 * len(dims) + rows.nbytes + len(task_names) + len(key_names)
+    table_bytes = 12 * covered + 8 * len(dims) + rows.nbytes + len(task_names) + len(key_names)
     rows["offset"], total = blockfile._canonical(rows["nbytes"], HEADER_BYTES + table_bytes)
     table = b"".join(
         (
@@ -179,7 +192,7 @@ def _assemble(
         blockfile.MAGIC,
         blockfile.LAYOUT,
         0,
-        len(picks),
+        covered,
         len(used),
         len(rows),
         len(dims),
@@ -190,7 +203,7 @@ def _assemble(
         0,
     )
     head += blockfile._CHECK.pack(xxhash.xxh3_64_intdigest(head)) + table
-    return Excerpt(head, len(picks), total, *_runs(file_of, sources, rows))
+    return Excerpt(head, covered, total, *_runs(file_of, sources, rows))
 
 
 def _runs(file_of: Array, sources: Array, rows: Array) -> tuple[list[int], list[int], list[int], list[int]]:

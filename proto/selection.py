@@ -15,17 +15,28 @@ from proto.tensors import Array
 
 
 class Selection(NamedTuple):
-    """Some rows of a table, those of one task together; entry i of each list is row i."""
+    """Some rows of a table, those of one task together; entry i of each array is row i."""
 
-    counts: list[int]
+    counts: Array
     """Rows of each task asked for, in that order."""
-    names: list[str]
-    codes: list[int]
-    first: list[int]
+    keys: Array
+    """Numbers of keys in the table."""
+    codes: Array
+    first: Array
     """Begin of the data in elements of its own type: offsets are multiples of 64, item sizes divide that."""
-    end: list[int]
+    end: Array
     shapes: dict[int, tuple[int, ...]]
     """Row -> shape, where that is not (end - first,)."""
+
+    def columns(self) -> int:
+        """How many rows every task has, if they are of the same keys and types everywhere (else 0), as most are."""
+        each = int(self.counts[0]) if len(self.counts) else 0
+        alike = each > 0 and bool(
+            (self.counts == each).all()
+            and (self.keys.reshape(-1, each) == self.keys[:each]).all()
+            and (self.codes.reshape(-1, each) == self.codes[:each]).all()
+        )
+        return each if alike else 0
 
 
 def spans(table: Table, tasks: Sequence[int]) -> tuple[list[tuple[int, int]], Array]:
@@ -55,23 +66,17 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves
     if keys is not None:
         place = {key: at for at, key in reversed(list(enumerate(keys)))}
         rank = np.array([place.get(key, -1) for key in table.keys], np.int64)[table._rows["key"][picked]]
-        wanted = np.flatnonzero(rank >= 0)
-        wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
-        picked, owner = picked[wanted], owner[wanted]
-        counts = np.bincount(owner, minlength=len(where))
+        if (rank < 0).any() or (np.diff(owner * len(place) + rank) < 0).any():
+            wanted = np.flatnonzero(rank >= 0)
+            wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
+            picked, owner = picked[wanted], owner[wanted]
+            counts = np.bincount(owner, minlength=len(where))
     rows = table._rows[picked]
     sizes = _ITEMSIZES[rows["dtype"]]
     offsets = rows["offset"].astype(np.int64)
     first = (offsets if moves is None else offsets - moves[owner]) // sizes
-    names = table.keys
-    return Selection(
-        counts.tolist(),
-        [names[number] for number in rows["key"].tolist()],
-        rows["dtype"].tolist(),
-        first.tolist(),
-        (first + rows["nbytes"].astype(np.int64) // sizes).tolist(),
-        _shapes(table, picked, rows["ndim"]),
-    )
+    end = first + rows["nbytes"].astype(np.int64) // sizes
+    return Selection(counts, rows["key"], rows["dtype"], first, end, _shapes(table, picked, rows["ndim"]))
 
 
 def _shapes(table: Table, picked: Array, ndim: Array) -> dict[int, tuple[int, ...]]:

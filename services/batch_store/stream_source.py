@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import xxhash
 
 from proto import excerpt
-from proto.excerpt import Excerpt, Pick
+from proto.blockfile import Table
+from proto.excerpt import Excerpt, Picks
 from proto.messages import ErrorCode, Located, PutTask
 from shared.dataplane.mapping import MappingCache
 from shared.rpc.errors import RpcError
@@ -77,14 +78,26 @@ def pin(
     """
     mappings = [cache.get(path) for path in located.files]
     tables = [mapping.table for mapping in mappings]
-    indices = [table.index for table in tables]
-    picks = [
-        Pick(task.task_id, task.fence, [(place, indices[place][task.task_id, task.fence]) for place in places])
-        for task, places in zip(tasks, located.places, strict=True)
-    ]
+    picks = _picks(tables, tasks, located.places)
     made = excerpt.make(tables, picks, keys, max_bytes)
     if made is None:
         names = excerpt.missing_keys(tables, picks, keys)
         some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
         raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names[:1024])
     return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
+
+
+def _picks(tables: Sequence[Table], tasks: Sequence[PutTask], places: Sequence[Sequence[int]]) -> Picks:
+    wanted = [(task.task_id, task.fence) for task in tasks]
+    files = [file for each in places for file in each]
+    owners: Sequence[int] = range(len(tasks))
+    if len(files) != len(tasks):
+        owners = [at for at, each in enumerate(places) for _ in each]
+    indices = [table.index for table in tables]
+    return Picks(
+        [task.task_id for task in tasks],
+        [task.fence for task in tasks],
+        files,
+        [indices[file][wanted[at]] for file, at in zip(files, owners, strict=True)],
+        owners,
+    )

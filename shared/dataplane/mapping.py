@@ -173,19 +173,36 @@ def views(
     `moves`: by how many bytes each task stands further to the front than in the file.
     """
     picked = selection.select(table, tasks, keys, moves)
-    flat = {code: _flat(data, code) for code in set(picked.codes)}
-    arrays: list[Array] = [
-        flat[code][first:end] for code, first, end in zip(picked.codes, picked.first, picked.end, strict=True)
-    ]
+    flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
+    each = picked.columns()
+    if each:
+        return _by_column(table, picked, flat, each)
+    bounds = zip(picked.codes.tolist(), picked.first.tolist(), picked.end.tolist(), strict=True)
+    arrays: list[Array] = [flat[code][first:end] for code, first, end in bounds]
     for row, shape in picked.shapes.items():
         arrays[row] = arrays[row].reshape(shape)
+    names = [table.keys[number] for number in picked.keys.tolist()]
     found: list[dict[str, Array]] = []
     begin = 0
-    for count in picked.counts:
+    for count in picked.counts.tolist():
         end = begin + count
-        found.append(dict(zip(picked.names[begin:end], arrays[begin:end], strict=True)))
+        found.append(dict(zip(names[begin:end], arrays[begin:end], strict=True)))
         begin = end
     return found
+
+
+def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], each: int) -> list[dict[str, Array]]:
+    """`views` where all tasks have the same keys and types: a third of the time."""
+    columns: list[list[Array]] = []
+    for at, code in enumerate(picked.codes[:each].tolist()):
+        whole = flat[code]
+        bounds = zip(picked.first[at::each].tolist(), picked.end[at::each].tolist(), strict=True)
+        columns.append([whole[first:end] for first, end in bounds])
+    for row, shape in picked.shapes.items():
+        task, at = divmod(row, each)
+        columns[at][task] = columns[at][task].reshape(shape)
+    names = [table.keys[number] for number in picked.keys[:each].tolist()]
+    return [dict(zip(names, arrays, strict=True)) for arrays in zip(*columns, strict=True)]
 
 
 def merged(first: dict[str, Array], second: dict[str, Array], order: Sequence[str]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from proto import blockfile, bulk, dtypes, excerpt
 from proto.blockfile import Layout, Table, parse
 from proto.errors import WireError
-from proto.excerpt import Pick
+from proto.excerpt import Picks
 from proto.messages import Cleared, PutTask, StreamOpened
 from proto.tensors import Array, as_wire
 from services.batch_store import stream_clears
@@ -42,7 +43,7 @@ def block_file(tasks: Tasks) -> tuple[Table, bytes]:
     return parse(bytes(data), len(data)), bytes(data)
 
 
-def assembled(tables: list[Table], files: list[bytes], picks: list[Pick], keys: list[str], max_bytes: int) -> bytes:
+def assembled(tables: list[Table], files: list[bytes], picks: Picks, keys: list[str], max_bytes: int) -> bytes:
     made = excerpt.make(tables, picks, keys, max_bytes)
     assert made is not None
     data = bytearray(made.total_bytes)
@@ -50,6 +51,14 @@ def assembled(tables: list[Table], files: list[bytes], picks: list[Pick], keys: 
     for number, source, target, length in zip(made.files, made.sources, made.targets, made.lengths, strict=True):
         data[target : target + length] = files[number][source : source + length]
     return bytes(data)
+
+
+def picked(wanted: Iterable[tuple[str, int, list[tuple[int, int]]]]) -> Picks:
+    """Of (task, fence, [(file, task in it), ...])."""
+    tasks = list(wanted)
+    places = [(file, number, at) for at, (_, _, each) in enumerate(tasks) for file, number in each]
+    files, numbers, owners = ([place[column] for place in places] for column in range(3))
+    return Picks([task_id for task_id, _, _ in tasks], [fence for _, fence, _ in tasks], files, numbers, owners)
 
 
 def tasks_of(count: int, seed: int = 0) -> Tasks:
@@ -73,9 +82,9 @@ def test_excerpt_is_the_block_file_that_a_put_of_those_shards_would_write() -> N
     first, second = tasks_of(7, 1), [(f"train/1/{i}", 3, shards) for i, (_, _, shards) in enumerate(tasks_of(6, 2))]
     (one, one_bytes), (two, two_bytes) = block_file(first), block_file(second)
     everything = [(0, i, task) for i, task in enumerate(first)] + [(1, i, task) for i, task in enumerate(second)]
-    for order in ([0], [12, 3, 4, 5, 1], list(range(13)), [8, 0, 9, 1]):
+    for order in ([0], [12, 3, 4, 5, 1], list(range(13)), [8, 0, 9, 1], [2, 5, 9, 12]):
         chosen = [everything[at] for at in order]
-        picks = [Pick(task[0], task[1], [(number, i)]) for number, i, task in chosen]
+        picks = picked((task[0], task[1], [(number, i)]) for number, i, task in chosen)
         _, whole = block_file([task for _, _, task in chosen])
         assert assembled([one, two], [one_bytes, two_bytes], picks, [], 1 << 40) == whole
         _, some = block_file([(task_id, fence, {"a": shards["a"]}) for _, _, (task_id, fence, shards) in chosen])
@@ -87,7 +96,7 @@ def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_the_order_of_t
     one = block_file([("train/0/1", 1, {"a": a})])
     two = block_file([("train/0/2", 1, {"b": b}), ("train/0/1", 1, {"b": b, "a": a})])
     tables, files = [one[0], two[0]], [one[1], two[1]]
-    picks = [Pick("train/0/1", 1, [(0, 0), (1, 1)])]
+    picks = picked([("train/0/1", 1, [(0, 0), (1, 1)])])
     orders: list[dict[str, Array]] = [{"b": b, "a": a}, {"a": a, "b": b}]
     for shards in orders:
         _, whole = block_file([("train/0/1", 1, shards)])
@@ -96,7 +105,7 @@ def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_the_order_of_t
 
 def test_excerpt_stops_before_the_task_that_is_too_much_but_takes_the_first() -> None:
     table, _ = block_file([(f"train/0/{i}", 1, {"a": np.zeros(100, np.uint8)}) for i in range(10)])
-    picks = [Pick(f"train/0/{i}", 1, [(0, i)]) for i in range(10)]
+    picks = picked((f"train/0/{i}", 1, [(0, i)]) for i in range(10))
     covered = []
     for limit in (1, 100, 399, 400, 10_000):
         made = excerpt.make([table], picks, ["a"], limit)
@@ -107,7 +116,7 @@ def test_excerpt_stops_before_the_task_that_is_too_much_but_takes_the_first() ->
 
 def test_shards_that_are_not_there_make_no_excerpt_and_are_named() -> None:
     table, _ = block_file([("train/0/0", 1, {"a": np.zeros(1)}), ("train/0/1", 1, {"b": np.zeros(1)})])
-    picks = [Pick("train/0/0", 1, [(0, 0)]), Pick("train/0/1", 1, [(0, 1)])]
+    picks = picked([("train/0/0", 1, [(0, 0)]), ("train/0/1", 1, [(0, 1)])])
     assert excerpt.make([table], picks, ["a"], 1 << 40) is None
     assert excerpt.missing_keys([table], picks, ["a"]) == ["train/0/1#a"]
 
