@@ -43,7 +43,7 @@ import xxhash
 
 from proto import dtypes
 from proto.errors import WireError
-from proto.ids import check_key, check_task_id
+from proto.ids import check_key, check_task_id, check_task_ids
 from proto.limits import MAX_NDIM
 from proto.tensors import Array, Buffer
 
@@ -271,8 +271,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
     fences, dims, rows, counts = take(_U64, tasks), take(_U64, dims_n), take(_ROW, rows_n), take(_U32, tasks)
     task_ids = _names(table[at : at + task_name_bytes], tasks, "task")
     key_names = _names(table[at + task_name_bytes :], keys, "key")
-    for task_id in task_ids:
-        check_task_id(task_id)
+    check_task_ids(task_ids)
     for key in key_names:
         check_key(key)
     if fences.max() >= 1 << 63:
@@ -337,12 +336,17 @@ def _check_rows(rows: Array, dims: Array, starts: Array, keys: int, size: int, f
     if end != file_bytes or not np.array_equal(offsets, rows["offset"]):
         raise WireError(f"block file: offsets are not canonical, or data ends at {end} of {file_bytes}")
     task_of_row = np.repeat(np.arange(len(starts) - 1, dtype=np.int64), np.diff(starts))
-    if len(np.unique(task_of_row * keys + rows["key"])) != len(rows):
+    pairs = task_of_row * keys + rows["key"]
+    if not (np.diff(pairs) > 0).all() and len(np.unique(pairs)) != len(rows):
         raise WireError("block file: a task has the same key twice")
 
 
 def _dims_ok(rows: Array, dims: Array) -> bool:
     """`prod(shape) * itemsize == nbytes` for every row, with no integer that could overflow."""
+    if len(dims) == len(rows) and (rows["ndim"] == 1).all():  # as most are
+        if float(dims.max()) > MAX_FILE_BYTES:
+            return False
+        return bool(np.array_equal(dims.astype(np.int64) * _ITEMSIZES[rows["dtype"]], rows["nbytes"].astype(np.int64)))
     at = np.cumsum(rows["ndim"], dtype=np.int64) - rows["ndim"]
     elements = np.ones(len(rows), np.int64)
     magnitude = np.ones(len(rows), np.float64)

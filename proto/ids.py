@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proto.errors import WireError
@@ -38,6 +39,13 @@ def check_task_id(task_id: str) -> str:
     if len(task_id) > MAX_NAME_BYTES or not _TASK.fullmatch(task_id):
         raise WireError(f"task id {task_id[:80]!r}: must be <split>/<epoch>/<index>, <= {MAX_NAME_BYTES} bytes")
     return task_id
+
+
+def check_task_ids(task_ids: Sequence[str]) -> None:
+    """As `check_task_id` for each of many."""
+    if not all(map(_TASK.fullmatch, task_ids)) or max(map(len, task_ids), default=0) > MAX_NAME_BYTES:
+        for task_id in task_ids:
+            check_task_id(task_id)
 
 
 def check_key(key: str) -> str:

@@ -213,8 +213,10 @@ class Arrival:
 
     def _check_content(self, table: Table) -> None:
         """The head may be well-formed and yet not what was asked for."""
-        held = list(zip(table.task_ids, table.fences, strict=True))
-        if held != [(task.task_id, task.fence) for task in self._tasks]:
-            raise WireError(f"stream: holds {len(held)} tasks that are not the {len(self._tasks)} asked for")
-        if self._keys and (set(table.keys) != set(self._keys) or table.row_count != len(held) * len(set(self._keys))):
+        held = len(table.task_ids)
+        if [task.task_id for task in self._tasks] != table.task_ids or [
+            task.fence for task in self._tasks
+        ] != table.fences:
+            raise WireError(f"stream: holds {held} tasks that are not the {len(self._tasks)} asked for")
+        if self._keys and (set(table.keys) != set(self._keys) or table.row_count != held * len(set(self._keys))):
             raise WireError("stream: holds other keys than were asked for")
