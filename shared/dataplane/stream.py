@@ -279,7 +279,7 @@ class StreamReader:
                     arrival = None
                 if arrival is None:
                     arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
-                outcome, why = await self._receive(arrival, opened)
+                outcome, why = await self._receive(load, arrival, opened)
                 if outcome is Outcome.COMPLETE:
                     self._keep(load, tasks, arrival.take())
                     return
@@ -299,7 +299,7 @@ class StreamReader:
         finally:
             self._slots[load.store].release()
 
-    async def _receive(self, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
+    async def _receive(self, load: Load, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
         """Hand `arrival` to the receiving thread until that is done with it, also when this is cancelled."""
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[tuple[Outcome, str]] = loop.create_future()
@@ -307,7 +307,7 @@ class StreamReader:
         def settle(outcome: Outcome, why: str) -> None:
             loop.call_soon_threadsafe(_set, settled, (outcome, why))
 
-        incoming = Incoming.of(arrival, opened, settle)
+        incoming = Incoming.of(arrival, load, opened, settle)
         self._receiver.add(incoming)
         try:
             return await asyncio.shield(settled)

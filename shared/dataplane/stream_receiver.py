@@ -36,6 +36,8 @@ STALLS = 3
 """Asked so often in vain, a stream is given up: the store may have restarted."""
 LINE_S = 10.0
 """A stream may wait so long behind others on a line that moves."""
+KEEP_S = 5.0
+"""A stream that waits for its turn asks for nothing so often, or the store would end it."""
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 _BURST_BYTES = 2 << 20
 """Then more is asked for: the store must not run dry meanwhile."""
@@ -69,6 +71,8 @@ class Incoming:
     """One opened stream; `settle` is called once, on the receiving thread."""
 
     arrival: Arrival
+    group: object
+    """Streams of one group come one after the other; groups share the line."""
     endpoint: str
     stream_id: bytes
     opener: Opener | None
@@ -77,11 +81,15 @@ class Incoming:
     pending: deque[tuple[int, int]] = field(default_factory=deque)
     asked: set[int] = field(default_factory=set)
     heard: float = 0.0
+    spoken: float = 0.0
+    """When credit was sent last."""
     stalls: int = 0
     reset: bool = False
 
     @classmethod
-    def of(cls, arrival: Arrival, opened: StreamOpened, settle: Callable[[Outcome, str], None]) -> Incoming:
+    def of(
+        cls, arrival: Arrival, group: object, opened: StreamOpened, settle: Callable[[Outcome, str], None]
+    ) -> Incoming:
         """Raises WireError when ids are not hexadecimal digits of the right length."""
         try:
             stream_id, secret = bytes.fromhex(opened.stream_id), bytes.fromhex(opened.secret)
@@ -91,7 +99,7 @@ class Incoming:
             raise WireError(f"stream id of {len(stream_id)} bytes, secret of {len(secret)}: 16 and 32 are expected")
         opener = Opener(secret, stream_id, TO_READER) if secret else None
         sealer = Sealer(secret, stream_id, TO_STORE) if secret else None
-        return cls(arrival, opened.endpoint, stream_id, opener, sealer, settle)
+        return cls(arrival, group, opened.endpoint, stream_id, opener, sealer, settle)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +133,7 @@ class Receiver:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._asked_bytes = 0
+        self._turn = 0
         self._closing = self._failed = False
         self._log = structlog.get_logger("stream")
         self._thread: threading.Thread | None = None
@@ -282,29 +291,44 @@ class Receiver:
     # ---- credit
 
     def _top_up(self) -> None:
-        """Ask for more, every stream in its turn, within the bytes that may be under way."""
-        for _ in range(len(self._turns)):
-            incoming = self._turns[0]
-            self._turns.rotate(-1)
-            if not incoming.pending or not self._takes_credit(incoming):
-                continue
-            share = max(1, self._inflight_bytes // len(self._turns) // incoming.arrival.chunk_bytes)
-            window = min(STREAM_CHUNKS, share)
-            if len(incoming.asked) > window // 2:
-                continue
-            # one chunk at least may be under way, however small the bound
-            left = self._inflight_bytes - self._asked_bytes
-            chunks = min(window - len(incoming.asked), left // incoming.arrival.chunk_bytes)
-            if not self._asked_bytes:
-                chunks = max(1, chunks)
-            if chunks > 0:
-                self._ask(incoming, chunks)
+        """Ask for more: every group its share of the bytes that may be under way, its streams one after the other.
+
+        So one is complete, and its arrays are made and the next one opened, while others come.
+        """
+        groups: dict[object, list[Incoming]] = {}
+        for incoming in self._turns:
+            groups.setdefault(incoming.group, []).append(incoming)
+        if not groups:
+            return
+        self._turn = (self._turn + 1) % len(groups)
+        share = self._inflight_bytes // len(groups)
+        shares = list(groups.values())
+        for streams in shares[self._turn :] + shares[: self._turn]:
+            asked = sum(len(incoming.asked) * incoming.arrival.chunk_bytes for incoming in streams)
+            for incoming in streams:
+                if incoming.pending and self._takes_credit(incoming):
+                    asked += self._ask_within(incoming, share, asked)
+
+    def _ask_within(self, incoming: Incoming, share: int, asked: int) -> int:
+        """Ask for more of one stream, where its group's share is `share` bytes and `asked` of it are under way.
+
+        Returns for how much: 0 if that was hardly worth a message yet.
+        """
+        chunk_bytes = incoming.arrival.chunk_bytes
+        window = min(STREAM_CHUNKS, share // chunk_bytes)
+        chunks = min(window - len(incoming.asked), (share - asked) // chunk_bytes)
+        if not self._asked_bytes:  # one chunk at least may be under way, however small the bound
+            chunks = max(1, chunks)
+        if chunks <= 0 or (asked and chunks < min(window // 2, sum(end - first for first, end in incoming.pending))):
+            return 0
+        return self._ask(incoming, chunks) * chunk_bytes
 
     def _takes_credit(self, incoming: Incoming) -> bool:
         store = self._stores[incoming.endpoint]
         return store.connected and len(store.out) < _OUT_BYTES
 
-    def _ask(self, incoming: Incoming, chunks: int) -> None:
+    def _ask(self, incoming: Incoming, chunks: int) -> int:
+        """Returns for how many."""
         ranges: list[tuple[int, int]] = []
         pending = deque(incoming.pending)
         while pending and chunks and len(ranges) < bulk.MAX_RANGES:
@@ -325,6 +349,7 @@ class Receiver:
             incoming.asked.update(range(first, first + count))
             self._asked_bytes += count * incoming.arrival.chunk_bytes
         self.counts.inflight_peak_bytes = max(self.counts.inflight_peak_bytes, self._asked_bytes)
+        return sum(count for _, count in ranges)
 
     def _credit(self, incoming: Incoming, ranges: list[tuple[int, int]], flags: int) -> None:
         payload = bulk.pack_ranges(ranges)
@@ -334,6 +359,7 @@ class Receiver:
             room = memoryview(bytearray(len(payload) + bulk.TAG_BYTES))
             head, _ = incoming.sealer.seal(bulk.CREDIT, flags, 0, payload, room)
             payload = bytes(room)
+        incoming.spoken = time.monotonic()
         store = self._stores[incoming.endpoint]
         idle = not store.out
         store.out += head
@@ -400,7 +426,9 @@ class Receiver:
         for incoming in list(self._turns):
             store = self._stores[incoming.endpoint]
             if not incoming.asked and incoming.pending and store.connected:
-                incoming.heard = now  # waits for its turn, not for the store
+                incoming.heard = now  # waits for its turn, not for the store, which should know
+                if now - incoming.spoken > KEEP_S:
+                    self._credit(incoming, [], 0)
             # others' chunks on the same line may come first, but not for ever
             heard = max(incoming.heard, min(store.heard, incoming.heard + LINE_S))
             if now - heard <= STALL_S * 2**incoming.stalls:
