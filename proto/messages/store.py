@@ -8,7 +8,7 @@ from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
 
-class PutTask(Record, frozen=True, array_like=True):
+class PutTask(Record, frozen=True, array_like=True, gc=False):
     """One task in a put, under which fence."""
 
     task_id: str

@@ -58,16 +58,18 @@ class Load:
     kept_bytes: int = 0
     """What the cache took of it."""
     work: asyncio.Task[None] | None = None
+    pieces: dict[int, Arrived] = field(default_factory=dict)
+    """What came of the tasks from that one on."""
     _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
 
-    def add(self, arrived: Arrived, kept: bool) -> None:
-        self._where.update(dict.fromkeys(arrived.table.index, arrived))
+    def add(self, first: int, arrived: Arrived, kept: bool) -> None:
+        self.pieces[first] = arrived
         self.arrived(arrived, self.keys, kept)
 
-    def brought(self) -> set[Arrived]:
-        return set(self._where.values())
-
     def where(self, task: PutTask) -> Arrived | None:
+        """Once the load is over."""
+        if not self._where:
+            self._where = {pair: arrived for arrived in self.pieces.values() for pair in arrived.table.index}
         return self._where.get((task.task_id, task.fence))
 
 
@@ -127,11 +129,29 @@ class StreamReader:
         client = self._client_of(store)
         await self._learn_cleared(store, client, deadline)
         copies = Copies(self._threads)
+        mine = self._begin(store, client, tasks, keys, range(len(tasks)), copies)
+        if len(mine) == 1:
+            [load] = mine
+            if len(load.tasks) == len(tasks) and load.keys == keys:  # all of it, in this order, and nobody else's
+                await self._wait(mine, mine, store, deadline)
+                return await copies.in_order([load.pieces[at] for at in sorted(load.pieces)], keys, load.shared)
+        return await self._gather(store, client, tasks, keys, deadline, copies, mine)
+
+    async def _gather(
+        self,
+        store: str,
+        client: Client,
+        tasks: Sequence[PutTask],
+        keys: tuple[str, ...],
+        deadline: float,
+        copies: Copies,
+        mine: set[Load],
+    ) -> list[dict[str, Array]]:
+        """Some of it is here or comes for somebody else; `mine`: the loads that this fetch began."""
+        begun = set(mine)
         by_source: dict[Held, list[int]] = {}
-        begun: set[Load] = set()
         lacking: Sequence[int] = range(len(tasks))
-        while lacking:
-            mine = self._begin(store, client, tasks, keys, lacking, copies)
+        while True:
             found = self.cache.sources(store, [tasks[at] for at in lacking], keys)
             everywhere = {where for each in found for where, _ in each}
             for where in everywhere:
@@ -139,7 +159,6 @@ class StreamReader:
                     self.cache.used(where)
                 elif where not in mine:
                     where.shared = True
-            begun |= mine
             await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
             again: list[int] = []
             for at, each in zip(lacking, found, strict=True):
@@ -149,8 +168,12 @@ class StreamReader:
                     continue
                 for held in here:
                     by_source.setdefault(held, []).append(at)
+            if not again:
+                break
             lacking = again
-        shared = {arrived for load in begun if load.shared for arrived in load.brought()}
+            mine = self._begin(store, client, tasks, keys, lacking, copies)
+            begun |= mine
+        shared = {arrived for load in begun if load.shared for arrived in load.pieces.values()}
         return await copies.arrays(tasks, keys, by_source, shared)
 
     # ---- loads
@@ -165,15 +188,18 @@ class StreamReader:
         copies: Copies,
     ) -> set[Load]:
         """Start to fetch what is neither here nor under way; returns the loads begun."""
-        groups: dict[tuple[str, ...], dict[tuple[str, int], PutTask]] = {}
-        absent = self.cache.absent(store, [tasks[at] for at in lacking], keys)
-        for at, missing in zip(lacking, absent, strict=True):
-            if missing is not None:
-                task = tasks[at]
-                groups.setdefault(missing, {})[task.task_id, task.fence] = task
+        groups: dict[tuple[str, ...], list[PutTask]] = {}
+        candidates = [tasks[at] for at in lacking]
+        absent = self.cache.absent(store, candidates, keys)
+        if absent is None:
+            groups[keys] = candidates
+        else:
+            for task, missing in zip(candidates, absent, strict=True):
+                if missing is not None:
+                    groups.setdefault(missing, []).append(task)
         mine: set[Load] = set()
         for part, wanted in groups.items():
-            load = Load(store, list(wanted.values()), part, copies.begin)
+            load = Load(store, _once(wanted), part, copies.begin)
             self.cache.expect(store, load.tasks, part, load)
             load.work = asyncio.create_task(self._load(load, client))
             load.work.add_done_callback(_seen)
@@ -281,7 +307,7 @@ class StreamReader:
                     arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
                 outcome, why = await self._receive(load, arrival, opened)
                 if outcome is Outcome.COMPLETE:
-                    self._keep(load, tasks, arrival.take())
+                    self._keep(load, first, tasks, arrival.take())
                     return
                 self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
                 if outcome is Outcome.CORRUPT:
@@ -316,8 +342,8 @@ class StreamReader:
             await settled  # it may be writing to the memory right now
             raise
 
-    def _keep(self, load: Load, tasks: list[PutTask], arrived: Arrived) -> None:
-        load.add(arrived, self.cache.keep(load.store, tasks, load.keys, load, arrived))
+    def _keep(self, load: Load, first: int, tasks: list[PutTask], arrived: Arrived) -> None:
+        load.add(first, arrived, self.cache.keep(load.store, tasks, load.keys, load, arrived))
 
     def _watch_idle(self) -> None:
         """Look after the memory of streams until none is left."""
@@ -362,6 +388,13 @@ class StreamReader:
                     self.cache.drop_store(store)
         finally:
             self._watchers.pop(store, None)
+
+
+def _once(tasks: list[PutTask]) -> list[PutTask]:
+    """Each task and fence once."""
+    if len({task.task_id for task in tasks}) == len(tasks):
+        return tasks
+    return list({(task.task_id, task.fence): task for task in tasks}.values())
 
 
 def _placed(task: PutTask, sources: Sequence[Source]) -> list[Held] | None:

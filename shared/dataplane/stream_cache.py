@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Part(NamedTuple):
     """Shards of a task that came, or come, together. No keys: all there are, for a fetch that names none."""
 
+    fence: int
     keys: tuple[str, ...]
     where: Load | Arrived
 
@@ -38,8 +39,8 @@ class StoreCopies:
 
     log: int = 0
     serial: int = 0
-    tasks: dict[str, dict[int, tuple[Part, ...]]] = field(default_factory=dict)
-    """task id -> fence -> what is here or comes."""
+    tasks: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    """What of each is here or comes; tasks that came together share one tuple."""
 
 
 class StreamCache:
@@ -64,8 +65,15 @@ class StreamCache:
         """Is anything of the store kept?"""
         return any(store == name for store, _ in self._kept.values())
 
-    def absent(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...]) -> list[tuple[str, ...] | None]:
-        """Which of `keys` nobody has fetched or begun to fetch, for each task; None: none. No keys are themselves."""
+    def absent(
+        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...]
+    ) -> list[tuple[str, ...] | None] | None:
+        """Which of `keys` nobody has fetched or begun to fetch, for each task; None: none. No keys are themselves.
+
+        None for the whole: all are absent of all tasks.
+        """
+        if self.store(store).tasks.keys().isdisjoint([task.task_id for task in tasks]):
+            return None
         return self._of_each(store, tasks, lambda parts: _absent(parts, keys) if parts else keys)
 
     def sources(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...]) -> list[list[Source]]:
@@ -75,35 +83,32 @@ class StreamCache:
     def _of_each(self, store: str, tasks: Sequence[PutTask], of: Callable[[tuple[Part, ...]], T]) -> list[T]:
         """`of` what is known of each task; those that came together share it, and most of a batch did."""
         held = self.store(store).tasks
-        known: dict[int, T] = {}
+        known: dict[tuple[int, int], T] = {}
         found: list[T] = []
         for task in tasks:
-            fences = held.get(task.task_id)
-            parts = fences.get(task.fence, _NOTHING) if fences is not None else _NOTHING
-            if id(parts) not in known:
-                known[id(parts)] = of(parts)
-            found.append(known[id(parts)])
+            parts = held.get(task.task_id, _NOTHING)
+            which = (id(parts), task.fence)
+            if which not in known:
+                known[which] = of(tuple([part for part in parts if part.fence == task.fence]))
+            found.append(known[which])
         return found
 
-    def expect(self, store: str, tasks: Iterable[PutTask], keys: tuple[str, ...], load: Load) -> None:
+    def expect(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load) -> None:
         """`load` is about to fetch these shards (no keys: all of each task)."""
         held = self.store(store).tasks
-        part = Part(keys, load)
-        alone = (part,)
+        alone = {fence: (Part(fence, keys, load),) for fence in {task.fence for task in tasks}}
+        new = {task.task_id: alone[task.fence] for task in tasks}
+        if len(new) == len(tasks) and held.keys().isdisjoint(new):
+            held.update(new)
+            return
         for task in tasks:
-            fences = held.get(task.task_id)
-            if fences is None:
-                held[task.task_id] = {task.fence: alone}
-            else:
-                fences[task.fence] = (*fences.get(task.fence, ()), part)
+            held[task.task_id] = held.get(task.task_id, _NOTHING) + alone[task.fence]
 
     def forget(self, store: str, tasks: Iterable[PutTask], load: Load) -> None:
         """`load` is over: what is still expected of it will not come."""
         held = self.store(store).tasks
         for task in tasks:
-            fences = held.get(task.task_id)
-            if fences is not None:
-                _drop(held, fences, task.task_id, task.fence, load)
+            _drop(held, task.task_id, load)
 
     def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> bool:
         """`load` brought these tasks; False: they are not kept. What was cleared meanwhile is not.
@@ -113,17 +118,20 @@ class StreamCache:
         if load.kept_bytes + arrived.nbytes > self._limit_bytes:
             return False
         held = self.store(store).tasks
-        new = Part(keys, arrived)
-        alone = (new,)
+        alone = {fence: Part(fence, keys, arrived) for fence in {task.fence for task in tasks}}
+        same: dict[tuple[int, int], tuple[tuple[Part, ...], tuple[Part, ...]]] = {}
+        """By what was known of a task: that (so that nothing else gets its id) and what is known now."""
         alive = 0
         for task in tasks:
-            parts = held.get(task.task_id, {}).get(task.fence, _NOTHING)
-            if not any(part.where is load for part in parts):
-                continue
-            alive += 1
-            held[task.task_id][task.fence] = (
-                alone if len(parts) == 1 else tuple(new if part.where is load else part for part in parts)
-            )
+            parts = held.get(task.task_id, _NOTHING)
+            which = (id(parts), task.fence)
+            if which not in same:
+                old = Part(task.fence, keys, load)
+                same[which] = parts, tuple([alone[task.fence] if part == old else part for part in parts])
+            now = same[which][1]
+            if now != parts:
+                alive += 1
+                held[task.task_id] = now
         if not alive:
             return False
         self._kept[arrived] = (store, alive)
@@ -149,12 +157,12 @@ class StreamCache:
             return
         state.serial = cleared.serial
         for task in cleared.tasks:
-            fences = state.tasks.get(task.task_id, {})
-            for fence in [fence for fence in fences if fence <= task.fence]:
-                for where in {part.where for part in fences.pop(fence)}:
-                    self._less(where)
-            if not fences:
-                state.tasks.pop(task.task_id, None)
+            parts = state.tasks.get(task.task_id, _NOTHING)
+            gone = {(part.fence, part.where) for part in parts if part.fence <= task.fence}
+            if gone:
+                _put(state.tasks, task.task_id, [part for part in parts if part.fence > task.fence])
+            for _, where in gone:
+                self._less(where)
 
     def drop_store(self, store: str) -> None:
         """Nothing of this store is known any more."""
@@ -176,28 +184,24 @@ class StreamCache:
         store, _ = self._kept.pop(arrived)
         self.nbytes -= arrived.nbytes
         held = self.store(store).tasks
-        for task_id, fence in arrived.table.index:
-            fences = held.get(task_id)
-            if fences is not None:
-                _drop(held, fences, task_id, fence, arrived)
+        for task_id in arrived.table.task_ids:
+            _drop(held, task_id, arrived)
 
 
-def _drop(
-    held: dict[str, dict[int, tuple[Part, ...]]],
-    fences: dict[int, tuple[Part, ...]],
-    task_id: str,
-    fence: int,
-    where: Load | Arrived,
-) -> None:
-    """`where` has nothing of a task any more; `fences` are those of the task."""
-    parts = fences.get(fence, _NOTHING)
-    left = tuple([part for part in parts if part.where is not where])
-    if left:
-        fences[fence] = left
+def _drop(held: dict[str, tuple[Part, ...]], task_id: str, where: Load | Arrived) -> None:
+    """`where` has nothing of a task any more."""
+    parts = held.get(task_id, _NOTHING)
+    if len(parts) == 1 and parts[0].where is where:
+        del held[task_id]
     elif parts:
-        del fences[fence]
-        if not fences:
-            del held[task_id]
+        _put(held, task_id, [part for part in parts if part.where is not where])
+
+
+def _put(held: dict[str, tuple[Part, ...]], task_id: str, parts: list[Part]) -> None:
+    if parts:
+        held[task_id] = tuple(parts)
+    else:
+        held.pop(task_id, None)
 
 
 def _absent(parts: Sequence[Part], keys: tuple[str, ...]) -> tuple[str, ...] | None:

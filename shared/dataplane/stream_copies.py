@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence, Set
 from concurrent.futures import Executor
+from itertools import chain
 
 from proto.messages import PutTask
 from proto.tensors import Array
@@ -31,6 +32,15 @@ class Copies:
         self._whole[arrived, keys] = made = loop.run_in_executor(self._threads, _first, arrived, keys, kept)
         made.add_done_callback(_seen)
 
+    async def in_order(self, pieces: Sequence[Arrived], keys: tuple[str, ...], shared: bool) -> list[dict[str, Array]]:
+        """All `keys` of all tasks that this fetch brought, one dict each; `shared`: others wait for them, too."""
+        made = [await self._whole[arrived, keys] for arrived in pieces]
+        if shared:
+            await asyncio.get_running_loop().run_in_executor(self._threads, _leave_copies, pieces)
+        for arrived in pieces:
+            arrived.hand_out()
+        return list(chain.from_iterable(made))
+
     async def arrays(
         self,
         tasks: Sequence[PutTask],
@@ -52,6 +62,11 @@ def _first(arrived: Arrived, keys: tuple[str, ...], kept: bool) -> list[dict[str
     if kept:
         arrived.leave_copy()
     return arrived.first(range(len(arrived.table.task_ids)), keys or None)
+
+
+def _leave_copies(pieces: Sequence[Arrived]) -> None:
+    for arrived in pieces:
+        arrived.leave_copy()
 
 
 def _assemble(

@@ -316,7 +316,8 @@ class Receiver:
         """
         chunk_bytes = incoming.arrival.chunk_bytes
         window = min(STREAM_CHUNKS, share // chunk_bytes)
-        chunks = min(window - len(incoming.asked), (share - asked) // chunk_bytes)
+        left = min(share - asked, self._inflight_bytes - self._asked_bytes)
+        chunks = min(window - len(incoming.asked), left // chunk_bytes)
         if not self._asked_bytes:  # one chunk at least may be under way, however small the bound
             chunks = max(1, chunks)
         if chunks <= 0 or (asked and chunks < min(window // 2, sum(end - first for first, end in incoming.pending))):
