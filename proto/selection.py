@@ -61,29 +61,48 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves
     where = np.asarray(tasks, np.int64)
     begins = table._starts[where]
     counts = table._starts[where + 1] - begins
-    owner = np.repeat(np.arange(len(where)), counts)
-    picked = np.arange(len(owner)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-    if keys is not None:
-        place = {key: at for at, key in reversed(list(enumerate(keys)))}
-        rank = np.array([place.get(key, -1) for key in table.keys], np.int64)[table._rows["key"][picked]]
-        if (rank < 0).any() or (np.diff(owner * len(place) + rank) < 0).any():
+    picked = _together(table, where, counts, keys)
+    if picked is None:
+        owner = np.repeat(np.arange(len(where)), counts)
+        picked = np.arange(len(owner)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+        if keys is not None:
+            rank = _ranks(table, keys)[table._rows["key"][picked]]
             wanted = np.flatnonzero(rank >= 0)
             wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
-            picked, owner = picked[wanted], owner[wanted]
-            counts = np.bincount(owner, minlength=len(where))
+            picked = picked[wanted]
+            counts = np.bincount(owner[wanted], minlength=len(where))
     rows = table._rows[picked]
     sizes = _ITEMSIZES[rows["dtype"]]
     offsets = rows["offset"].astype(np.int64)
-    first = (offsets if moves is None else offsets - moves[owner]) // sizes
+    first = (offsets if moves is None else offsets - np.repeat(moves, counts)) // sizes
     end = first + rows["nbytes"].astype(np.int64) // sizes
     return Selection(counts, rows["key"], rows["dtype"], first, end, _shapes(table, picked, rows["ndim"]))
 
 
-def _shapes(table: Table, picked: Array, ndim: Array) -> dict[int, tuple[int, ...]]:
+def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | None) -> slice | None:
+    """The rows of tasks that stand together and have nothing but `keys`, in that order, as those of a stream do."""
+    if not len(where) or (np.diff(where) != 1).any():
+        return None
+    picked = slice(int(table._starts[where[0]]), int(table._starts[where[-1] + 1]))
+    if keys is None:
+        return picked
+    if not len(keys) or (counts != len(keys)).any():
+        return None
+    ranks = _ranks(table, keys)[table._rows["key"][picked]].reshape(-1, len(keys))
+    return picked if (ranks == np.arange(len(keys))).all() else None
+
+
+def _ranks(table: Table, keys: Sequence[str]) -> Array:
+    """Place in `keys` of each key of the table, -1 for others."""
+    place = {key: at for at, key in reversed(list(enumerate(keys)))}
+    return np.array([place.get(key, -1) for key in table.keys], np.int64)
+
+
+def _shapes(table: Table, picked: Array | slice, ndim: Array) -> dict[int, tuple[int, ...]]:
     odd = np.flatnonzero(ndim != 1)
     if not len(odd):
         return {}
-    starts = table._dims_starts[picked[odd]].tolist()
+    starts = table._dims_starts[picked][odd].tolist()
     dims = table._dims
     return {
         row: tuple(dims[start : start + n].tolist())

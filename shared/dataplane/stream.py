@@ -256,9 +256,9 @@ class StreamReader:
                         raise
                     group.create_task(self._stream(load, client, at, opened))
                     at += opened.covered
-                    # what does not fit is looked up for nothing, what fits should not be cut up
-                    more = opened.covered if opened.covered == len(tasks) else opened.covered // 16
-                    ask = min(OPEN_TASKS, opened.covered + more + 1)
+                    # what does not fit is looked up for nothing, what fits should not be cut up: a little more
+                    # tasks than fill a stream if they are as large as these
+                    ask = min(OPEN_TASKS, STREAM_BYTES * opened.covered * 17 // 16 // opened.total_bytes + 1)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:

@@ -8,7 +8,7 @@ noted by the set that was fetched together, not one by one: a batch has tens of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -104,11 +104,18 @@ class StreamCache:
         for task in tasks:
             held[task.task_id] = held.get(task.task_id, _NOTHING) + alone[task.fence]
 
-    def forget(self, store: str, tasks: Iterable[PutTask], load: Load) -> None:
+    def forget(self, store: str, tasks: Sequence[PutTask], load: Load) -> None:
         """`load` is over: what is still expected of it will not come."""
         held = self.store(store).tasks
-        for task in tasks:
-            _drop(held, task.task_id, load)
+        names = [task.task_id for task in tasks]
+        parts = list(map(held.get, names))
+        first = parts[0]
+        if first is not None and len(first) == 1 and first[0].where is load and parts.count(first) == len(set(names)):
+            for name in names:  # nobody else has to do with any of them
+                del held[name]
+            return
+        for name in names:
+            _drop(held, name, load)
 
     def keep(self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], load: Load, arrived: Arrived) -> bool:
         """`load` brought these tasks; False: they are not kept. What was cleared meanwhile is not.
