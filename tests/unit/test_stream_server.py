@@ -9,8 +9,10 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,8 +26,11 @@ from services.batch_store.room import Retire
 from services.batch_store.stream_places import Places
 from services.batch_store.stream_server import WINDOW_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource, pin
-from shared.dataplane import mapping
+from shared.dataplane import mapping, stream_receiver
 from shared.dataplane.mapping import MappingCache
+from shared.dataplane.stream_arrival import Arrival
+from shared.dataplane.stream_memory import Regions
+from shared.dataplane.stream_receiver import Incoming, Outcome, Receiver
 from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
 from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
@@ -451,6 +456,35 @@ def test_stream_that_nobody_asks_of_ends(
     monkeypatch.setattr(stream_server, "IDLE_S", 0.1)
     server.open(source)
     until(lambda: server.stats().streams == 0)
+
+
+def test_stream_that_waits_for_its_turn_is_kept(
+    server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_server, "IDLE_S", 0.5)
+    monkeypatch.setattr(stream_server, "_TICK_S", 0.1)
+    monkeypatch.setattr(stream_receiver, "KEEP_S", 0.1)
+    settled: dict[str, Outcome] = {}
+    group = object()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        first, second = server.open(source), server.open(source)
+        first = msgspec.structs.replace(first, endpoint=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        receiver = Receiver(CHUNK)  # which the first one takes for itself
+        incoming = []
+        for name, opened in (("first", first), ("second", second)):
+            arrival = Arrival(opened, [PutTask("train/0/0", 1)], [], 2 * SIZE, Regions())
+            settle = partial(lambda name, outcome, why: settled.setdefault(name, outcome), name)
+            incoming.append(Incoming.of(arrival, group, opened, settle))
+        try:
+            receiver.add(incoming[0])
+            until(lambda: bool(incoming[0].asked))
+            receiver.add(incoming[1])
+            until(lambda: server.stats().streams == 1)  # of the first one it never heard
+            receiver.cancel(incoming[0])
+            until(lambda: "second" in settled)
+            assert settled == {"first": Outcome.LOST, "second": Outcome.COMPLETE}
+        finally:
+            receiver.close()
 
 
 def test_sealed_bytes_do_not_cross_the_line_in_clear(source: StreamSource) -> None:

@@ -21,6 +21,7 @@ from proto.messages import Cleared, PutTask, StreamOpened
 from proto.tensors import Array, as_wire
 from services.batch_store import stream_clears
 from services.batch_store.stream_clears import ClearLog
+from shared.dataplane.stream import Load
 from shared.dataplane.stream_arrival import Arrival, Arrived
 from shared.dataplane.stream_cache import StreamCache
 from shared.dataplane.stream_memory import Lease, Regions
@@ -454,3 +455,52 @@ def test_older_answer_about_clears_that_comes_late_drops_nothing() -> None:
     cache.apply("s", Cleared(log=5, serial=12, whole=True, tasks=[PutTask("train/0/1", 1)]))
     cache.apply("s", Cleared(log=5, serial=9, whole=False))
     assert cache.store("s").serial == 12
+
+
+# ---- what is here or comes
+
+
+def loaded(cache: StreamCache, tasks: list[PutTask], *parts: list[PutTask]) -> tuple[Load, list[Arrived]]:
+    """A load of `tasks` of which those parts have come."""
+    load = Load("s", tasks, ("a",), lambda arrived, keys, kept: None)
+    cache.expect("s", tasks, ("a",), load)
+    came = []
+    for part in parts:
+        came.append(arrived({task.task_id: {"a": np.zeros(3)} for task in part}, Regions()))
+        cache.keep("s", part, ("a",), load, came[-1])
+    return load, came
+
+
+def tasks_named(*indices: int, fence: int = 1) -> list[PutTask]:
+    return [PutTask(f"train/0/{index}", fence) for index in indices]
+
+
+def test_load_that_does_not_fit_the_cache_keeps_what_came_first_and_pushes_others_out() -> None:
+    cache = StreamCache(2 * MIB)
+    _, [old] = loaded(cache, tasks_named(9), tasks_named(9))
+    tasks = tasks_named(0, 1, 2)
+    load, came = loaded(cache, tasks, *([task] for task in tasks))
+    cache.forget("s", tasks, load)
+    assert cache.nbytes == 2 * MIB
+    found = cache.absent("s", [*tasks, *tasks_named(9)], ("a",))
+    assert found == [None, None, ("a",), ("a",)]
+    assert [where for [(where, _)] in cache.sources("s", tasks[:2], ("a",))] == came[:2]
+    assert old not in came
+
+
+def test_clears_and_loads_of_one_fence_leave_another_alone() -> None:
+    cache = StreamCache(8 * MIB)
+    cache.apply("s", Cleared(log=5, serial=1, whole=False))
+    first, second = tasks_named(0, 1), tasks_named(0, 1, fence=2)
+    done, [kept] = loaded(cache, first, first)
+    cache.forget("s", first, done)
+    pending, _ = loaded(cache, second)
+    assert [where for [(where, _)] in cache.sources("s", [*first, *second], ("a",))] == [kept, kept, pending, pending]
+    cache.apply("s", Cleared(log=5, serial=2, whole=True, tasks=first[:1]))
+    assert cache.absent("s", first, ("a",)) == [("a",), None]
+    assert cache.absent("s", second, ("a",)) == [None, None]
+    cache.forget("s", second, pending)
+    assert cache.absent("s", [*second, first[1]], ("a",)) == [("a",), ("a",), None]
+    cache.apply("s", Cleared(log=5, serial=3, whole=True, tasks=second[1:]))  # a lower fence goes with it
+    assert cache.nbytes == 0
+    assert cache.absent("s", first, ("a",)) is None
