@@ -12,9 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -23,6 +21,7 @@ from proto import bulk
 from proto.errors import WireError
 from proto.messages import ErrorCode, StreamOpened
 from proto.tensors import Buffer
+from services.batch_store.stream_lines import Reader, Stream, StreamStats
 from services.batch_store.stream_places import Place, Places
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_line
@@ -43,62 +42,6 @@ _MAX_GONE = 64
 _TICK_S = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    stream_id: bytes
-    source: StreamSource
-    sealer: Sealer | None
-    opener: Opener | None
-    used: float
-    reader: _Reader | None = None
-    """Whose credit came last."""
-    wanted: deque[tuple[int, int]] = field(default_factory=deque)
-    """Ranges [from, end) asked for and not sent."""
-    ready: bool = False
-    """Stands in its reader's line."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """One connection."""
-
-    line: BulkLine
-    place: Place
-    turns: deque[_Stream] = field(default_factory=deque)
-    """Its streams that have something to send."""
-    gone: deque[bytes] = field(default_factory=deque)
-    """Ids of streams that it asked for and that are not here."""
-    out: list[Buffer] = field(default_factory=list)
-    """The rest of the message that is being sent."""
-    left: int = 0
-    """Bytes of `out`."""
-    sending: _Stream | None = None
-    buffer: bytearray | None = None
-    """Where `out` lies, unless in a mapped file."""
-    writes: bool = False
-    """Is waited for until it takes more."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStats:
-    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take.
-
-    `refused`: messages that were not in order; `unknown`: credit for streams that are not here. The last four count
-    connections, see `Places`.
-    """
-
-    streams: int
-    queued_bytes: int
-    buffer_bytes: int
-    sent_bytes: int
-    refused: int
-    unknown: int
-    turned_away: int
-    evicted: int
-    unproven: int
-    hung_up: int
-
-
 class _HangUp(Exception):
     """The connection had its chances."""
 
@@ -117,9 +60,9 @@ class StreamServer:
         self.chunk_bytes = chunk_bytes
         self._endpoint = ""
         self._lock = threading.Lock()
-        self._streams: dict[bytes, _Stream] = {}
+        self._streams: dict[bytes, Stream] = {}
         self._listener: socket.socket | None = None
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, Reader] = {}
         """By descriptor."""
         self._epoll = select.epoll()
         self._free: list[bytearray] = []
@@ -172,7 +115,7 @@ class StreamServer:
                     f"{self._name}: {MAX_STREAMS} streams are open; another must end first",
                     retry_after_s=BUSY_S,
                 )
-            self._streams[stream_id] = _Stream(stream_id, source, sealer, opener, time.monotonic())
+            self._streams[stream_id] = Stream(stream_id, source, sealer, opener, time.monotonic())
         return StreamOpened(
             stream_id=stream_id.hex(),
             endpoint=self._endpoint,
@@ -239,7 +182,7 @@ class StreamServer:
             for reader in list(self._readers.values()):
                 self._leave(reader)
 
-    def _serve(self, reader: _Reader, events: int) -> None:
+    def _serve(self, reader: Reader, events: int) -> None:
         """What a reader says, and one chunk to it: so they take turns."""
         try:
             if events & ~select.EPOLLOUT:
@@ -273,10 +216,10 @@ class StreamServer:
             return
         line.setblocking(False)
         bulk_line.quick(line)
-        self._readers[line.fileno()] = _Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), place)
+        self._readers[line.fileno()] = Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), place)
         self._epoll.register(line, select.EPOLLIN)
 
-    def _leave(self, reader: _Reader) -> None:
+    def _leave(self, reader: Reader) -> None:
         """The connection ends; its streams wait for their reader to come back."""
         self._readers.pop(reader.line.socket.fileno(), None)
         self._places.leave(reader.place)
@@ -291,19 +234,19 @@ class StreamServer:
         for reader in [each for each in self._readers.values() if each.place in places]:
             self._leave(reader)
 
-    def _offend(self, reader: _Reader) -> None:
+    def _offend(self, reader: Reader) -> None:
         """Raises _HangUp: once too often."""
         if self._places.offend(reader.place):
             raise _HangUp
 
-    def _refuse(self, reader: _Reader, error: WireError) -> None:
+    def _refuse(self, reader: Reader, error: WireError) -> None:
         self._refused += 1
         if self._refused <= 8:
             self._log.warning("bulk message refused", peer=_peer(reader), error=str(error))
 
     # ---- chunks
 
-    def _send(self, reader: _Reader) -> None:
+    def _send(self, reader: Reader) -> None:
         """As much of one message as the kernel takes."""
         if not reader.out:
             self._next(reader)
@@ -319,7 +262,7 @@ class StreamServer:
             reader.writes = writes
             self._epoll.modify(reader.line.socket, select.EPOLLIN | (select.EPOLLOUT if writes else 0))
 
-    def _progress(self, reader: _Reader, sent: int) -> None:
+    def _progress(self, reader: Reader, sent: int) -> None:
         if reader.sending is not None:  # what everybody gets, a GONE, proves nothing
             reader.sending.used = reader.place.used = time.monotonic()
         self._sent_bytes += sent
@@ -333,7 +276,7 @@ class StreamServer:
             done += 1
         reader.out[: done + 1] = [memoryview(reader.out[done])[sent:]]
 
-    def _sent(self, reader: _Reader) -> None:
+    def _sent(self, reader: Reader) -> None:
         """The message is out, or nobody wants it any more."""
         reader.out, reader.left, reader.sending = [], 0, None
         if reader.buffer is not None:
@@ -342,7 +285,7 @@ class StreamServer:
                 self._free.append(reader.buffer)
             reader.buffer = None
 
-    def _next(self, reader: _Reader) -> None:
+    def _next(self, reader: Reader) -> None:
         """Make ready the next message to this reader, if there is one; its streams take turns."""
         if reader.gone:
             reader.out = [bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, reader.gone.popleft(), 0))]
@@ -358,7 +301,7 @@ class StreamServer:
             reader.out = self._pack(reader, stream, first)
         reader.left = sum(map(len, reader.out))
 
-    def _pack(self, reader: _Reader, stream: _Stream, index: int) -> list[Buffer]:
+    def _pack(self, reader: Reader, stream: Stream, index: int) -> list[Buffer]:
         pieces = stream.source.pieces(index)
         size = stream.source.size(index)
         if stream.sealer is None:
@@ -371,7 +314,7 @@ class StreamServer:
         head, nbytes = stream.sealer.seal(bulk.CHUNK, 0, index, data, room)
         return [head, room[:nbytes]]
 
-    def _buffer(self, reader: _Reader) -> memoryview:
+    def _buffer(self, reader: Reader) -> memoryview:
         """One a reader at most."""
         reader.buffer = self._free.pop() if self._free else bytearray(self.chunk_bytes + bulk.TAG_BYTES)
         self._buffer_bytes += len(reader.buffer)
@@ -379,14 +322,14 @@ class StreamServer:
 
     # ---- credit
 
-    def _on_message(self, reader: _Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
+    def _on_message(self, reader: Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
         try:
             self._on_credit(reader, head, packed, payload)
         except WireError as error:
             self._refuse(reader, error)
             self._offend(reader)
 
-    def _on_credit(self, reader: _Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
+    def _on_credit(self, reader: Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
         with self._lock:
             stream = self._streams.get(head.stream_id)
         if stream is None:
@@ -419,12 +362,12 @@ class StreamServer:
             stream.ready = True
             reader.turns.append(stream)
 
-    def _leave_line(self, stream: _Stream) -> None:
+    def _leave_line(self, stream: Stream) -> None:
         if stream.ready and stream.reader is not None:
             stream.reader.turns.remove(stream)
             stream.ready = False
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: Stream) -> None:
         with self._lock:
             self._streams.pop(stream.stream_id, None)
         stream.wanted.clear()
@@ -446,7 +389,7 @@ def _credit_only(head: bulk.Head) -> memoryview | None:
     return None
 
 
-def _peer(reader: _Reader) -> str:
+def _peer(reader: Reader) -> str:
     try:
         return str(reader.line.socket.getpeername())
     except OSError:
