@@ -124,8 +124,9 @@ def test_every_version_was_sent_and_proved(seen: Seen) -> None:
 
 
 def test_reward_rises(seen: Seen) -> None:
+    """A run rose by 0.20, with steps that spread by 0.037: without learning, two means of five differ by 0.023."""
     rewards = [row["reward/mean"] for row in seen.run.rows()]
-    assert sum(rewards[-5:]) > sum(rewards[:5])
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1
 
 
 @pytest.fixture(scope="module")
