@@ -33,7 +33,9 @@ def confine(descriptor: int) -> socket.socket | None:
 def limit_memory(memory_bytes: int) -> None:
     """Let this process take `memory_bytes` beyond what it holds now.
 
-    Limits private writable memory (RLIMIT_DATA): libraries mapped from files, which RLIMIT_AS counts, are shared.
+    Limits private writable memory (RLIMIT_DATA): libraries mapped from files, which RLIMIT_AS counts, are shared. Not
+    counted are shared mappings and files in /dev/shm; a process that users' code starts has the same limit again, its
+    own.
     """
     held = 0
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -90,7 +90,7 @@ class Reward(Section):
     memory: Size = Field(
         default=1024**3,
         description="bytes a reward process may take beyond what its libraries take, as 1GiB; a call that needs "
-        "more fails",
+        "more fails; each process it starts has the same limit again, shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
@@ -126,7 +126,8 @@ class Workflow(Section):
     memory: Size = Field(
         default=4 * 1024**3,
         description="bytes that the samples of a workflow process may take together beyond what its libraries take, "
-        "as 4GiB; the sample that needs more fails",
+        "as 4GiB; the sample that needs more fails; each process they start has the same limit again, shared mappings "
+        "and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that run the workflow, 1 or more"
