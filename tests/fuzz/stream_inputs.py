@@ -22,7 +22,7 @@ _FILE_BYTES_AT, _DIGEST_AT, _CHECK_AT = 32, 40, 56
 _COUNTS = struct.Struct("<IIIIII")
 _COUNTS_AT = 8
 _OPENED = struct.Struct("<BQIQQ")
-REGIONS = Regions(8 << 20)
+REGIONS = Regions()
 
 
 def sealed_file(data: bytes) -> bytes:
@@ -121,7 +121,7 @@ def receive(data: bytes) -> None:
     assert arrival.complete
     assert not arrival.missing()
     arrived = arrival.take()
-    found = arrived.copy().arrays(range(len(covered)), None)
+    found = arrived.first(range(len(covered)), None)
     assert len(found) == len(covered)
     for arrays in found:
         assert all(array.nbytes <= total_bytes for array in arrays.values())

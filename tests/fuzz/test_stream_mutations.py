@@ -94,7 +94,7 @@ def test_size_that_a_store_announces_takes_no_memory(total_bytes: int) -> None:
     tracemalloc.start()
     try:
         with contextlib.suppress(WireError):  # too many chunks, or more than this machine can map
-            Arrival(opened, TASKS[:1], [], 1 << 20, Regions(0))
+            Arrival(opened, TASKS[:1], [], 1 << 20, Regions())
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
     finally:
         tracemalloc.stop()
