@@ -55,7 +55,8 @@ def of_type(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(of_type(inside[0]), of_type(inside[1]), max_size=3)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return of_struct(hint)
-    return {str: TEXT, int: INTEGERS, float: st.floats(), bool: st.booleans(), type(None): st.none()}[hint]
+    plain = {str: TEXT, int: INTEGERS, float: st.floats(), bool: st.booleans(), bytes: st.binary(max_size=200)}
+    return (plain | {type(None): st.none()})[hint]
 
 
 def of_struct(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:

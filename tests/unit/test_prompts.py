@@ -69,8 +69,8 @@ def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> No
     conversation = Conversation(prompts, context_tokens=CONTEXT, max_tokens=4096, max_new_tokens=8)
     long = {"role": "user", "content": "1+" * (LONG // 2)}
     asked: list[Any] = [{"role": "user", "content": "1+1="}]
-    sampled = Generation(np.array([5, 6], np.int32), np.zeros(2, np.float32), "stop")
-    conversation.end(conversation.begin(asked, None), sampled, 0, "2")
+    sampled = Generation(np.array([5, 6], np.int32), np.zeros(2, np.float32), "stop", np.zeros(2, np.int32))
+    conversation.end(conversation.begin(asked, None), sampled, [0, 0], "2")
     history = [*asked, {"role": "assistant", "content": "2"}]
     counting.characters = 0
     begin = {

@@ -16,7 +16,7 @@ from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
 
-SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync"}
+SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync", "sync/sent"}
 COUNTS = np.array([3, 0, 5, 2], np.int32)
 
 
