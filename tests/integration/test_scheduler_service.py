@@ -365,8 +365,11 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         oldest = [task for step in world.trained[:-2] for task in step]
         await world.until_cleared(oldest)
         status = await client.call(GetStatus(), Status, deadline_s=10)
+        async with asyncio.timeout(20):  # what the store has cleared it has yet to acknowledge
+            while status.tasks["TRAINED"] != 2 * TASKS_PER_STEP:
+                await asyncio.sleep(0.02)
+                status = await client.call(GetStatus(), Status, deadline_s=10)
         assert status.step == status.version == status.steps == len(world.trained)
-        assert status.tasks["TRAINED"] == 2 * TASKS_PER_STEP
         check_finished(run, world)
     return kills
 
