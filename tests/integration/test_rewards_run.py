@@ -15,29 +15,48 @@ from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
 
 MIXED = """
-import ctypes, time
+import ctypes, pathlib, time
+
+def is_first(sample, folder):
+    file = pathlib.Path(folder) / sample.task_id.replace("/", "-")
+    try:
+        with file.open("x") as first:
+            first.write(str(sample.token_ids))
+            return True
+    except FileExistsError:  # also of one that is scored again
+        return file.read_text() == str(sample.token_ids)
 
 def fine(sample, *, worth=1.0):
     return worth
 
-def mixed(sample):
+def mixed(sample, *, folder):
     kind = {0: "hang", 1: "crash", 2: "eat", 3: "raise"}.get(int(sample.task_id.split("/")[2]) % 13)
-    first = sample.token_ids[0] % 4 == 0  # of a group only some
-    if first and kind == "hang":
+    some = kind and is_first(sample, folder)  # of a group only one, and whoever says the same
+    if some and kind == "hang":
         time.sleep(600)
-    if first and kind == "crash":
+    if some and kind == "crash":
         ctypes.string_at(0)
-    if first and kind == "eat":
+    if some and kind == "eat":
         held = [bytearray(1 << 24) for _ in range(1000)]
-    if first and kind == "raise":
+    if some and kind == "raise":
         raise ValueError("cannot score this")
     return {"sum": 0.25}
 """
 TWO_TURNS = """
-import time
+import json, time, urllib.request
+
+def ask(base_url, messages):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    head = {"content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, head)) as answer:
+        return json.load(answer)["choices"][0]["message"]
 
 async def workflow(row, llm, ctx, *, hint):
     messages = [{"role": "user", "content": row["prompt"]}]
+    if ctx.sample == 1:                          # by HTTP alone
+        messages += [await ctx.call(ask, ctx.base_url, messages), {"role": "tool", "content": hint}]
+        await ctx.call(ask, ctx.base_url, messages)
+        return llm.trajectory()
     turn = await llm.chat(messages)
     if ctx.sample == 3:
         await ctx.call(time.sleep, 600)          # a tool that never answers
@@ -77,10 +96,13 @@ def check_killed_with_the_service(processes: Processes) -> None:
 @pytest.mark.timeout(240)
 def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(MIXED)
-    lines = '[{function: "my_rewards:mixed", weight: 2}, {function: "my_rewards:fine", params: {worth: 0.125}}]'
+    lines = (
+        f'[{{function: "my_rewards:mixed", weight: 2, params: {{folder: "{tmp_path}"}}}}, '
+        '{function: "my_rewards:fine", params: {worth: 0.125}}]'
+    )
     topology = TOPOLOGY.replace(
         '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 1, memory: 64MiB}}"
-    )
+    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # the four kinds are in the first step
 
     async def scenario() -> None:
         async with cluster(tmp_path, topology) as (processes, driver):
@@ -96,6 +118,8 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
                 samples += len(batch.scalars["reward"])
             assert samples >= 16
             failed = log_of(processes, "samples failed")
+            kinds = {int(line["task_id"].split("/")[2]) % 13 for line in failed}
+            assert kinds == {0, 1, 2, 3}
             for line in failed:
                 kind = int(line["task_id"].split("/")[2]) % 13
                 says = ["no answer within 1 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
@@ -107,18 +131,20 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
     asyncio.run(scenario())
 
 
-@pytest.mark.timeout(240)
-def test_a_workflow_of_two_turns_goes_through_the_whole_service(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+def test_a_workflow_of_two_turns_goes_through_the_whole_service(engine: str, tmp_path: Path) -> None:
     (tmp_path / "my_flow.py").write_text(TWO_TURNS)
     flow = 'workflow: {function: "my_flow:workflow", params: {hint: "12"}, timeout_s: 2, max_tokens: 100}\n'
 
     async def scenario() -> None:
-        async with cluster(tmp_path, TOPOLOGY + flow) as (processes, driver):
+        topology = TOPOLOGY.replace("block_tasks: 4", f"block_tasks: 4, engine: {engine}") + flow
+        async with cluster(tmp_path, topology) as (processes, driver):
             processes.start("rollout")
             processes.start("reference")
             info = await driver.begin()
             await driver.publish(info.lineage, 0)
-            batch = await driver.batch(1, deadline_s=120)
+            batch = await driver.batch(1, deadline_s=300)
             assert [task.samples for task in batch.batch.tasks] == [3] * 8
             tasks = await driver.data.fetch(batch.batch, (*ROLLOUT.makes, *REFERENCE.makes), deadline_s=20)
             for task in tasks:
