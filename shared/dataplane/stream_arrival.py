@@ -75,7 +75,7 @@ class Arrived:
 
 
 class Arrival:
-    """A stream on its way in. Belongs to the receiving thread once that has it."""
+    """A stream on its way in. One thread puts chunks into their rooms, one checks what is there; it may be another."""
 
     def __init__(
         self,
@@ -152,14 +152,19 @@ class Arrival:
             at = self._have.find(0, end)
         return ranges
 
-    def arrived(self, index: int) -> None:
-        """Chunk `index` is in its room. Raises WireError when the bytes are not those that were put."""
+    def arrived(self, index: int) -> int:
+        """Chunk `index` is in its room; returns how many bytes from the start on are here, to be checked."""
         self._have[index] = 1
         self._left -= 1
         if index == self._prefix:
             end = self._have.find(0, index)
             self._prefix = self.chunks if end < 0 else end
-            self._check(min(self.total_bytes, self._prefix * self.chunk_bytes))
+        return self.here
+
+    @property
+    def here(self) -> int:
+        """Bytes from the start on without a gap."""
+        return min(self.total_bytes, self._prefix * self.chunk_bytes)
 
     def take(self) -> Arrived:
         """What arrived. Raises WireError unless it is complete and was checked to the last row."""
@@ -167,7 +172,8 @@ class Arrival:
             raise WireError(f"stream: {self._left} of {self.chunks} chunks are missing")
         return Arrived(self._lease, self._table, self._regions)
 
-    def _check(self, upto: int) -> None:
+    def check(self, upto: int) -> None:
+        """The first `upto` bytes, which are here. Raises WireError, each time, unless they are those that were put."""
         if self._table is None:
             head_bytes, checksum = self._head
             if upto < head_bytes:
@@ -209,7 +215,7 @@ class Arrival:
             raise WireError(f"stream: row {self._row} of {end - begin} bytes does not have its checksum")
         self._partial = None
         self._row += 1
-        self._check(upto)
+        self.check(upto)
 
     def _check_content(self, table: Table) -> None:
         """The head may be well-formed and yet not what was asked for."""

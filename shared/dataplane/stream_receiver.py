@@ -1,7 +1,7 @@
 """Receives chunks on a thread of its own: asks for them, puts each in its place, asks again for what got lost.
 
-It must never have more than `inflight_bytes` asked for and not received, over all its streams, and never decrypt or
-hash on the event loop's thread.
+A second thread checks what is in its place: else the line would stand still meanwhile. It must never have more than
+`inflight_bytes` asked for and not received, over all its streams, and never decrypt or hash on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from queue import SimpleQueue
 
 import structlog
 
@@ -41,6 +42,7 @@ KEEP_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.02, 0.5
 _BURST_BYTES = 2 << 20
 """Then more is asked for: the store must not run dry meanwhile."""
+_CHECK_BYTES = 2 << 20
 _TICK_S = 0.1
 _OUT_BYTES = 1 << 16
 
@@ -85,6 +87,9 @@ class Incoming:
     """When credit was sent last."""
     stalls: int = 0
     reset: bool = False
+    checking: int = 0
+    """Bytes that the checking thread knows of."""
+    over: bool = False
 
     @classmethod
     def of(
@@ -137,6 +142,8 @@ class Receiver:
         self._closing = self._failed = False
         self._log = structlog.get_logger("stream")
         self._thread: threading.Thread | None = None
+        self._checks: SimpleQueue[tuple[Incoming, int] | None] = SimpleQueue()
+        self._verdicts: deque[tuple[Incoming, Outcome, str]] = deque()
 
     def add(self, incoming: Incoming) -> None:
         """Begin to ask for what `incoming` lacks."""
@@ -165,9 +172,45 @@ class Receiver:
         self._orders.append((what, incoming))
         os.eventfd_write(self._wake, 1)
 
-    # ---- the thread
+    # ---- the checking thread
+
+    def _check_all(self) -> None:
+        while self._check_next():  # of what it looked at nothing stays while it waits
+            pass
+
+    def _check_next(self) -> bool:
+        """False: there will be no more."""
+        work = self._checks.get()
+        if work is None:
+            return False
+        incoming, upto = work
+        if incoming.over:
+            return True
+        verdict = (Outcome.COMPLETE, "")
+        try:
+            incoming.arrival.check(upto)
+        except WireError as error:
+            verdict = (Outcome.CORRUPT, str(error))
+        except Exception as error:
+            self._log.error("check ended", exc_info=error)
+            verdict = (Outcome.FAILED, f"what came could not be checked: {error!r} (see the log)")
+        if verdict[0] is not Outcome.COMPLETE or upto == incoming.arrival.total_bytes:
+            self._verdicts.append((incoming, *verdict))
+            os.eventfd_write(self._wake, 1)
+        return True
+
+    def _to_check(self, incoming: Incoming) -> None:
+        """Not every chunk by itself: the threads would wake each other up all the time."""
+        here = incoming.arrival.here
+        if here - incoming.checking >= _CHECK_BYTES or (incoming.arrival.complete and here > incoming.checking):
+            incoming.checking = here
+            self._checks.put((incoming, here))
+
+    # ---- the receiving thread
 
     def _run(self) -> None:
+        checker = threading.Thread(target=self._check_all, name="stream-checker", daemon=True)
+        checker.start()
         try:
             while not self._closing:
                 self._obey()
@@ -183,6 +226,7 @@ class Receiver:
             self._failed = True
             self._log.error("receiver ended", exc_info=error)
         finally:
+            self._checks.put(None)
             for incoming in list(self._streams.values()):
                 self._end(incoming, Outcome.FAILED if self._failed else Outcome.LOST, "the receiver has ended")
             for what, incoming in list(self._orders):
@@ -191,6 +235,7 @@ class Receiver:
             for store in self._stores.values():
                 if store.line is not None:
                     store.line.socket.close()
+            checker.join()  # what it is at is short
 
     def _obey(self) -> None:
         while self._orders:
@@ -203,10 +248,13 @@ class Receiver:
                 incoming.heard = time.monotonic()
                 self._streams[incoming.stream_id] = incoming
                 self._turns.append(incoming)
-                if incoming.arrival.complete:
-                    self._end(incoming, Outcome.COMPLETE, "")
+                self._to_check(incoming)
             elif incoming.stream_id in self._streams:
                 self._end(incoming, Outcome.LOST, "cancelled")
+        while self._verdicts:
+            incoming, outcome, why = self._verdicts.popleft()
+            if not incoming.over:
+                self._end(incoming, outcome, why)
 
     # ---- connections
 
@@ -414,17 +462,14 @@ class Receiver:
             self._asked_bytes -= incoming.arrival.chunk_bytes
         incoming.heard = time.monotonic()
         incoming.stalls = 0
-        try:
-            incoming.arrival.arrived(index)
-        except WireError as error:
-            self._end(incoming, Outcome.CORRUPT, str(error))
-            return
-        if incoming.arrival.complete:
-            self._end(incoming, Outcome.COMPLETE, "")
+        incoming.arrival.arrived(index)
+        self._to_check(incoming)
 
     def _look_for_stalls(self) -> None:
         now = time.monotonic()
         for incoming in list(self._turns):
+            if incoming.arrival.complete:
+                continue  # is being checked
             store = self._stores[incoming.endpoint]
             if not incoming.asked and incoming.pending and store.connected:
                 incoming.heard = now  # waits for its turn, not for the store, which should know
@@ -454,6 +499,7 @@ class Receiver:
         incoming.asked.clear()
 
     def _end(self, incoming: Incoming, outcome: Outcome, why: str) -> None:
+        incoming.over = True
         del self._streams[incoming.stream_id]
         self._turns.remove(incoming)
         self._forget_asked(incoming)

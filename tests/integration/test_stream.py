@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -240,6 +241,10 @@ def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_
         for tasks in blocks[1:]:
             assert_same(await fetch(data, tasks), tasks)
         assert_same(held, blocks[0])
+        found = await fetch(data, blocks[1])
+        array = weakref.ref(found[0]["a"])
+        del found
+        await until(lambda: array() is None, "what nobody but its fetcher holds to go")
         data.close()
 
     store.start()

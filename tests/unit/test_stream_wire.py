@@ -261,7 +261,7 @@ def test_chunks_may_arrive_in_any_order_and_nothing_is_given_out_before_the_last
             arrival.take()
         room = arrival.room(index)
         room[:] = data[index * (1 << 16) : index * (1 << 16) + len(room)]
-        arrival.arrived(index)
+        arrival.check(arrival.arrived(index))
     [got] = arrival.take().first([0], None)
     assert all(np.array_equal(got[key], arrays[key]) for key in arrays)
 
@@ -270,7 +270,7 @@ def fill(arrival: Arrival, data: bytes) -> None:
     for index in range(arrival.chunks):
         room = arrival.room(index)
         room[:] = data[index * (1 << 16) : index * (1 << 16) + len(room)]
-        arrival.arrived(index)
+        arrival.check(arrival.arrived(index))
 
 
 def test_one_wrong_bit_anywhere_in_what_was_put_is_found() -> None:
@@ -295,7 +295,7 @@ def test_stream_of_something_else_than_was_asked_for_is_refused() -> None:
         arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions())
         arrival.room(0)[:] = data
         with pytest.raises(WireError):
-            arrival.arrived(0)
+            arrival.check(arrival.arrived(0))
 
 
 def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:
