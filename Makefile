@@ -65,7 +65,7 @@ install-trl:
 
 .PHONY: peers-data
 peers-data: ## the environment of the data plane's peers: .venv-data/
-	@.venv-data/bin/python -c 'import ray, transfer_queue' 2>/dev/null || { $(PYTHON) -m venv .venv-data && \
+	@.venv-data/bin/python -c 'import ray, transfer_queue, xxhash' 2>/dev/null || { $(PYTHON) -m venv .venv-data && \
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/bench/peers/data.txt && \
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/data.txt; }
 

@@ -97,9 +97,10 @@ class GetInventory(Request, frozen=True, kw_only=True):
 
 @message(69)
 class StoreStats(Message, frozen=True, kw_only=True):
-    """Answer to `GetStoreStats`. `bytes` counts sealed and granted room, and unlinked files that are still mapped.
+    """Answer to `GetStoreStats`. `bytes`: sealed, granted, collected but mapped (zombies), kept to lend (spares).
 
-    `busy`: how often a producer had to wait, for room under the limit or on the mount.
+    `lent`: puts that were given a spare; `busy`: how often a producer had to wait, for room under the limit or on the
+    mount.
     """
 
     bytes: int
@@ -112,6 +113,8 @@ class StoreStats(Message, frozen=True, kw_only=True):
     puts: int
     clears: int
     busy: int
+    spare_bytes: int = 0
+    lent: int = 0
 
 
 @message(70)

@@ -85,7 +85,9 @@ class StoreFiles:
         self._sealed_ns = 0
         self._zombies: dict[str, tuple[str, int]] = {}
         """Name -> path and our descriptor, by which we learn that nobody else has one."""
-        self._spares: dict[str, tuple[str, int]] = {}
+        self._spares: dict[str, str] = {}
+        self._claimed: dict[str, int] = {}
+        """Name -> path, and our descriptor while a put takes it: there may be more spares than descriptors."""
 
     @staticmethod
     def _identify(path: Path) -> str:
@@ -203,8 +205,8 @@ class StoreFiles:
             if keep(name):
                 path, descriptor = self._zombies.pop(name)
                 # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                self._spares[name] = (path, descriptor)
+                os.close(descriptor)
+                self._spares[name] = path
                 continue
             self._delete(*self._zombies.pop(name))
             gone.append(name)
@@ -220,24 +222,31 @@ class StoreFiles:
 
     def give_up_spare(self, name: str) -> None:
         """It is a zombie again."""
-        self._zombies[name] = self._spares.pop(name)
+        path = self._spares.pop(name)
+        self._zombies[name] = (path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def claim(self, name: str) -> bool:
-        """Whether nobody has a spare open. True: it is locked until `reuse`."""
-        return _try_lock(self._spares[name][1])
+        """Whether nobody has a spare open. True: it is locked until `reuse` or `drop_spare`."""
+        descriptor = os.open(self._spares[name], os.O_RDWR | os.O_CLOEXEC)
+        if _try_lock(descriptor):
+            self._claimed[name] = descriptor
+            return True
+        os.close(descriptor)
+        return False
 
-    def reuse(self, name: str, put_id: str) -> str:
-        """A claimed spare becomes the file of a grant, no block file any more; returns its path."""
-        source, descriptor = self._spares.pop(name)
+    def reuse(self, name: str, put_id: str, nbytes: int) -> str:
+        """A claimed spare becomes the file of a grant, of its size and no block file any more; returns its path."""
+        source, descriptor = self._spares.pop(name), self._claimed.pop(name)
         path = self.path(f"{put_id}.tmp")
         os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
+        os.ftruncate(descriptor, nbytes)  # what is beyond its pages is sparse, as in a new file
         os.rename(source, path)
         os.close(descriptor)
         return path
 
     def drop_spare(self, name: str) -> None:
         """Delete a claimed spare."""
-        self._delete(*self._spares.pop(name))
+        self._delete(self._spares.pop(name), self._claimed.pop(name))
 
     # ---- tombstones
 
@@ -317,7 +326,7 @@ class StoreFiles:
 
     def close(self) -> None:
         """Let go of every descriptor; the files stay."""
-        for _, descriptor in (*self._zombies.values(), *self._spares.values()):
+        for _, descriptor in self._zombies.values():
             os.close(descriptor)
         os.close(self._journal)
         os.close(self._lock)

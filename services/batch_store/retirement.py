@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
@@ -20,8 +21,10 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 class Retirement:
     """Carries out what the index of one store decided; belongs to the store's event loop."""
 
-    def __init__(self, index: StoreState, files: StoreFiles) -> None:
+    def __init__(self, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
+        """`now`: the loop's time in seconds."""
         self._index = index
+        self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
 
@@ -56,7 +59,7 @@ class Retirement:
         return count
 
     def _reap(self) -> int:
-        gone = self._files.reap(self._index.keep)
+        gone = self._files.reap(partial(self._index.keep, now=self._now()))
         for name in gone:
             self._index.reaped(name)
         return len(gone)

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from proto.messages import ErrorCode
+from services.batch_store.spares import SHARE, Spares
 from shared.rpc.errors import RpcError
 
 PAGE_BYTES = 4096
 RETRY_AFTER_S = 0.2
-SPARE_BYTES = 32 << 20
-MAX_SPARES = 2
-"""Fresh pages are four fifths of the time that a put of a large model takes (1 GiB: 0.41 s, onto pages that a process
-has mapped already 0.06), and every version has the size of the one before: the pages of so many versions are kept."""
 
 
 class Place(IntEnum):
@@ -55,8 +52,9 @@ class Room:
         self._zombies: dict[str, tuple[Place, int]] = {}
         self._worth_keeping: dict[str, int] = {}
         """Zombies that may become spares, and the exact size of the file."""
-        self._spares: dict[str, int] = {}
-        """Files that nobody can find or maps, by name, and their exact size: their pages count as used."""
+        self._spares = Spares(memory_bytes // SHARE)
+        """Files that nobody can find or maps: their pages count as used."""
+        self._spare_bytes = self._lent = 0
         self._used = [0, 0]
         self._zombie_bytes = self._retired = self._busy = 0
 
@@ -106,28 +104,54 @@ class Room:
 
     # ---- spares
 
-    def keep(self, target: str) -> bool:
+    def keep(self, target: str, now: float) -> bool:
         """Nobody maps this zombie any more. True: it is a spare now; False: delete it, it is `reaped`."""
-        if target not in self._worth_keeping or len(self._spares) >= MAX_SPARES:
+        if target not in self._worth_keeping:
             return False
         _, held = self._zombies.pop(target)
         self._zombie_bytes -= held
-        self._spares[target] = self._worth_keeping.pop(target)
+        self._spare_bytes += held
+        self._spares.add(target, self._worth_keeping.pop(target), now)
         return True
-
-    def spare(self, nbytes: int) -> str | None:
-        """The spare whose pages fit a put of `nbytes` exactly."""
-        return next((name for name, size in self._spares.items() if size == nbytes), None)
 
     def spend(self, name: str) -> None:
         """A spare's pages are no longer its own: the grant that begins at once takes them, or they are freed."""
-        self._used[Place.MEMORY] -= held_bytes(self._spares.pop(name))
+        self._used[Place.MEMORY] -= self._take_spare(name)
+        self._lent += 1
+
+    def surplus(self, now: float) -> list[str]:
+        """Spares that nobody took, or too many of them: zombies again, to be deleted and `reaped`."""
+        return [self.give_up_spare(name) for name in self._spares.surplus(now)]
 
     def give_up_spares(self) -> list[str]:
-        """Room is wanted: all spares are zombies again, to be deleted and `reaped`."""
-        names = list(self._spares)
-        for name in names:
-            held = held_bytes(self._spares.pop(name))
-            self._zombies[name] = (Place.MEMORY, held)
-            self._zombie_bytes += held
+        """All of them: their pages may be what a full mount lacks."""
+        return [self.give_up_spare(name) for name in self._spares.all_but(None)]
+
+    def give_up_spare(self, name: str) -> str:
+        """It is a zombie again, to be deleted and `reaped`."""
+        held = self._take_spare(name)
+        self._zombies[name] = (Place.MEMORY, held)
+        self._zombie_bytes += held
+        return name
+
+    def _take_spare(self, name: str) -> int:
+        """It is none any more; returns the bytes of its pages."""
+        held = held_bytes(self._spares.take(name))
+        self._spare_bytes -= held
+        return held
+
+    def _missing_bytes(self, nbytes: int, spare: str | None) -> int:
+        """How far a put that takes this spare would pass the limit of memory."""
+        freed = held_bytes(self._spares.size(spare)) if spare is not None else 0
+        return self._used[Place.MEMORY] - freed + held_bytes(nbytes) - self.limits[Place.MEMORY]
+
+    def _free_spares(self, nbytes: int, spare: str | None) -> list[str]:
+        """Give up as many spares as a put that takes `spare` needs the room of, the longest idle first."""
+        missing = self._missing_bytes(nbytes, spare)
+        names: list[str] = []
+        for name in self._spares.all_but(spare) if missing > 0 else ():
+            if missing <= 0:
+                break
+            missing -= held_bytes(self._spares.size(name))
+            names.append(self.give_up_spare(name))
         return names

@@ -92,7 +92,7 @@ class StoreService(Service):
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._ended = Retirement(self.index, self._files)
+        self._ended = Retirement(self.index, self._files, self.loop.time)
         if spill is not None:
             self._spiller = Spiller(self.name, self.index, self._files, self._ended)
         return super().bind()
@@ -124,6 +124,7 @@ class StoreService(Service):
                     self.log.warning("grant taken back: its producer is gone", put_id=put_id)
                     self._ended.take([self.index.abandon(put_id)])
             self._ended.settle()
+            self._free_spares(files, self.index.surplus(self.loop.time()))
             if self.loop.time() - emitted >= EMIT_S:
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
@@ -189,47 +190,51 @@ class StoreService(Service):
         if self._ended.is_due(f"{request.put_id}.tmp"):
             text = f"{self.name}: put {request.put_id} was given up and its file still waits for a descriptor"
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
-        if self.index.lacks_room(request.put_id, request.nbytes):
-            self._free_spares(files)
+        self._free_spares(files, self.index.make_room(request.put_id, request.nbytes))
         if self._spiller is not None:
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
-        spare = self.index.spare(request.nbytes)
-        if spare is not None and not files.claim(spare):
-            self._free_spares(files)
-            spare = None
-        if spare is not None:
-            self.index.spend(spare)
+        spare = self._claim_spare(files, request)
         try:
             new = self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time())
         except RpcError:
             if spare is not None:
                 files.drop_spare(spare)
             raise
-        if new:
-            try:
-                if spare is not None:
-                    return PutGrant(path=files.reuse(spare, request.put_id))
-                return PutGrant(path=files.create(request.put_id, request.nbytes))
-            except OSError as error:
-                self.index.forget(request.put_id)
-                if error.errno not in FULL:
-                    raise
+        if not new:
+            if request.full:
                 self.index.count_busy()
-                self._free_spares(files)
-                text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
-                raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
-        if spare is not None:
-            files.drop_spare(spare)
-        if request.full:
+                self._free_spares(files, self.index.give_up_spares())
+            return PutGrant(path=files.path(f"{request.put_id}.tmp"))
+        try:
+            if spare is not None:
+                return PutGrant(path=files.reuse(spare, request.put_id, request.nbytes))
+            return PutGrant(path=files.create(request.put_id, request.nbytes))
+        except OSError as error:
+            self.index.forget(request.put_id)
+            if error.errno not in FULL:
+                raise
             self.index.count_busy()
-            self._free_spares(files)
-        return PutGrant(path=files.path(f"{request.put_id}.tmp"))
+            self._free_spares(files, self.index.give_up_spares())
+            text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
+            raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
 
-    def _free_spares(self, files: StoreFiles) -> None:
-        """Somebody wants the room, or has a spare open."""
-        for name in self.index.give_up_spares():
+    def _claim_spare(self, files: StoreFiles, request: PutBegin) -> str | None:
+        """A locked spare for the grant that begins now, if there is one."""
+        spare = self.index.spare(request.put_id, request.nbytes)
+        if spare is None:
+            return None
+        if not files.claim(spare):  # somebody who looked for its former name has it open
+            self._free_spares(files, [self.index.give_up_spare(spare)])
+            return None
+        self.index.spend(spare)
+        return spare
+
+    def _free_spares(self, files: StoreFiles, names: list[str]) -> None:
+        """Delete what the index gave up."""
+        for name in names:
             files.give_up_spare(name)
-        self._ended.settle()
+        if names:
+            self._ended.settle()
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
         files = await self._ready()

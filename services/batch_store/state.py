@@ -4,7 +4,7 @@ the bytes it answers for pass the limit.
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
     sealed in memory --copied--> sealed on disk, and its file in memory a zombie
-    zombie that held weights --last mapping gone--> spare --put of the same size--> grant; or --room wanted--> zombie
+    zombie that was sealed --last mapping gone--> spare --put of about its size--> grant; or --room wanted--> zombie
 
 There is no way back from zombie to sealed (`room.py`), nor from disk to memory. Memory and disk have a limit each.
 """
@@ -21,7 +21,7 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id, revised_name
 from proto.messages import ErrorCode, PutTask, StoreStats
-from services.batch_store.room import SPARE_BYTES, Place, Retire, Room, held_bytes
+from services.batch_store.room import Place, Retire, Room, held_bytes
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 
@@ -103,6 +103,14 @@ class StoreState(Room):
         self._reserve(nbytes)
         self._grants[put_id] = Grant(nbytes, tuple(tasks), now)
         return True
+
+    def spare(self, put_id: str, nbytes: int) -> str | None:
+        """The spare whose pages this put should take, unless it has its file already."""
+        return self._spares.nearest(nbytes) if put_id not in self._grants else None
+
+    def make_room(self, put_id: str, nbytes: int) -> list[str]:
+        """Spares in the way of this put, the one that it should take excepted: zombies now, delete them."""
+        return self._free_spares(nbytes, self.spare(put_id, nbytes)) if put_id not in self._grants else []
 
     def to_seal(self, put_id: str) -> int | None:
         """Size of the granted file to check, or None: sealed already. Raises RpcError(missing): put it again."""
@@ -224,6 +232,8 @@ class StoreState(Room):
             tasks=len(self._tasks),
             files=len(self._sealed),
             zombie_bytes=self._zombie_bytes,
+            spare_bytes=self._spare_bytes,
+            lent=self._lent,
             tombstones=len(self.tombstones),
             puts=self._puts,
             clears=self._clears,
@@ -259,11 +269,9 @@ class StoreState(Room):
 
     def lacks_room(self, put_id: str, nbytes: int) -> bool:
         """Would this put be refused for want of memory that a spill could make?"""
-        need = held_bytes(nbytes)
-        memory, _ = self.limits
-        if put_id in self._grants or self.spare(nbytes) is not None:
+        if put_id in self._grants or held_bytes(nbytes) > self.limits[Place.MEMORY]:
             return False
-        return need <= memory < self._used[Place.MEMORY] + need
+        return self._missing_bytes(nbytes, self.spare(put_id, nbytes)) > 0
 
     def begin_move(self) -> str | None:
         """Choose the oldest sealed file that fits the spill (weights last) and take its room there, or None."""
@@ -401,10 +409,9 @@ class StoreState(Room):
         if sealed.alive:
             return []
         del self._sealed[put_id]
-        order = self._order_of(sealed.table)
-        order.pop(put_id, None)
+        self._order_of(sealed.table).pop(put_id, None)
         effect = self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)
-        if order is self._movable[1] and sealed.place == Place.MEMORY and sealed.nbytes >= SPARE_BYTES:
+        if sealed.place == Place.MEMORY and self._spares.fits(sealed.nbytes):
             self._worth_keeping[effect.target] = sealed.nbytes
         return [effect]
 

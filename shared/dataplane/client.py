@@ -10,7 +10,6 @@ import asyncio
 import errno
 import os
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from proto.messages import (
 from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.full import FULL
-from shared.dataplane.landing import MIN_BYTES as LANDING_BYTES
 from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
@@ -52,6 +50,7 @@ LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """What most shards are; the rest is looked at one by one."""
 FULL_RETRY_S = 0.5
+LARGE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class DataClient:
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
         self._landings = Landings()
         self._rereads = Rereads(self._helper)
-        self._landing = threading.Lock()
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
             self._threads,
@@ -125,8 +123,7 @@ class DataClient:
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
         self._rereads.close()
-        with self._landing:
-            self._landings.close()
+        self._landings.close()
 
     async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
         """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
@@ -232,21 +229,19 @@ class DataClient:
         if descriptor is None:
             return None
         try:
-            return descriptor, _receipts(tasks, layout, self._checksums(path, descriptor, layout), store)
+            return descriptor, _receipts(tasks, layout, self._checksums(descriptor, layout), store)
         except BaseException:
             os.close(descriptor)
             raise
 
-    def _checksums(self, path: str, descriptor: int, layout: Layout) -> list[int]:
+    def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
         """Of every row, once all is written."""
-        if layout.file_bytes >= LANDING_BYTES:
-            with self._landing:
-                target = self._landings.of(path, descriptor, layout.file_bytes)
-                if target is not None:
-                    # on two cores the other one computes the canary meanwhile
-                    helper = self._helper if len(os.sched_getaffinity(0)) > 2 else None
-                    return copy_block(target, layout, helper)
-        return write_block(descriptor, layout, self._helper)
+        target = self._landings.of(descriptor, layout.file_bytes)
+        if target is None:
+            return write_block(descriptor, layout, self._helper)
+        # on two cores the other one computes the canary of large weights meanwhile
+        helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
+        return copy_block(target, layout, helper)
 
     # ---- fetch
 
@@ -277,7 +272,7 @@ class DataClient:
         try:
             whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
             for place, ats in _by_file(located).items():
-                mapping = BlockMapping(located.files[place], self._cache, self._rereads if whole else None)
+                mapping = BlockMapping(located.files[place], self._cache, self._rereads)
                 mapped += 1
                 index = mapping.table.index
                 if whole:

@@ -1,68 +1,62 @@
-"""Mappings that a producer keeps of files whose pages it is lent again and again (the weights of each version). Must
-never keep a lock, or write to a file that is not this producer's own grant.
+"""Mappings through which a producer writes files whose pages it is lent again and again. Must never keep a lock, write
+to a file that is not this producer's own grant, nor meet a full mount as a signal.
 
-A store lends the pages of a collected file of the same size to the next put. Written through a mapping that is there
-already they cost a copy and no page fault; a new mapping costs a fault a page. What is kept pins nothing: a store
-truncates such a file before it deletes it.
+A store lends the pages of a collected file to the next put of about its size. Written through a mapping that is there
+already they cost a copy and no page fault (per GiB, checksums included: 0.13 s, with `pwrite` 0.22).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+import threading
 
 import numpy as np
 
 from proto.tensors import Array
+from shared.dataplane.kept import MIN_BYTES, KeptMappings, Window
 
-MIN_BYTES = 32 << 20
-MAX_KEPT = 4
 _BLOCK_BYTES = 512  # of st_blocks
-
-
-@dataclass(frozen=True)
-class _Kept:
-    data: mmap.mmap
-    descriptor: int
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14: what is not there is allocated, and a full mount is an error."""
 
 
 class Landings:
-    """One a process; calls never overlap."""
+    """One a process. Any thread, but one file is in one thread's hands at a time."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._lock = threading.Lock()
+        self._kept = KeptMappings()
 
-    def of(self, path: str, descriptor: int, nbytes: int) -> Array | None:
-        """uint8 [nbytes] over the granted file at `path`, which the caller has locked through `descriptor`.
+    def of(self, descriptor: int, nbytes: int) -> Array | None:
+        """uint8 [nbytes] over a granted file, which the caller has locked through `descriptor`.
 
-        None: not all of its pages are there (a store through a mapping could meet a full mount), or it is small.
+        None: write it without, because it is small, or because too few of its pages are there.
         """
-        self._forget()
-        status = os.fstat(descriptor)
-        if nbytes < MIN_BYTES or status.st_size != nbytes or status.st_blocks * _BLOCK_BYTES < nbytes:
+        if nbytes < MIN_BYTES:
             return None
-        key = (status.st_dev, status.st_ino)
-        kept = self._kept.get(key)
-        if kept is None:
-            if len(self._kept) >= MAX_KEPT:
-                _close(self._kept.pop(next(iter(self._kept))))
-            # of its own, because a mapping holds on to the lock of the descriptor it was made from
-            unlocked = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            kept = self._kept[key] = _Kept(mmap.mmap(unlocked, nbytes), unlocked)
-        return np.frombuffer(kept.data, np.uint8)
+        status = os.fstat(descriptor)
+        missing = nbytes - status.st_blocks * _BLOCK_BYTES
+        if status.st_size != nbytes or missing > nbytes // 4:
+            return None
+        inode = (status.st_dev, status.st_ino)
+        with self._lock:
+            kept = self._kept.get(inode)
+            if kept is None or kept.room < nbytes:
+                try:
+                    kept = self._kept.add(inode, descriptor, mmap.ACCESS_WRITE)
+                except OSError:  # no descriptor or mapping is left: plain writes need none
+                    return None
+        if missing > 0 or kept.warm_bytes < nbytes:
+            try:
+                kept.data.madvise(_POPULATE_WRITE, 0, min(nbytes, len(kept.data)))
+            except OSError:  # an old kernel, or no room
+                if missing > 0:
+                    return None
+        kept.warm_bytes = nbytes  # another producer may have had it longer, but whoever cut it took pages away
+        return np.asarray(Window(kept, nbytes))
 
     def close(self) -> None:
         """Let go of all of them."""
-        while self._kept:
-            _close(self._kept.popitem()[1])
-
-    def _forget(self) -> None:
-        for key, kept in list(self._kept.items()):
-            if os.fstat(kept.descriptor).st_nlink == 0:
-                _close(self._kept.pop(key))
-
-
-def _close(kept: _Kept) -> None:
-    kept.data.close()
-    os.close(kept.descriptor)
+        with self._lock:
+            self._kept.close()

@@ -117,7 +117,7 @@ def receive(data: bytes) -> None:
         assert len(room) == arrival.size(index)
         part = content[index * chunk_bytes : (index + 1) * chunk_bytes][: len(room)]
         room[:] = part.ljust(len(room), b"\0")
-        arrival.arrived(index)
+        arrival.check(arrival.arrived(index))
     assert arrival.complete
     assert not arrival.missing()
     arrived = arrival.take()

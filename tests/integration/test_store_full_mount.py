@@ -34,8 +34,11 @@ async def busy(peer: Peer) -> int:
 
 
 def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
-    first, second = ([TaskShards(f"t/0/{i}", 1, {"a": np.full(2 << 20, i, np.uint8)})] for i in (1, 2))
-    fourth = [TaskShards("t/0/4", 1, {"a": np.zeros(9)})]
+    first, second, third = (
+        [TaskShards(f"t/0/{i}", 1, {"a": np.full(nbytes, i, np.uint8)})]
+        for i, nbytes in ((1, 2 << 20), (2, 2 << 20), (3, 3 << 20))
+    )
+    fourth, fifth = ([TaskShards(f"t/0/{i}", 1, {"a": np.zeros(9)})] for i in (4, 5))
     store = StoreProcess(make_run(tmp_path, memory=MEMORY, shm_root=mount))
     store.start()
     junk = mount / "junk"
@@ -71,9 +74,9 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "pwritev", pwritev)
             with pytest.raises(RpcError, match="quota") as caught:
-                await peer.data.put(fourth, store=STORE, deadline_s=0.8)
+                await peer.data.put(fifth, store=STORE, deadline_s=0.8)
             assert caught.value.code == ErrorCode.BUSY
-            await peer.data.put(fourth, store=STORE, deadline_s=10)
+            await peer.data.put(fifth, store=STORE, deadline_s=10)
         assert await busy(peer) == before + 3
 
     async def main() -> None:
@@ -89,8 +92,10 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
                 await peer.data.put(first, store=STORE, deadline_s=5)
             assert caught.value.code == ErrorCode.COLLECTED
             fill()
+            await peer.data.put(second, store=STORE, deadline_s=5)  # into the pages of the first
+            await peer.store.call(Clear(tasks=[PutTask("t/0/2", 1)]), Ack, deadline_s=10)
             before = await busy(peer)
-            waiting = asyncio.ensure_future(peer.data.put(second, store=STORE, deadline_s=20))
+            waiting = asyncio.ensure_future(peer.data.put(third, store=STORE, deadline_s=20))  # needs more than those
             while await busy(peer) == before:
                 await asyncio.sleep(0.01)
             assert not waiting.done()
@@ -101,14 +106,13 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             assert stats.shards == 1
             files = use_up_the_inodes()
             before = await busy(peer)
-            third = [TaskShards("t/0/3", 1, {"a": np.zeros(9)})]
             with pytest.raises(RpcError, match="no room for another file") as caught:
-                await peer.data.put(third, store=STORE, deadline_s=1)
+                await peer.data.put(fourth, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
             assert await busy(peer) > before
             for file in files:
                 file.unlink()
-            await peer.data.put(third, store=STORE, deadline_s=10)
+            await peer.data.put(fourth, store=STORE, deadline_s=10)
             await quota_used_up(peer)
 
     try:

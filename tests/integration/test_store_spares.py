@@ -1,19 +1,35 @@
-"""Large weights version after version through a real store: pages go round, a mapped version never changes, room for
-others is made at once, and a store killed in between starts clean.
+"""The same shapes step after step through a real store: pages go round, what is mapped never changes, room for others
+is made at once, and a store killed in between starts clean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from proto.messages import Ack, BatchMeta, Clear, GetStoreStats, PutTask, StoreStats, TaskHandle
+from proto.blockfile import parse
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    Clear,
+    GetStoreStats,
+    PutBegin,
+    PutGrant,
+    PutTask,
+    StoreStats,
+    TaskHandle,
+)
 from proto.tensors import Array
-from services.batch_store.room import SPARE_BYTES, held_bytes
+from services.batch_store.room import held_bytes
+from services.batch_store.spares import SPARE_BYTES
 from shared.dataplane.client import TaskShards
+from shared.dataplane.mapping import lock_named
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
 
 ELEMENTS = SPARE_BYTES // 4 + 1000
@@ -35,58 +51,109 @@ async def clear(peer: Peer, task_id: str) -> None:
     await peer.store.call(Clear(tasks=[PutTask(task_id, 1)]), Ack, deadline_s=CALL_S)
 
 
-async def used(peer: Peer) -> int:
-    return (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)).bytes
+async def stats(peer: Peer) -> StoreStats:
+    return await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
 
 
-def test_versions_go_round_and_what_is_mapped_stays_what_it_was(tmp_path: Path) -> None:
-    store = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    store.start()
-    folder = store.run.shm / "batch-store-0"
+def inode(store: StoreProcess) -> int:
+    """Of the one sealed file."""
+    (path,) = (store.run.shm / "batch-store-0").glob("*.blk")
+    return os.stat(path).st_ino
 
-    def inode() -> int:
-        (path,) = folder.glob("*.blk")
-        return os.stat(path).st_ino
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
+    process.start()
+    yield process
+    process.kill()
+    process.run.remove_volatile()
+
+
+@pytest.mark.parametrize("name", ["weights/0", "train/0"])
+def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess, name: str) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
-            await put(peer, "weights/0/0", np.zeros(ELEMENTS, np.float32))
-            first = inode()
-            held = await fetch(peer, "weights/0/0")
-            await clear(peer, "weights/0/0")
-            await put(peer, "weights/0/1", np.ones(ELEMENTS, np.float32))
-            second = inode()
+            await put(peer, f"{name}/0", np.zeros(ELEMENTS, np.float32))
+            first = inode(store)
+            held = await fetch(peer, f"{name}/0")
+            await clear(peer, f"{name}/0")
+            await put(peer, f"{name}/1", np.ones(ELEMENTS, np.float32))
+            second = inode(store)
             assert second != first  # mapped: not lent
             assert not held.any()
             del held
-            # from here on two files are enough; the last puts go through mappings that the producer kept
+            # from here on two files are enough; the last puts and fetches go through mappings that were kept
             for step in range(2, 6):
-                await clear(peer, f"weights/0/{step - 1}")
-                values = np.full(ELEMENTS, step, np.float32)
-                await put(peer, f"weights/0/{step}", values)
-                assert inode() in (first, second)
-                assert (await fetch(peer, f"weights/0/{step}") == values).all()
-            assert await used(peer) <= MEMORY
+                await clear(peer, f"{name}/{step - 1}")
+                values = np.full(ELEMENTS + step % 3, step, np.float32)
+                await put(peer, f"{name}/{step}", values)
+                assert inode(store) in (first, second)
+                found = await fetch(peer, f"{name}/{step}")
+                assert np.array_equal(found, values)
+                other = await fetch(peer, f"{name}/{step}")
+                found[step::100] = -1  # into the mapping that is kept
+                assert np.array_equal(other, values)
+                del other
+                assert np.array_equal(await fetch(peer, f"{name}/{step}"), values)
+                del found
+            now = await stats(peer)
+            assert now.bytes <= MEMORY
+            assert now.lent == 4
 
-            await clear(peer, "weights/0/5")
-            spare = await used(peer)
-            assert spare > SPARE_BYTES
-            other = np.arange(MEMORY // 4 - 2 * ELEMENTS, dtype=np.float32)
-            await put(peer, "train/0/0", other)  # fits beside one spare at most
-            assert await used(peer) <= MEMORY
-            assert (await fetch(peer, "train/0/0") == other).all()
-            await clear(peer, "train/0/0")
+            await clear(peer, f"{name}/5")
+            now = await stats(peer)
+            assert now.bytes == now.spare_bytes > SPARE_BYTES
+            large = np.arange(MEMORY // 4 - ELEMENTS, dtype=np.float32)
+            await put(peer, "train/9/0", large)  # fits beside one spare at most
+            assert (await stats(peer)).bytes <= MEMORY
+            assert np.array_equal(await fetch(peer, "train/9/0"), large)
+            await clear(peer, "train/9/0")
 
-            await put(peer, "weights/0/6", np.ones(ELEMENTS, np.float32))
-            await clear(peer, "weights/0/6")
-            store.kill()
-            store.start()
-            await put(peer, "weights/0/7", np.full(ELEMENTS, 7, np.float32))
-            assert (await fetch(peer, "weights/0/7") == 7).all()
-            assert await used(peer) == held_bytes(os.stat(next(folder.glob("*.blk"))).st_size)
+    asyncio.run(scenario())
 
-    try:
-        asyncio.run(scenario())
-    finally:
-        store.kill()
-        store.run.remove_volatile()
+
+def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreProcess) -> None:
+    old, new, kept = (np.full(ELEMENTS, value, np.float32) for value in (1, 2, 3))
+
+    async def scenario() -> None:
+        async with peer_of(store.run) as peer:
+            await put(peer, "train/0/0", kept)
+            for half in (0, 4096, ELEMENTS * 2, ELEMENTS * 4):  # bytes that the producer has got to
+                name = f"train/1/{half}"
+                await put(peer, name, old)
+                (path,) = {*(store.run.shm / "batch-store-0").glob("*.blk")} - sealed(store, "train/0/0")
+                image, lent = path.read_bytes(), os.stat(path).st_ino
+                await clear(peer, name)
+                begin = PutBegin(put_id=secrets.token_hex(16), nbytes=len(image), tasks=[PutTask(name, 2)])
+                grant = await peer.store.call(begin, PutGrant, deadline_s=CALL_S)
+                assert os.stat(grant.path).st_ino == lent
+                locked = lock_named(grant.path, os.O_RDWR)
+                assert locked is not None
+                rest = image[half:]  # what it has not reached is what was there
+                assert os.pread(locked, len(rest), half) == (bytes(64) + rest[64:] if half == 0 else rest)
+                os.pwrite(locked, new.tobytes()[:half], len(image) - new.nbytes)
+                store.kill()
+                store.start()
+                now = await stats(peer)
+                assert (now.files, now.tasks, now.spare_bytes) == (1, 1, 0)
+                assert now.zombie_bytes == held_bytes(len(image))  # the producer has it open
+                os.close(locked)
+                now = await stats(peer)
+                assert now.bytes == held_bytes(len(image))
+                assert np.array_equal(await fetch(peer, "train/0/0"), kept)
+                await put(peer, name.replace("1", "2", 1), new)
+                assert np.array_equal(await fetch(peer, name.replace("1", "2", 1)), new)
+                await clear(peer, name.replace("1", "2", 1))
+
+    asyncio.run(scenario())
+
+
+def sealed(store: StoreProcess, task_id: str) -> set[Path]:
+    """The files that hold a task."""
+    found = set()
+    for path in (store.run.shm / "batch-store-0").glob("*.blk"):
+        data = path.read_bytes()
+        if task_id in parse(data, len(data)).task_ids:
+            found.add(path)
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -10,6 +12,7 @@ from proto import blockfile
 from proto.blockfile import Layout, Table
 from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
+from services.batch_store import spares
 from services.batch_store.room import Place, Retire, held_bytes
 from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
@@ -32,6 +35,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        # files of a page or two are worth keeping here
+        self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
+        self.small.start()
+        self.now = 0.0
         self.life = 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
         self.puts = 0
@@ -41,8 +48,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.disk: set[str] = set()
         self.moving: dict[str, int] = {}
         self.zombies: dict[str, tuple[Place, int]] = {}
+        self.lendable: dict[str, int] = {}
+        self.spares: dict[str, tuple[int, float]] = {}
+        self.lent = 0
+        self.recovering = False
         self.tombs: dict[str, int] = {}
         self.shards: dict[tuple[str, int, str], int] = {}
+
+    def teardown(self) -> None:
+        self.small.stop()
 
     def retire(self, effects: list[Retire]) -> None:
         for effect in effects:
@@ -52,16 +66,38 @@ class StoreMachine(RuleBasedStateMachine):
             assert effect.place == (Place.DISK if put_id in self.disk else Place.MEMORY)
             self.disk.discard(put_id)
             self.zombies[effect.target] = (effect.place, held_bytes(nbytes))
+            if kind == "blk" and effect.place == Place.MEMORY and not self.recovering:
+                self.lendable[effect.target] = nbytes  # nobody can have it open for writing
 
     def buried(self, task_id: str, fence: int) -> bool:
         return self.tombs.get(task_id, 0) >= fence
 
-    @rule(tasks=TASKS, key=st.sampled_from(["a", "b", "p:1", "p:2"]), value=st.integers(0, 1))
-    def begin(self, tasks: list[tuple[int, int]], key: str, value: int) -> None:
+    def given_up(self, names: list[str]) -> None:
+        for name in names:
+            self.zombies[name] = (Place.MEMORY, held_bytes(self.spares.pop(name)[0]))
+
+    @rule(
+        tasks=TASKS,
+        key=st.sampled_from(["a", "b", "p:1", "p:2"]),
+        value=st.integers(0, 1),
+        room=st.booleans(),
+        claimed=st.booleans(),
+    )
+    def begin(self, tasks: list[tuple[int, int]], key: str, value: int, room: bool, claimed: bool) -> None:
         table, nbytes = written(tasks, key, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
         names = [PutTask(f"t/0/{n}", fence) for n, fence in tasks]
+        if room:
+            self.make_room(put_id, nbytes)
+        spare = self.state.spare(put_id, nbytes)
+        assert (spare is not None) == any(size <= 2 * nbytes <= 4 * size for size, _ in self.spares.values())
+        if spare is not None and claimed:
+            self.state.spend(spare)
+            del self.spares[spare]
+            self.lent += 1
+        elif spare is not None:
+            self.given_up([self.state.give_up_spare(spare)])
         used = self.state.used(Place.MEMORY)
         try:
             assert self.state.begin(put_id, nbytes, names, 0.0)
@@ -75,7 +111,32 @@ class StoreMachine(RuleBasedStateMachine):
         if code:
             return
         assert not self.state.begin(put_id, nbytes, names, 0.0)
+        assert self.state.spare(put_id, nbytes) is None  # it has its file
         self.open[put_id] = (table, nbytes)
+
+    def make_room(self, put_id: str, nbytes: int) -> None:
+        """Spares never keep a put out, and no more of them go than it needs."""
+        before = dict(self.spares)
+        names = self.state.make_room(put_id, nbytes)
+        self.given_up(names)
+        for name in names:
+            del self.zombies[name]
+            self.state.reaped(name)
+        if self.state.lacks_room(put_id, nbytes):
+            assert set(self.spares) <= {self.state.spare(put_id, nbytes)}
+        elif names:
+            last = held_bytes(before[names[-1]][0])
+            mine = self.state.spare(put_id, nbytes)
+            freed = held_bytes(self.spares[mine][0]) if mine is not None else 0
+            assert self.state.used(Place.MEMORY) - freed + held_bytes(nbytes) + last > LIMIT
+
+    @rule(seconds=st.sampled_from([1.0, spares.IDLE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        names = self.state.surplus(self.now)
+        self.given_up(names)
+        assert all(self.now - since <= spares.IDLE_S for _, since in self.spares.values())
+        assert sum(size for size, _ in self.spares.values()) <= LIMIT // spares.SHARE
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -140,8 +201,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def last_mapping_goes(self, data: st.DataObject) -> None:
         target = data.draw(st.sampled_from(sorted(self.zombies)))
+        kept = self.state.keep(target, self.now)
+        assert kept == (target in self.lendable)
         del self.zombies[target]
-        self.state.reaped(target)
+        if kept:
+            self.spares[target] = (self.lendable.pop(target), self.now)
+        else:
+            self.state.reaped(target)
 
     @rule()
     def begin_move(self) -> None:
@@ -181,6 +247,10 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.life += 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
+        self.given_up(list(self.spares))  # of the files of the former life that nobody finds none is lent
+        self.lendable.clear()
+        self.lent = 0
+        self.recovering = True
         self.moving.clear()  # what was half copied is deleted before anything is counted
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
@@ -192,6 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.zombies[self.state.recover_refuse(name, nbytes, place).target] = (place, nbytes)
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
+        self.recovering = False
         # and the shards are those of before: nothing lost, nothing cleared or superseded is back
 
     @invariant()
@@ -204,11 +275,14 @@ class StoreMachine(RuleBasedStateMachine):
             held[put_id in self.disk] += held_bytes(nbytes)
         for place, nbytes in self.zombies.values():
             held[place] += nbytes
+        spare = sum(held_bytes(nbytes) for nbytes, _ in self.spares.values())
+        held[Place.MEMORY] += spare
         held[Place.DISK] += sum(self.moving.values())
         assert [self.state.used(place) for place in Place] == held
         assert held[Place.MEMORY] <= LIMIT
         assert held[Place.DISK] <= SPILL
         assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
+        assert (stats.spare_bytes, stats.lent) == (spare, self.lent)
         assert stats.bytes == sum(held)
         assert stats.limit_bytes == LIMIT + SPILL
         assert stats.files == len(self.sealed)

@@ -54,7 +54,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement(index, files)
+    ended = Retirement(index, files, lambda: 0.0)
     names = [f"train/0/{i}" for i in range(AT_ONCE + 10)]
     put_ids = [put(index, files, name) for name in names]
     with descriptors_left(0):

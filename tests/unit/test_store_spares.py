@@ -1,10 +1,12 @@
-"""Pages of collected weights are lent to the next put of the same size: counted, given up for room, never readable."""
+"""Pages of collected files are lent to the next put of about their size: counted, given up for room, never readable."""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 
 from proto.blockfile import Layout, parse
 from proto.messages import ErrorCode, PutTask
-from services.batch_store import state as state_module
+from services.batch_store import spares as spares_module
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Place, held_bytes
+from services.batch_store.spares import IDLE_S, Spares
 from services.batch_store.state import StoreState
 from shared.dataplane import landing as landing_module
 from shared.dataplane import reread as reread_module
@@ -29,7 +32,7 @@ VALUES = np.arange(40_000, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "SPARE_BYTES", 1)
+    monkeypatch.setattr(spares_module, "SPARE_BYTES", 1)
     monkeypatch.setattr(landing_module, "MIN_BYTES", 1)
     monkeypatch.setattr(reread_module, "MIN_BYTES", 1)
 
@@ -41,18 +44,20 @@ class Store:
         self.index = StoreState("store", limit, 1)
         self.files = StoreFiles("store", folder)
         self.puts = 0
+        self.now = 0.0
 
     def begin(self, layout: Layout, task_id: str) -> tuple[str, str]:
         self.puts += 1
         put_id = f"{self.puts:032x}"
-        spare = self.index.spare(layout.file_bytes)
+        self.delete(self.index.make_room(put_id, layout.file_bytes))
+        spare = self.index.spare(put_id, layout.file_bytes)
         if spare is not None:
             assert self.files.claim(spare)
             self.index.spend(spare)
         assert self.index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0)
         if spare is None:
             return put_id, self.files.create(put_id, layout.file_bytes)
-        return put_id, self.files.reuse(spare, put_id)
+        return put_id, self.files.reuse(spare, put_id, layout.file_bytes)
 
     def put(self, task_id: str, values: np.ndarray) -> str:  # type: ignore[type-arg]
         layout = Layout([(task_id, 1, {"w": values})])
@@ -70,8 +75,14 @@ class Store:
         self.reap()
 
     def reap(self) -> None:
-        for name in self.files.reap(self.index.keep):
+        for name in self.files.reap(partial(self.index.keep, now=self.now)):
             self.index.reaped(name)
+
+    def delete(self, names: list[str]) -> None:
+        """Spares that the index gave up."""
+        for name in names:
+            self.files.give_up_spare(name)
+        self.reap()
 
 
 def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) -> None:
@@ -115,37 +126,77 @@ def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> Non
         parse(data, len(data))
 
 
-def test_spares_are_given_up_for_room(tmp_path: Path) -> None:
-    nbytes = held_bytes(Layout([("weights/0/0", 1, {"w": VALUES})]).file_bytes)
-    store = Store(tmp_path / "s", limit=2 * nbytes)
-    store.put("weights/0/0", VALUES)
-    store.clear("weights/0/0")
-    larger = Layout([("train/0/0", 1, {"w": np.resize(VALUES, 60_000)})])
-    assert store.index.lacks_room("f" * 32, larger.file_bytes)
-    for name in store.index.give_up_spares():
-        store.files.give_up_spare(name)
-    store.reap()
-    assert store.index.used(Place.MEMORY) == 0
-    assert not list((tmp_path / "s").glob("*.dead"))
-    assert not store.index.lacks_room("f" * 32, larger.file_bytes)
+def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_needed(tmp_path: Path) -> None:
+    nbytes = held_bytes(Layout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
+    store = Store(tmp_path / "s", limit=6 * nbytes)
+    for number in range(3):
+        store.put(f"train/0/{number}", VALUES)
+    for number in range(3):
+        store.clear(f"train/0/{number}")
+    stats = store.index.stats()
+    assert (stats.bytes, stats.spare_bytes, stats.files, stats.lent) == (3 * nbytes, 3 * nbytes, 0, 0)
+    larger = Layout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
+    store.begin(larger, "train/0/3")  # four times as large: no spare serves it, and one of the three is in its way
+    stats = store.index.stats()
+    assert stats.spare_bytes == 2 * nbytes
+    assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
+    assert len(list((tmp_path / "s").glob("*.dead"))) == 2
+    assert [name.partition(".")[0] for name in store.index._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
 
 
-def test_a_put_of_a_spare_s_size_lacks_no_room(tmp_path: Path) -> None:
-    nbytes = held_bytes(Layout([("weights/0/0", 1, {"w": VALUES})]).file_bytes)
-    store = Store(tmp_path / "s", limit=nbytes)
-    store.put("weights/0/0", VALUES)
-    store.clear("weights/0/0")
-    store.put("weights/0/1", VALUES)
+def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: Path) -> None:
+    layout = Layout([("train/0/0", 1, {"w": VALUES})])
+    more = np.resize(VALUES, len(VALUES) + 1024)
+    store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
+    store.index._spares._most_bytes = store.index.limits[Place.MEMORY]
+    store.put("train/0/0", VALUES)
+    store.clear("train/0/0")
+    assert not store.index.lacks_room("f" * 32, layout.file_bytes)
+    store.put("train/0/1", more)
+    assert store.index.stats().lent == 1
+    assert store.index.used(Place.MEMORY) == store.index.limits[Place.MEMORY]
     with pytest.raises(RpcError) as caught:
-        store.put("weights/0/2", VALUES)
+        store.put("train/0/2", VALUES)
     assert caught.value.code == ErrorCode.BUSY
 
 
-def test_tasks_of_the_data_set_leave_no_spare(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s")
-    store.put("train/0/0", VALUES)
-    store.clear("train/0/0")
+def test_a_spare_becomes_as_long_as_the_put_that_takes_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", limit=1 << 22)
+    inodes = set()
+    for number, length in enumerate((40_000, 25_000, 45_000, 31_234, 31_000)):
+        values = np.arange(length, dtype=np.float32) + number
+        path = store.put(f"train/0/{number}", values)
+        inodes.add(os.stat(path).st_ino)
+        assert store.index.used(Place.MEMORY) == held_bytes(os.stat(path).st_size)
+        assert np.array_equal(BlockMapping(path, TableCache()).arrays([0], None)[0]["w"], values)
+        store.clear(f"train/0/{number}")
+    assert len(inodes) == 1
+
+
+def test_of_several_spares_the_nearest_in_size_serves_and_none_of_another_order() -> None:
+    spares = Spares(1 << 40)
+    for name, nbytes in (("a", 100), ("b", 130), ("c", 130), ("d", 400)):
+        spares.add(name, nbytes, 0.0)
+    asked = {40: None, 50: "a", 114: "a", 116: "b", 130: "c", 260: "c", 300: "d", 800: "d", 801: None}
+    assert {nbytes: spares.nearest(nbytes) for nbytes in asked} == asked
+    assert (spares.take("c"), spares.nearest(130)) == (130, "b")
+
+
+def test_spares_that_nobody_takes_and_those_that_are_too_many_are_deleted(tmp_path: Path) -> None:
+    nbytes = held_bytes(Layout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
+    store = Store(tmp_path / "s", limit=6 * nbytes)
+    for number in range(4):
+        store.put(f"train/0/{number}", VALUES)
+    for number in range(4):
+        store.now = float(number)
+        store.clear(f"train/0/{number}")
+    store.delete(store.index.surplus(store.now))
+    assert store.index.stats().spare_bytes == 3 * nbytes  # half of the limit
+    store.delete(store.index.surplus(2.5 + IDLE_S))
+    assert store.index.stats().spare_bytes == nbytes
+    store.delete(store.index.surplus(4.0 + IDLE_S))
     assert store.index.used(Place.MEMORY) == 0
+    assert not list((tmp_path / "s").glob("*.dead"))
 
 
 def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path: Path) -> None:
@@ -154,7 +205,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
     landings = Landings()
-    assert landings.of(str(path), descriptor, layout.file_bytes) is None  # sparse: a full mount would be a SIGBUS
+    assert landings.of(descriptor, layout.file_bytes) is None  # sparse: a full mount would be a SIGBUS
     sums = write_block(descriptor, layout)
     written = path.read_bytes()
     os.close(descriptor)
@@ -163,7 +214,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path
     for block in (other, layout):
         locked = lock_named(str(path), os.O_RDWR)
         assert locked is not None
-        target = landings.of(str(path), locked, block.file_bytes)
+        target = landings.of(locked, block.file_bytes)
         assert target is not None
         again = copy_block(target, block)
         del target
@@ -180,7 +231,7 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp
     locked = lock_named(path, os.O_RDWR)
     assert locked is not None
     nbytes = os.fstat(locked).st_size
-    target = landings.of(path, locked, nbytes)
+    target = landings.of(locked, nbytes)
     assert target is not None
     del target
     watch = os.open(path, os.O_RDONLY)
@@ -188,9 +239,7 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp
     assert store.index.used(Place.MEMORY)  # the producer's own lock still counts as a reader's
     os.close(locked)
     store.reap()
-    for name in store.index.give_up_spares():
-        store.files.give_up_spare(name)
-    store.reap()
+    store.delete(store.index.surplus(IDLE_S + 1))
     assert store.index.used(Place.MEMORY) == 0
     assert os.fstat(watch).st_blocks == 0  # freed although `landings` maps the file
     os.close(watch)
@@ -248,17 +297,29 @@ def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path
     watch = os.open(path, os.O_RDONLY)
     found = read(path, kept)
     store.clear("weights/0/0")
-    for name in store.index.give_up_spares():
-        store.files.give_up_spare(name)
-    store.reap()
+    store.delete(store.index.surplus(IDLE_S + 1))
     assert np.array_equal(found, VALUES)
     assert store.index.used(Place.MEMORY)
     del found
     store.reap()
-    for name in store.index.give_up_spares():
-        store.files.give_up_spare(name)
-    store.reap()
+    store.delete(store.index.surplus(IDLE_S + 1))
     assert store.index.used(Place.MEMORY) == 0
     assert os.fstat(watch).st_blocks == 0
     os.close(watch)
     kept.close()
+
+
+def test_a_reader_that_has_no_descriptor_left_gives_up_the_mappings_it_kept(tmp_path: Path, kept: Rereads) -> None:
+    store = Store(tmp_path / "s", limit=1 << 22)
+    paths = [store.put(f"train/0/{number}", VALUES + number) for number in range(6)]
+    for path in paths[:5]:
+        read(path, kept)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))  # two more; a mapping that is kept takes three
+    try:
+        found = read(paths[5], kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert np.array_equal(found, VALUES + 5)

@@ -1,7 +1,7 @@
 """What TransferQueue's SimpleStorage and Ray's object store do with the same data; prints one JSON line a system.
 
 Runs in an environment of its own (`make peers-data`, lock beside this file). Same work as `tests.bench.bench_data`:
-`tasks` tasks of `keys` float32 tensors of `length`, put, got back, and every byte read (summed).
+`tasks` tasks of `keys` float32 tensors of `length`, put, got back, and every byte read (xxh3, as there).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest as digest
 
 
 def transfer_queue(arrays: dict[str, np.ndarray], rounds: int) -> list[dict[str, float]]:
@@ -35,9 +36,9 @@ def transfer_queue(arrays: dict[str, np.ndarray], rounds: int) -> list[dict[str,
         back = tq.kv_batch_get(keys=names, partition_id="bench")
         bare = time.perf_counter() - began
         # fields come back as nested tensors: taken apart once, because back[key][task] takes all of it apart each time
-        total = sum(float(row.sum()) for key in arrays for row in back[key].unbind())
+        sums = [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
         get = time.perf_counter() - began
-        if not np.isfinite(total):
+        if sums != [digest(row) for values in arrays.values() for row in values]:
             raise ValueError("what came back is not what was put")
         tq.kv_clear(keys=names, partition_id="bench")
         results.append({"put_s": put, "get_s": bare, "get_read_s": get})
@@ -56,9 +57,9 @@ def ray_store(arrays: dict[str, np.ndarray], rounds: int) -> list[dict[str, floa
         references = [ray.put({key: values[task] for key, values in arrays.items()}) for task in range(tasks)]
         put = time.perf_counter() - began
         began = time.perf_counter()
-        total = sum(float(values.sum()) for one in ray.get(references) for values in one.values())
+        sums = [digest(values) for one in ray.get(references) for values in one.values()]
         get = time.perf_counter() - began
-        if not np.isfinite(total):
+        if sums != [digest(values[task]) for task in range(tasks) for values in arrays.values()]:
             raise ValueError("what came back is not what was put")
         del references
         results.append({"put_s": put, "get_read_s": get})
