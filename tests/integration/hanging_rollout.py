@@ -16,14 +16,14 @@ from shared.actor.process import run_process
 STEP = 3
 
 
-def hang(engine: Any, cancel: threading.Event) -> None:
+def hang(engine: Any) -> None:
     if engine._steps == STEP:
         threading.Event().wait()
-    _before_step(engine, cancel)
+    _step(engine)
 
 
-_before_step = TransformersEngine._before_step
+_step = TransformersEngine.step
 
 if __name__ == "__main__":
-    TransformersEngine._before_step = hang  # type: ignore[method-assign]
+    TransformersEngine.step = hang  # type: ignore[method-assign]
     sys.exit(run_process(RolloutService, "rollout"))
