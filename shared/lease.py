@@ -86,6 +86,9 @@ class LeaseBook:
         """`computing`: the compute thread's progress counter, which nothing else advances."""
         self.stands: Callable[[], bool] = lambda: False
         """Whether nothing can be computed because others have the devices, whose turn has a limit of its own."""
+        self.behind: set[Lease] = set()
+        """Leases that wait for others to end: they get on as those do."""
+        self._others = 0
         self.computing = computing
         self._service = service
         self._stage = stage
@@ -105,6 +108,11 @@ class LeaseBook:
         if self.stands():
             for lease in self.uncomputed:
                 lease.advance()
+        others = sum(lease.progress for lease in self._held.values() if lease not in self.behind)
+        if others != self._others:
+            for lease in self.behind:
+                lease.advance()
+        self._others = others
         return [LeaseProgress(lease_id, lease.progress) for lease_id, lease in self._held.items()]
 
     def lost(self, lease_ids: Sequence[int]) -> None:

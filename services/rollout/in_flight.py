@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
+from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import WeightsSource
 from services.rollout.weights_sync import WeightsSync
@@ -51,6 +52,11 @@ class InFlight:
         """Inside `settled`: until nothing is being sampled, or `unless` holds, which a swap may bring about."""
         await self._settled.wait_for(lambda: not self._under_way or unless())
 
+    async def look_again(self) -> None:
+        """What `quiet` waits for may hold now."""
+        async with self._settled:
+            self._settled.notify_all()
+
     def begin(self, version: int, *, exact: bool) -> BlockVersions:
         """A lease is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
         versions = BlockVersions(version, self._engine.swaps)
@@ -60,8 +66,7 @@ class InFlight:
     async def end(self, versions: BlockVersions) -> None:
         """That lease is done."""
         del self._under_way[versions]
-        async with self._settled:
-            self._settled.notify_all()
+        await self.look_again()
 
     def announce(self, ref: WeightsRef) -> None:
         """The scheduler has a newer version. Said again and again: one that cannot be used now is forgotten."""
@@ -86,11 +91,19 @@ class InFlight:
         async with self._settled:
             if not self._swappable or not self._sync.needs(ref, exact=False):
                 return
-            began = time.perf_counter()
+            if not self._sync.is_drilled(delivery.entry):
+                return  # samples are not to take steps with the drill's weights
+            began, held = time.perf_counter(), self._sync.holds
             await self._engine.pause()
-            await self._sync.load(ref, delivery)
+            try:
+                await self._sync.load(ref, delivery)
+            except TransferFailed as error:
+                self._sync.stays(held)
+                await self._engine.resume()
+                self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})
+                return
             for versions in self._under_way:
-                versions.replaced(ref.step)
-            await self._engine.resume()  # not after a failure: the service ends
+                versions.replaced(ref.step, self._engine.swaps)
+            await self._engine.resume()  # not after another failure: the service ends
             self._settled.notify_all()
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

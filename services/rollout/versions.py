@@ -19,28 +19,28 @@ class BlockVersions:
     def __init__(self, step: int, swaps: int) -> None:
         """Version `step`, proved, after so many `swaps`."""
         self.began = swaps
-        self._steps = [step]
+        self._steps = {swaps: step}
 
     @property
     def first(self) -> int:
         """The version that the engine held when the lease began to be sampled."""
-        return self._steps[0]
+        return self._steps[self.began]
 
-    def replaced(self, step: int) -> None:
-        """The next swap brought version `step`, and it is proved."""
-        self._steps.append(step)
+    def replaced(self, step: int, swaps: int) -> None:
+        """The engine holds version `step`, proved, after so many `swaps`."""
+        self._steps[swaps] = step
 
     def of(self, swaps: Array) -> Array:
         """int32 [N]: the version of each token, of int32 `swaps` [N].
 
         Raises ValueError for a token of weights that were set before, or are not proved.
         """
-        at = swaps - self.began
-        steps = np.array(self._steps, np.int32)
-        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(steps):
+        known = np.fromiter(self._steps, np.int32)
+        at = np.searchsorted(known, swaps).clip(max=len(known) - 1)
+        if (known[at] != swaps).any():
             raise ValueError(
                 f"tokens sampled after {int(swaps.min())} to {int(swaps.max())} swaps of the engine's weights, its "
-                f"versions are known after {self.began} to {self.began + len(steps) - 1}"
+                f"versions are known after {', '.join(map(str, self._steps))}"
             )
-        found: Array = steps[at]
+        found: Array = np.fromiter(self._steps.values(), np.int32)[at]
         return found

@@ -51,7 +51,7 @@ class Delivery(Protocol):
         """How it means to get in."""
 
     async def load(self, engine: Engine) -> Loaded:
-        """Set them. Raises WeightsMismatch, RpcError."""
+        """Set them. Raises WeightsMismatch, RpcError; TransferFailed when they do not come, the engine is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,9 @@ class WeightsSource(Protocol):
     async def fetch(self, ref: WeightsRef) -> Delivery:
         """The weights of `ref`. Raises RpcError when they are not to be had."""
 
+    async def from_store(self, ref: WeightsRef) -> Delivery:
+        """The same, after a transfer that failed."""
+
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         """The weights of the start-up drill, to get in by `entry`."""
 
@@ -89,6 +92,9 @@ class ShardSource:
     async def fetch(self, ref: WeightsRef) -> Delivery:
         (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S)
         return Arrays(weights)
+
+    async def from_store(self, ref: WeightsRef) -> Delivery:
+        return await self.fetch(ref)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         return await own_drill(engine, ref)
@@ -133,6 +139,9 @@ class TransferSource:
             return await self.shards.fetch(ref)
         self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
         return Arrays(weights, self.route)
+
+    async def from_store(self, ref: WeightsRef) -> Delivery:
+        return await self.shards.fetch(ref)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         if self._engine is not None:
@@ -181,8 +190,9 @@ class _IntoEngine:
             offer = await self.source.transfers.bring(self.ref, self.receiver, drill=self.is_drill)
         except TransferFailed as error:
             self.source.failed(self.ref, error)
-            instead = own_drill(engine, self.ref) if self.is_drill else self.source.shards.fetch(self.ref)
-            return await (await instead).load(engine)
+            if not self.is_drill:
+                raise
+            return await (await own_drill(engine, self.ref)).load(engine)
         size = nbytes(offer.parameters)
         self.source.done(self.ref, size, time.perf_counter() - began)
         return Loaded(self.source.route, self.entry, len(offer.parameters), size)

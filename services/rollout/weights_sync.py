@@ -96,6 +96,14 @@ class WeightsSync:
         held = (self.holds.lineage, self.holds.step)
         return held != wanted if exact else held < wanted
 
+    def is_drilled(self, entry: Entry) -> bool:
+        """Whether this way in was proved to reach every parameter."""
+        return entry in self._drilled
+
+    def stays(self, held: Version) -> None:
+        """What was to come has not, and left the engine as it was."""
+        self.holds, self._coming = held, None
+
     def forget(self) -> None:
         """The engine sleeps: its weights are lost."""
         self.holds = Version()
@@ -110,7 +118,8 @@ class WeightsSync:
     async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
         """Set `weights` (by parameter name, or as they come). The engine holds no version until `prove`.
 
-        Raises RpcError(conflict) when they do not fit: the engine must not go on.
+        Raises RpcError(conflict) when they do not fit: the engine must not go on; TransferFailed when they do not come:
+        it is as it was.
         """
         self.holds = Version()  # neither the old version nor the new one until it is proved
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
@@ -121,7 +130,8 @@ class WeightsSync:
     async def prove(self) -> SyncReport:
         """Check the canary of what was placed, after the drill if it was not passed yet.
 
-        Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on.
+        Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on; TransferFailed
+        when the weights did not come after the drill.
         """
         coming, self._coming = self._coming, None
         if coming is None:

@@ -4,6 +4,7 @@ weights older than a lease allows.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
+from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import Delivery, WeightsSource
 from services.rollout.weights_sync import SyncReport, Version, WeightsSync
@@ -149,12 +151,13 @@ class RolloutWorker:
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Weights first: the trainer's parameters may stay for as long as they are taken over."""
         async with self._in_flight.settled():
-            await self._in_flight.quiet(unless=lambda: not self._needs_other(lease))
+            await self._let_others_end(lease)
             await self._have(_WEIGHTS)
             placed = await self._place(lease, prepared)
             await self._have(ENGINE)
             if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
-                await self._sync.prove()
+                await self._prove(lease)
+            prepared.weights = None
             held, lineage = self.holds.step, self.holds.lineage
             # A workflow's calls are many blocks, some of which would begin in the midst of a swap: one version a lease.
             versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
@@ -162,6 +165,25 @@ class RolloutWorker:
             return await self._sampled(lease, prepared, versions, lineage)
         finally:
             await self._in_flight.end(versions)
+
+    async def _let_others_end(self, lease: Lease) -> None:
+        """Until those under way are done, if the engine must be given what they must not see. Raises LeaseLost."""
+
+        def may_go_on() -> bool:
+            return lease.cancel.is_set() or not self._needs_other(lease)
+
+        async def watch() -> None:
+            await lease.given_up.wait()
+            await self._in_flight.look_again()
+
+        watching = asyncio.create_task(watch())
+        self.leases.behind.add(lease)
+        try:
+            await self._in_flight.quiet(unless=may_go_on)
+        finally:
+            self.leases.behind.discard(lease)
+            watching.cancel()
+        lease.check()
 
     def _needs_other(self, lease: Lease) -> bool:
         """Whether the engine must be given another version first."""
@@ -176,8 +198,21 @@ class RolloutWorker:
         # Not here: the engine held this version when the lease was prepared, and has left it since.
         weights = prepared.weights or await self._fetch(lease, ref)
         prepared.weights = None
-        await self._sync.place(ref, weights)
+        try:
+            await self._sync.place(ref, weights)
+        except TransferFailed:
+            await self._sync.place(ref, await self._from_store(lease, ref))
         return True
+
+    async def _prove(self, lease: Lease) -> None:
+        """That the engine holds what was placed."""
+        ref = lease.grant.weights
+        try:
+            await self._sync.prove()
+        except TransferFailed:
+            if ref is None:
+                raise
+            await self._sync.load(ref, await self._from_store(lease, ref))
 
     async def _have(self, parts: Parts) -> None:
         """Memory for `parts` of the engine."""
@@ -224,6 +259,9 @@ class RolloutWorker:
 
     async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
         return await self.leases.persist(lease, "weights", lambda: self._source.fetch(ref))
+
+    async def _from_store(self, lease: Lease, ref: WeightsRef) -> Delivery:
+        return await self.leases.persist(lease, "weights", lambda: self._source.from_store(ref))
 
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
         """Score, put, complete."""

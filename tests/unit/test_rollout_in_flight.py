@@ -96,8 +96,8 @@ def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_we
 
 def test_every_token_carries_the_version_that_sampled_it() -> None:
     versions = BlockVersions(7, 3)
-    versions.replaced(8)
-    versions.replaced(10)
+    versions.replaced(8, 4)
+    versions.replaced(10, 5)
     swaps = np.array([3, 3, 4, 5], np.int32)
     generation = Generation(np.array([5, 6, 7, 2], np.int32), np.zeros(4, np.float32), "stop", swaps)
     sample = rolled([3, 4], answer_of(generation, versions))
@@ -116,7 +116,7 @@ def test_a_block_counts_from_the_engines_start(prompts: list[Prompt]) -> None:
 @pytest.mark.parametrize("swaps", [1, 4], ids=["set before", "not proved"])
 def test_a_token_of_weights_without_a_version_gets_none(swaps: int) -> None:
     versions = BlockVersions(7, 2)
-    versions.replaced(8)
+    versions.replaced(8, 3)
     with pytest.raises(ValueError, match=f"after {swaps} to {swaps} swaps"):
         versions.of(np.array([swaps], np.int32))
 

@@ -11,20 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle
+from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Watch
 from services.rollout.in_flight import InFlight
 from services.rollout.partial import Answer, PartialJournal, Wanted
 from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import ShardSource
+from services.rollout.weights_source import Arrays, Entry, Loaded, ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker, _Prepared
-from shared.lease import Lease
+from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
 from shared.turns import OwnDevices
 from tests.unit.rollout_engine import sampling
@@ -201,7 +203,7 @@ def test_weights_that_are_not_proved_let_no_token_out(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def worker_of(made: Rig, *, workflow: Any = None) -> RolloutWorker:
+def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> RolloutWorker:
     service = SimpleNamespace(telemetry=SimpleNamespace(span=lambda name, seconds: None))
     return RolloutWorker(
         service,  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ def worker_of(made: Rig, *, workflow: Any = None) -> RolloutWorker:
         workflow=workflow,
         answers=AnswerSampler(made.engine, None),
         data=None,  # type: ignore[arg-type]
-        source=None,  # type: ignore[arg-type]
+        source=source,
         in_flight=made.in_flight,
         turns=OwnDevices(),
         store="batch-store/0",
@@ -335,6 +337,96 @@ def test_a_lease_of_one_version_beside_others_keeps_newer_weights_from_all_of_th
             assert made.sync.holds.step == FIRST
             await made.in_flight.end(exact)
             await made.swapped(FIRST + 1)
+            await made.in_flight.end(other)
+
+    asyncio.run(scenario())
+
+
+class Lost:
+    """Weights that do not come."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    async def load(self, engine: Any) -> Loaded:
+        raise TransferFailed("the sender is gone")
+
+
+class Source:
+    """The trainer is away, the store is not."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    async def fetch(self, ref: WeightsRef) -> Lost:
+        return Lost(self._entry)
+
+    async def from_store(self, ref: WeightsRef) -> Arrays:
+        return Arrays(weights_of(ref.step))
+
+
+def lease_of(step: int) -> Lease:
+    made = lease([FRESH])
+    grant = msgspec.structs.replace(made.grant, weights=ref_of(step), min_step=step)
+    return Lease(grant, lambda: 0)
+
+
+@pytest.mark.parametrize("entry", list(Entry))
+def test_an_update_that_does_not_come_leaves_a_running_lease_as_it_was(entry: Entry, tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Answer]]:
+        async with rig() as made:
+            made.in_flight._source = Source(entry)
+            swaps = made.engine.swaps
+
+            async def before_step(number: int) -> None:
+                if number == 3:
+                    made.in_flight.announce(ref_of(FIRST + 1))
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+
+            made.engine.before_step = before_step
+            answers = await made.sample(PartialJournal(tmp_path, 1e9), [FRESH])
+            assert made.sync.holds.step == FIRST
+            assert made.engine.swaps == swaps  # nor was a drill of that way begun under the samples
+            return answers
+
+    assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
+
+
+@pytest.mark.parametrize("entry", list(Entry))
+def test_a_lease_whose_weights_are_not_sent_has_them_from_the_store(entry: Entry) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(entry))
+            sampled = await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), None))
+            assert sampled is not None
+            assert (sampled.version, made.sync.holds.step) == (FIRST + 2, FIRST + 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_once() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            under_way, waits = lease([NOTED], exact=True), lease_of(FIRST + 1)
+            worker.leases._held = {1: under_way, 2: waits}
+            other = made.in_flight.begin(FIRST, exact=True)
+            waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), None)))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert worker.leases.behind == {waits}
+            worker.leases.progress()
+            before = waits.progress
+            worker.leases.progress()
+            assert waits.progress == before  # nobody gets on
+            under_way.advance()
+            worker.leases.progress()
+            assert waits.progress > before
+            waits.give_up()
+            with pytest.raises(LeaseLost):
+                await asyncio.wait_for(waiting, 10)
+            assert not worker.leases.behind
             await made.in_flight.end(other)
 
     asyncio.run(scenario())

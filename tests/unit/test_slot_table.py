@@ -104,6 +104,7 @@ def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(tabl
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
     expected, _ = alone(table, PROMPTS, chosen)
+    assert table.table._passes is None  # no keys and values are kept without a call
     assert ids(groups) == ids(expected)
     assert [[each.finish_reason for each in group] for group in groups] == [
         [each.finish_reason for each in group] for group in expected
@@ -111,14 +112,14 @@ def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(tabl
     check_logprobs(PROMPTS, groups, HOT)
     lengths = [max(len(each.token_ids) for each in group) for group in groups]
     assert max(lengths) > 3 * min(lengths)
-    if table.table._passes is None or table.table._passes.gathers:
+    if table.table._gathers:
         # 12 rows are 3 groups at a time: fewer passes than when three groups wait for the longest of the three before
         waves = sum(max(lengths[first : first + 3]) for first in range(0, 9, 3))
         assert table.steps < waves
 
 
 def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watched) -> None:
-    long, short = sampling(2, 50.0, 60), sampling(2, HOT, 4, seed=1)
+    long, short = sampling(2, 50.0, 60), sampling(3, HOT, 4, seed=1)
     ended: list[str] = []
 
     async def scenario() -> tuple[list[list[Generation]], list[list[Generation]]]:
@@ -132,12 +133,11 @@ def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watc
         return await first, await second
 
     first, second = asyncio.run(scenario())
-    gathers = table.table._passes is None or table.table._passes.gathers
     assert max(len(each.token_ids) for group in first for each in group) > 20
     assert ids(first) == ids(alone(table, PROMPTS[:2], long)[0])
     assert ids(second) == ids(alone(table, PROMPTS[2:4], short)[0])
     check_logprobs(PROMPTS[2:4], second, HOT)
-    if gathers:
+    if table.table._gathers:
         assert ended == ["short", "long"]
 
 

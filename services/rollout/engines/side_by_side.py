@@ -82,7 +82,8 @@ class SideBySide:
                 self._under_way = [call for call in self._under_way if not call.answer.done()]
         except BaseException as error:
             for call in self._under_way:
-                self._end(call, error)
+                if not call.answer.done():  # by the very step that failed
+                    self._end(call, error)
             for call in self._waiting:
                 call.answer.set_exception(error)
             self._under_way.clear()

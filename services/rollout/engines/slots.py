@@ -149,6 +149,8 @@ class SlotTable:
         self._waited = 0
         """Steps since somebody who waits might have been taken in."""
         self._passes: Passes | None = None
+        """Keys and values of the rows; none are kept without a call."""
+        self._gathers = make_passes(model, 1).gathers
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
         """Of each row: group and number in it."""
@@ -204,8 +206,7 @@ class SlotTable:
 
     def _coming(self, running: int) -> list[_Group]:
         """Groups to take in now."""
-        gathers = self._passes is None or self._passes.gathers
-        if not self._waiting or (running and not gathers):
+        if not self._waiting or (running and not self._gathers):
             return []
         self._waited += 1
         coming: list[_Group] = []
@@ -213,7 +214,7 @@ class SlotTable:
         for group in self._waiting:
             if group.samples > free and (running or coming):
                 break
-            if not gathers and coming and group.samples != coming[0].samples:
+            if not self._gathers and coming and group.samples != coming[0].samples:
                 break  # their rows can only be repeated alike
             coming.append(group)
             free -= group.samples
@@ -236,7 +237,7 @@ class SlotTable:
         samples = torch.tensor([group.samples for group in coming])
         prompt_N = torch.arange(len(coming)).repeat_interleave(samples).to(self._device)
         kept = self._rows.running_R.nonzero().squeeze(1)
-        if prompts.gathers:
+        if self._gathers:
             parts: list[Part] = [(prompts, prompt_N)]
             if self._passes is not None and len(kept):
                 parts.insert(0, (self._passes, kept))
@@ -321,6 +322,8 @@ class SlotTable:
             if not group.held.left:
                 del self._held[group.held.call]
                 group.held.call.answer.set_result(group.held.groups())
+        if not self._held:
+            self._empty()
 
     def _said(self, rows: list[int], reasons: list[str]) -> list[Generation]:
         """What these rows have said so far, and why they ended."""

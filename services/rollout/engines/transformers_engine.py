@@ -56,6 +56,7 @@ class TransformersEngine:
         self._calls: SideBySide | None = None
         """None in deterministic mode, whose blocks are decoded one after the other."""
         self._table: SlotTable
+        self._stop_finders: dict[tuple[str, ...], Stopped] = {}
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
@@ -260,6 +261,8 @@ class TransformersEngine:
     def _stop_finder(self, texts: tuple[str, ...]) -> Stopped | None:
         if not texts:
             return None
+        if texts in self._stop_finders:
+            return self._stop_finders[texts]
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)
@@ -271,6 +274,7 @@ class TransformersEngine:
             ending = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)
             return any(text in ending for text in texts)
 
+        self._stop_finders[texts] = stopped
         return stopped
 
 

@@ -270,7 +270,13 @@ class VllmEngine:
             return False  # it would read its prompts there
         greedy = call.sampling.temperature == 0
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses a group of equal ones
-        names = [self._ask(*self._request(each, call.sampling, samples)) for each in call.prompts]
+        names: list[str] = []
+        try:
+            for each in call.prompts:
+                names.append(self._ask(*self._request(each, call.sampling, samples)))
+        except BaseException:
+            self._llm.abort_request(names)
+            raise
         self._held[call] = _Held(names, samples, self._swaps)
         return True
 
@@ -405,9 +411,13 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = self._ask(token_ids.tolist(), params)
-        while name not in self._finished:
-            self._compute.check_stopped()
-            self._step()
+        try:
+            while name not in self._finished:
+                self._compute.check_stopped()
+                self._step()
+        except BaseException:
+            self._llm.abort_request([name])
+            raise
         output = self._finished.pop(name)
         rows = zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True)
         return np.array([row[token].logprob for token, row in rows], np.float32)
