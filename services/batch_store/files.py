@@ -221,9 +221,10 @@ class StoreFiles:
     # ---- spares
 
     def give_up_spare(self, name: str) -> None:
-        """It is a zombie again."""
-        path = self._spares.pop(name)
+        """It is a zombie again. Raises OSError (no descriptor): it is a spare still."""
+        path = self._spares[name]
         self._zombies[name] = (path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        del self._spares[name]
 
     def claim(self, name: str) -> bool:
         """Whether nobody has a spare open. True: it is locked until `reuse` or `drop_spare`."""

@@ -8,6 +8,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
@@ -15,6 +16,7 @@ from services.batch_store.state import StoreState
 
 AT_ONCE = 256
 """Each zombie keeps a descriptor until it is deleted: after so many those that nobody maps are."""
+T = TypeVar("T")
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -27,6 +29,7 @@ class Retirement:
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
+        self._spares: deque[str] = deque()
 
     def take(self, effects: Iterable[Retire]) -> None:
         """Retire these after what is still due, as far as descriptors go."""
@@ -34,27 +37,35 @@ class Retirement:
         if self._due:
             self.settle()
 
+    def free(self, names: Iterable[str]) -> None:
+        """Delete these, which the index has given up as spares, as far as descriptors go."""
+        self._spares.extend(names)
+        if self._spares:
+            self.settle()
+
     def settle(self) -> None:
         """Go on with what is due, and delete what nobody maps any more."""
         while True:
-            hidden, reaped = self._hide(), self._reap()
-            if not self._due or not hidden + reaped:
+            opened = self._open(self._due, self._files.retire) + self._open(self._spares, self._files.give_up_spare)
+            reaped = self._reap()
+            if not (self._due or self._spares) or not opened + reaped:
                 return
 
     def is_due(self, source: str) -> bool:
         """Whether a file of this name still waits for its end: the name cannot be used again yet."""
         return any(effect.source == source for effect in self._due)
 
-    def _hide(self) -> int:
+    def _open(self, due: deque[T], begin: Callable[[T], None]) -> int:
+        """How many of them have begun their end."""
         count = 0
-        while self._due and count < AT_ONCE:
+        while due and count < AT_ONCE:
             try:
-                self._files.retire(self._due[0])
+                begin(due[0])
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
                 break
-            self._due.popleft()
+            due.popleft()
             count += 1
         return count
 

@@ -124,7 +124,7 @@ class StoreService(Service):
                     self.log.warning("grant taken back: its producer is gone", put_id=put_id)
                     self._ended.take([self.index.abandon(put_id)])
             self._ended.settle()
-            self._free_spares(files, self.index.surplus(self.loop.time()))
+            self._ended.free(self.index.surplus(self.loop.time()))
             if self.loop.time() - emitted >= EMIT_S:
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
@@ -190,7 +190,7 @@ class StoreService(Service):
         if self._ended.is_due(f"{request.put_id}.tmp"):
             text = f"{self.name}: put {request.put_id} was given up and its file still waits for a descriptor"
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
-        self._free_spares(files, self.index.make_room(request.put_id, request.nbytes))
+        self._ended.free(self.index.make_room(request.put_id, request.nbytes))
         if self._spiller is not None:
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
         spare = self._claim_spare(files, request)
@@ -203,7 +203,7 @@ class StoreService(Service):
         if not new:
             if request.full:
                 self.index.count_busy()
-                self._free_spares(files, self.index.give_up_spares())
+                self._ended.free(self.index.give_up_spares())
             return PutGrant(path=files.path(f"{request.put_id}.tmp"))
         try:
             if spare is not None:
@@ -214,7 +214,7 @@ class StoreService(Service):
             if error.errno not in FULL:
                 raise
             self.index.count_busy()
-            self._free_spares(files, self.index.give_up_spares())
+            self._ended.free(self.index.give_up_spares())
             text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
 
@@ -224,17 +224,10 @@ class StoreService(Service):
         if spare is None:
             return None
         if not files.claim(spare):  # somebody who looked for its former name has it open
-            self._free_spares(files, [self.index.give_up_spare(spare)])
+            self._ended.free([self.index.give_up_spare(spare)])
             return None
         self.index.spend(spare)
         return spare
-
-    def _free_spares(self, files: StoreFiles, names: list[str]) -> None:
-        """Delete what the index gave up."""
-        for name in names:
-            files.give_up_spare(name)
-        if names:
-            self._ended.settle()
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
         files = await self._ready()

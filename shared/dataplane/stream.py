@@ -254,7 +254,8 @@ class StreamReader:
                     except BaseException:
                         self._slots[load.store].release()
                         raise
-                    group.create_task(self._stream(load, client, at, opened))
+                    stream = group.create_task(self._stream(load, client, at, opened))
+                    stream.add_done_callback(lambda _: self._slots[load.store].release())  # cancelled unbegun, too
                     at += opened.covered
                     # what does not fit is looked up for nothing, what fits should not be cut up: a little more
                     # tasks than fill a stream if they are as large as these
@@ -290,40 +291,39 @@ class StreamReader:
                     f"{load.store} streams in clear and this reader does not: transport.encrypt_bulk must be the same "
                     "on both sides",
                 )
-            if not 0 < opened.covered <= len(tasks):
-                raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks")
+            if not 0 < opened.covered <= len(tasks) or opened.total_bytes <= 0:
+                raise WireError(
+                    f"{load.store} covers {opened.covered} of {len(tasks)} tasks in {opened.total_bytes} bytes"
+                )
             return opened
 
     async def _stream(self, load: Load, client: Client, first: int, opened: StreamOpened) -> None:
-        """One stream to its end, opened again as often as it gets lost. Holds one of `_slots`."""
+        """One stream to its end, opened again as often as it gets lost. `_load` gives its slot back."""
         tasks = load.tasks[first : first + opened.covered]
         corrupt = 0
         arrival: Arrival | None = None
-        try:
-            while True:
-                if arrival is not None and not arrival.same(opened):
-                    arrival = None
-                if arrival is None:
-                    arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
-                outcome, why = await self._receive(load, arrival, opened)
-                if outcome is Outcome.COMPLETE:
-                    self._keep(load, first, tasks, arrival.take())
-                    return
-                self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
-                if outcome is Outcome.CORRUPT:
-                    arrival = None
-                    corrupt += 1
-                    if corrupt >= CORRUPT_TRIES:
-                        names = [f"{task.task_id}#{key}" for task in tasks[:64] for key in load.keys or ("*",)]
-                        raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
-                if outcome is Outcome.FAILED:
-                    raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
-                await asyncio.sleep(AGAIN_S)
-                opened = await self._open(load, client, tasks, 1 << 62)
-                if opened.covered != len(tasks):
-                    raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
-        finally:
-            self._slots[load.store].release()
+        while True:
+            if arrival is not None and not arrival.same(opened):
+                arrival = None
+            if arrival is None:
+                arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
+            outcome, why = await self._receive(load, arrival, opened)
+            if outcome is Outcome.COMPLETE:
+                self._keep(load, first, tasks, arrival.take())
+                return
+            self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
+            if outcome is Outcome.CORRUPT:
+                arrival = None
+                corrupt += 1
+                if corrupt >= CORRUPT_TRIES:
+                    names = [f"{task.task_id}#{key}" for task in tasks[:64] for key in load.keys or ("*",)]
+                    raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
+            if outcome is Outcome.FAILED:
+                raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
+            await asyncio.sleep(AGAIN_S)
+            opened = await self._open(load, client, tasks, 1 << 62)
+            if opened.covered != len(tasks):
+                raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
 
     async def _receive(self, load: Load, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
         """Hand `arrival` to the receiving thread until that is done with it, also when this is cancelled."""

@@ -181,9 +181,10 @@ class Arrival:
             head = self._view[:head_bytes]
             if xxhash.xxh3_64_intdigest(head) != checksum:
                 raise WireError("stream: its head is not the one that was announced")
-            self._table = blockfile.parse(head, self.total_bytes)
-            self._check_content(self._table)
-            self._rows = excerpt.rows_of(self._table)
+            table = blockfile.parse(head, self.total_bytes)
+            self._check_content(table)
+            self._rows = excerpt.rows_of(table)
+            self._table = table
         begins, ends, checksums = self._rows
         whole = bisect_right(ends, upto, self._row)
         if self._partial is None and whole > self._row:

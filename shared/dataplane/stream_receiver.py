@@ -276,7 +276,7 @@ class Receiver:
             store.retry_at, store.retry_s = now + store.retry_s, min(RETRY_MAX_S, 2 * store.retry_s)
             try:
                 store.line = BulkLine(bulk_line.connect(endpoint), bulk.MAX_CHUNK_BYTES + bulk.TAG_BYTES)
-            except OSError as error:
+            except (OSError, WireError) as error:
                 self._log.warning("no connection", endpoint=endpoint, error=str(error))
                 continue
             self._by_descriptor[store.line.socket.fileno()] = store

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 
 import numpy as np
 import xxhash
@@ -55,7 +55,11 @@ def _in_halves(work: Callable[[int, int], list[int]], layout: Layout, helper: Ex
     if middle == count or helper is None:
         return work(0, count)
     other = helper.submit(work, middle, count)
-    return work(0, middle) + other.result()
+    try:
+        mine = work(0, middle)
+    finally:
+        wait([other])  # it writes to a descriptor or a mapping that is the caller's to close
+    return mine + other.result()
 
 
 def _copy_rows(target: Array, layout: Layout, begin: int, end: int) -> list[int]:

@@ -18,9 +18,9 @@ from services.batch_store.state import StoreState
 from shared.dataplane.write import write_block
 
 
-def put(index: StoreState, files: StoreFiles, task_id: str) -> str:
+def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) -> str:
     put_id = f"{hash(task_id) & (1 << 64) - 1:032x}"
-    layout = Layout([(task_id, 1, {"a": np.arange(4)})])
+    layout = Layout([(task_id, 1, {"a": np.zeros(nbytes, np.uint8)})])
     index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0)
     descriptor = os.open(files.create(put_id, layout.file_bytes), os.O_RDWR)
     write_block(descriptor, layout)
@@ -67,4 +67,24 @@ def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> No
     assert index.stats().bytes == 0
     assert not ended.is_due(f"{put_ids[0]}.blk")
     assert not [entry for entry in os.listdir(tmp_path / "store") if entry.endswith((".blk", ".dead"))]
+    files.close()
+
+
+def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> None:
+    index = StoreState("store", 1 << 28, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement(index, files, lambda: 0.0)
+    names = [f"train/0/{i}" for i in range(20)]
+    for name in names:
+        put(index, files, name, 1 << 18)
+    ended.take(index.clear(PutTask(name, 1) for name in names))
+    held = index.stats().spare_bytes
+    assert held == index.stats().bytes > 20 * (1 << 18)
+    with descriptors_left(0):
+        ended.free(index.give_up_spares())
+        assert (index.stats().zombie_bytes, index.stats().spare_bytes) == (held, 0)
+    with descriptors_left(3):
+        ended.settle()
+    assert index.stats().bytes == 0
+    assert not [entry for entry in os.listdir(tmp_path / "store") if entry.endswith(".dead")]
     files.close()

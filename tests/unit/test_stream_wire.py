@@ -294,8 +294,12 @@ def test_stream_of_something_else_than_was_asked_for_is_refused() -> None:
     ):
         arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions())
         arrival.room(0)[:] = data
+        here = arrival.arrived(0)
+        for _ in range(2):  # however often it is asked
+            with pytest.raises(WireError):
+                arrival.check(here)
         with pytest.raises(WireError):
-            arrival.check(arrival.arrived(0))
+            arrival.take()
 
 
 def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:

@@ -1,0 +1,34 @@
+"""A put that cannot be written ends before its descriptor and its mapping are somebody else's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from proto.blockfile import Layout
+from shared.dataplane import write
+
+
+def test_a_half_that_fails_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout([(f"t/0/{i}", 1, {"a": np.zeros(1 << 20, np.uint8)}) for i in range(16)])
+    begun, ended = threading.Event(), threading.Event()
+    mine = threading.get_ident()
+
+    def rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[int]:
+        if threading.get_ident() == mine:
+            assert begun.wait(30)
+            raise OSError(28, "No space left on device")
+        begun.set()
+        ended.wait(0.5)  # still at it when the other half has failed
+        ended.set()
+        return [0] * (end - begin)
+
+    monkeypatch.setattr(write, "_write_rows", rows)
+    with ThreadPoolExecutor(1) as helper, open(os.devnull, "wb") as file:
+        with pytest.raises(OSError, match="No space left"):
+            write.write_block(file.fileno(), layout, helper)
+        assert ended.is_set()
