@@ -10,6 +10,8 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from proto.messages import (
     Complete,
     CompleteAck,
@@ -195,14 +197,18 @@ class LeaseBook:
         for refusal in ack.refused:
             self._service.log.warning("result refused", task_id=refusal.task_id, code=refusal.code, why=refusal.message)
 
-    async def hand_back(self, lease: Lease, why: str) -> None:
-        """End the lease without results, with one bounded attempt: if it fails, the lease ends by itself."""
+    async def hand_back(self, lease: Lease, why: str, *, untouched: bool = False) -> None:
+        """End the lease without results, with one bounded attempt: if it fails, the lease ends by itself.
+
+        `untouched`: it was not worked on, and its tasks are not to blame.
+        """
         lease.give_up()
         if self._held.pop(lease.grant.lease_id, None) is None:
             return
         self._service.log.info("lease handed back", lease_id=lease.grant.lease_id, why=why)
         try:
-            await self._service.scheduler.call(self._request(lease, [], {}), CompleteAck, deadline_s=HAND_BACK_S)
+            request = msgspec.structs.replace(self._request(lease, [], {}), untouched=untouched)
+            await self._service.scheduler.call(request, CompleteAck, deadline_s=HAND_BACK_S)
         except RpcError as error:
             self._service.log.warning("lease not handed back", lease_id=lease.grant.lease_id, error=str(error))
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from proto.messages import ErrorCode
-from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.lease import BACKOFF_S, Lease, LeaseBook, LeaseLost
 from shared.rpc.errors import RpcError
 
 FINISHING_BLOCKS = 2
@@ -83,7 +83,9 @@ class LeasePipeline(Generic[P, C]):
             except RpcError as error:
                 if error.code == ErrorCode.BAD_REQUEST:
                     raise
-                await self._book.hand_back(lease, f"not prepared: {error}")
+                # What it lacks (the weights of a version, most often) is not there again at once.
+                await self._book.hand_back(lease, f"not prepared: {error}", untouched=True)
+                await asyncio.sleep(BACKOFF_S)
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:

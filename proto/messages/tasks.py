@@ -155,7 +155,8 @@ class Complete(Request, frozen=True, kw_only=True):
     `scalars`: per-sample values (`reward` float32, `length` int32, `loss_tokens` int32, `truncated` uint8,
     `version_min` int32, `sync_error` float32, ...), each [sum of `samples` over the DONE results], in the order of
     `results`.
-    `final`: the lease ends; tasks of it not in `results` go back to be leased again.
+    `final`: the lease ends; tasks of it not in `results` go back to be leased again. `untouched`: nothing was made of
+    those, which counts as no attempt of theirs.
     """
 
     REPLY: ClassVar[type[Message]] = CompleteAck
@@ -165,3 +166,4 @@ class Complete(Request, frozen=True, kw_only=True):
     results: list[TaskResult]
     scalars: dict[str, Array] = {}
     final: bool = True
+    untouched: bool = False

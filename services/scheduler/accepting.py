@@ -67,7 +67,7 @@ class Accepting(Freshness):
             first += result.samples if result.outcome == Outcome.DONE else 0
         if lease is not None:
             if request.final and lease.open:
-                self._give_up(lease, DEATH)
+                self._give_up(lease, 0 if request.untouched else DEATH)
             elif not lease.open:
                 self.leases.remove(lease)
             self._free_versions()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
@@ -20,7 +21,7 @@ _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether `PlainDecoder` computes what `model` does: by its class, configuration, precision and device."""
+    """Whether `PlainDecoder` computes what `model` does: by class, configuration, precision and device; a whole one."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
         return False
@@ -32,6 +33,7 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
+        and not isinstance(first, DTensor)  # a rank's part of it
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and config.hidden_act == "silu"

@@ -51,7 +51,7 @@ def test_samples_of_a_killed_engine_go_on_under_newer_weights(engine: str, hot: 
             await driver.publish(0, 0)
             processes.start("rollout")
             async with asyncio.timeout(90):
-                while len(noted(processes, hot)) < TASKS:
+                while len(noted(processes, hot)) < 2 * TASKS:  # two leases, side by side
                     await asyncio.sleep(0.01)
             processes.end("rollout", signal.SIGKILL)
             before = noted(processes, hot)
@@ -61,7 +61,8 @@ def test_samples_of_a_killed_engine_go_on_under_newer_weights(engine: str, hot: 
             keys = ("token_ids", "lengths", "loss_mask", "rollout_logprobs", "versions")
             tasks = await driver.data.fetch(batch.batch, keys, deadline_s=20)
             rows = {handle.task_id: task for handle, task in zip(batch.batch.tasks, tasks, strict=True)}
-            assert set(rows) == set(before)
+            assert len(rows) == TASKS
+            assert set(rows) < set(before)
             went_on = 0
             for task_id, task in rows.items():
                 assert np.abs(driver.logprobs(task, hot) - task["rollout_logprobs"]).max() < 1e-4

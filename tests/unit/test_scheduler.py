@@ -55,6 +55,7 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.freshness import HOPELESS_TASKS
+from services.scheduler.ledger import FAILURE
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import train_graph
@@ -304,6 +305,16 @@ def test_a_new_life_frees_the_leases_of_the_old_one_and_answers_its_held_back_ca
     assert failed.code == ErrorCode.LOST
     assert ids(bench.granted(life=8)) == ids(first)
     assert ids(bench.granted(life=8)) == ids(second)
+
+
+@pytest.mark.parametrize("untouched", [True, False])
+def test_leases_handed_back_count_as_attempts_unless_nothing_was_made_of_their_tasks(untouched: bool) -> None:
+    bench = Bench().start()
+    for _ in range(3 * FAILURE):
+        grant = bench.granted(most=1)
+        assert ids(grant) == ["train/0/0"]
+        bench.ask(Complete(lease_id=grant.lease_id, stage="rollout", incarnation=7, results=[], untouched=untouched))
+    assert (ids(bench.granted(most=1)) == ["train/0/0"]) == untouched
 
 
 def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_it() -> None:
