@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -54,7 +54,7 @@ class Recording:
 def record(running: Cluster, steps: int, folder: Path) -> Recording:
     """Put aside what a cluster that keeps its tasks has done once `steps` are committed.
 
-    The journal first: it names nothing that is not in a store yet, and stores never change a file.
+    The journal first: it names nothing that is not in a store yet, and stores never change a file under its name.
     """
     rows = running.wait_for(f"step {steps}", lambda: found if len(found := running.rows()) >= steps else None)
     with (
@@ -63,18 +63,20 @@ def record(running: Cluster, steps: int, folder: Path) -> Recording:
     ):
         source.backup(target)
     shards = running.run.shm.with_name(f"{running.run.shm.name}-kept")
-    _link(running.run.shm, shards)
+    _copy(running.run.shm, shards)
     return Recording(running.run.topology, folder / "journal.sqlite", shards, rows)
 
 
-def _link(source: Path, target: Path) -> None:
-    """The same sealed files under another folder, without a byte of memory more."""
+def _copy(source: Path, target: Path) -> None:
+    """The same sealed files, with their times, under another folder."""
     for file in source.glob("*/*"):
         if file.is_file():
-            linked = target / file.relative_to(source)
-            linked.parent.mkdir(parents=True, exist_ok=True)
+            copied = target / file.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # swept meanwhile: nothing that the journal names
-                os.link(file, linked)
+                shutil.copy2(file, copied)
+                if not file.exists():  # nor is it certain that its pages were its own to the end
+                    copied.unlink()
 
 
 class ByHand:
@@ -172,7 +174,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
 def again(recording: Recording, path: Path, *overrides: str, limit_s: float) -> Iterator[ByHand]:
     """The recorded run as it stood, under `overrides`; no process is started yet."""
     run = place.create(path, load(recording.topology, list(overrides)))
-    _link(recording.shards, run.shm)
+    _copy(recording.shards, run.shm)
     run.journal.write_bytes(recording.journal.read_bytes())
     services = ByHand(run, time.monotonic() + limit_s)
     try:
