@@ -17,9 +17,7 @@ from tests.integration.vllm_process import TOLERANCE
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm"),
     pytest.mark.timeout(400),
 ]
 
