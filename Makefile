@@ -119,7 +119,7 @@ bench-data: setup peers-data ## the data plane against the machine's limits and 
 bench-train: setup ## the training step against its peers
 	$(PY) -m tests.bench.bench_train
 
-bench-rollout: setup peers ## running ahead, weight sync, and TRL on long answers
+bench-rollout: setup peers ## running ahead, weight sync, and TRL on long and short answers
 	$(PY) -m tests.bench.bench_rollout
 
 .PHONY: plot-staleness

@@ -1,5 +1,5 @@
 """What the rollout side costs, in ratios of one run on this machine: running ahead, weight sync, the whole system
-against TRL on long answers. Must never compare sides that did not do the same work.
+against TRL on long and short answers. Must never compare sides that did not do the same work.
 
     python -m tests.bench.bench_rollout                (TRL needs `make peers`)
     python -m tests.bench.bench_rollout --only ahead|sync|trl
@@ -12,7 +12,7 @@ sync   a version of --sync-mib from the trainer's memory into the engine's: put 
 trl    GRPO on answers of up to 128 tokens whose lengths spread widely: a random model of the quickstart's shape ends
        an answer with one token in 64 or so, hence lengths are nearly geometric. KL to the reference on both sides, two
        threads for TRL and two processes of a thread (and the reference's) for the cluster. The learning rate is so low
-       that lengths stay what they are.
+       that lengths stay what they are. Then the same with answers of up to 8 tokens, nearly all of which are cut there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.data import open_source
@@ -44,7 +45,23 @@ from tests.bench.random_model import save_random, save_random_of
 
 FORM = "{:<34}{:>14}{:>10}{:>26}"
 COOL_DOWN = 3
-LONG_TOKENS, LONG_TASKS, GROUP_SIZE = 128, 16, 8
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Work for both sides: tasks a step, of GROUP_SIZE answers of up to `tokens`; `target`: ours over TRL."""
+
+    tokens: int
+    tasks: int
+    target: float
+
+    @property
+    def samples(self) -> int:
+        return self.tasks * GROUP_SIZE
+
+
+LONG, SHORT = Answers(128, 16, 3.0), Answers(8, 64, 1.0)
 
 
 def line(what: str, figure: str, ratio: str = "", note: str = "") -> None:
@@ -100,15 +117,16 @@ def show_syncs(what: str, measured: weight_sync.Measured) -> None:
 # ------------------------------------------------------------------------------------------------------------- TRL
 
 
-def trl_rate(model: Path, folder: Path, steps: int, warm_up: int, threads: int, limit_s: float) -> tuple[float, float]:
+def trl_rate(
+    work: Answers, model: Path, folder: Path, steps: int, warm_up: int, threads: int, limit_s: float
+) -> tuple[float, float]:
     """Samples/s of GRPOTrainer and its mean length. Raises BenchError."""
     rows, output = folder / "train.jsonl", folder / "trl.out"
     source = open_source("builtin:addition", where="bench_rollout")
     rows.write_text("".join(json.dumps(source.row(index)) + "\n" for index in range(len(source))))
-    samples = LONG_TASKS * GROUP_SIZE
     command = [str(PEER_PYTHON), str(PEER), "--rows", str(rows), "--model", str(model), "--threads", str(threads)]
-    command += ["--steps", str(steps), "--warm-up", str(warm_up), "--samples", str(samples)]
-    command += ["--micro-batch", str(samples), "--max-new-tokens", str(LONG_TOKENS), "--learning-rate", "1e-7"]
+    command += ["--steps", str(steps), "--warm-up", str(warm_up), "--samples", str(work.samples)]
+    command += ["--micro-batch", str(work.samples), "--max-new-tokens", str(work.tokens), "--learning-rate", "1e-7"]
     with running(command, output) as process:
         try:
             status = process.wait(limit_s)
@@ -120,28 +138,31 @@ def trl_rate(model: Path, folder: Path, steps: int, warm_up: int, threads: int, 
     return result["samples_per_s"], statistics.fmean(result["length_mean"])
 
 
-def long_answers(steps: int, warm_up: int, threads: int, limit_s: float) -> None:
+def answers(work: Answers, steps: int, warm_up: int, threads: int, limit_s: float) -> None:
     settings = (
-        f"algorithm.tasks_per_step={LONG_TASKS}",
-        f"sampling.max_new_tokens={LONG_TOKENS}",
+        f"algorithm.tasks_per_step={work.tasks}",
+        f"sampling.max_new_tokens={work.tokens}",
         "optimizer.lr=1.0e-7",
     )
-    samples = LONG_TASKS * GROUP_SIZE
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = Path(name) / "model"
         save_random(model)
-        ours, others = cluster_rate((*settings, f"policy.model={model}"), steps, warm_up, samples, limit_s)
-        line(f"rlbus, up to {LONG_TOKENS} tokens", f"{ours:.1f} /s", "", f"others' cores {others:.2f}")
-        theirs, length = trl_rate(model, Path(name), steps, warm_up, threads, limit_s)
+        ours, others = cluster_rate((*settings, f"policy.model={model}"), steps, warm_up, work.samples, limit_s)
+        line(f"rlbus, up to {work.tokens} tokens", f"{ours:.1f} /s", "", f"others' cores {others:.2f}")
+        theirs, length = trl_rate(work, model, Path(name), steps, warm_up, threads, limit_s)
     line("TRL GRPOTrainer", f"{theirs:.1f} /s", "", f"mean length {length:.1f}")
-    line("rlbus over TRL", "", f"{ours / theirs:.2f}", "target 3")
+    line("rlbus over TRL", "", f"{ours / theirs:.2f}", f"target {work.target:g}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Running ahead, weight sync and long answers, in ratios.")
+    parser = argparse.ArgumentParser(description="Running ahead, weight sync and TRL, in ratios.")
     parser.add_argument("--only", choices=("ahead", "sync", "trl"))
-    parser.add_argument("--steps", type=int, default=40, help="of each run of ahead, warm-up included")
-    parser.add_argument("--long-steps", type=int, default=14, help="of each side of trl, warm-up included")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="of each run of ahead and of short answers, warm-up included"
+    )
+    parser.add_argument(
+        "--long-steps", type=int, default=14, help="of each side of trl on long answers, warm-up included"
+    )
     parser.add_argument("--warm-up", type=int, default=4, help="first steps, left out")
     parser.add_argument("--sync-mib", type=int, nargs="+", default=[104, 512, 1024])
     parser.add_argument("--syncs", type=int, default=8, help="of each size, a copy of as many bytes before each")
@@ -159,7 +180,8 @@ def main() -> None:
             for mib in args.sync_mib:
                 sync(mib, args.syncs, args.threads)
         if args.only in (None, "trl"):
-            long_answers(args.long_steps, args.warm_up, args.threads, args.limit_s)
+            answers(LONG, args.long_steps, args.warm_up, args.threads, args.limit_s)
+            answers(SHORT, args.steps, args.warm_up, args.threads, args.limit_s)
     except BenchError as error:
         sys.exit(f"bench_rollout: {error}")
 
