@@ -24,6 +24,7 @@ from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
 from services.batch_store.room import Place, Retire, held_bytes
+from shared.dataplane.mapping import lock_named
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"
@@ -157,13 +158,13 @@ class StoreFiles:
     def copy_to_disk(self, put_id: str) -> bool:
         """Copy a sealed file under an unfinished name, to the last byte on disk and verified. Slow: use a thread.
 
-        False: the file was collected before it could be opened. Raises OSError (the disk is full, or refuses) and
-        WireError (what the disk gives back is not what was put); the unfinished file is gone then.
+        It holds the lock of a reader: a file that is collected meanwhile is not cut, nor lent. False: it was collected
+        before it could be opened. Raises OSError (the disk is full, or refuses) and WireError (what the disk gives back
+        is not what was put); the unfinished file is gone then.
         """
         path = self.path(f"{put_id}.part", Place.DISK)
-        try:
-            source = os.open(self.path(f"{put_id}.blk"), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        source = lock_named(self.path(f"{put_id}.blk"), os.O_RDONLY)
+        if source is None:
             return False
         try:
             target = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -40,9 +40,9 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
 class Store:
     """The index and its files, moved as the server moves them."""
 
-    def __init__(self, folder: Path, limit: int = 1 << 20) -> None:
+    def __init__(self, folder: Path, limit: int = 1 << 20, spill: Path | None = None) -> None:
         self.index = StoreState("store", limit, 1)
-        self.files = StoreFiles("store", folder)
+        self.files = StoreFiles("store", folder, spill)
         self.puts = 0
         self.now = 0.0
 
@@ -142,6 +142,29 @@ def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_ne
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
     assert len(list((tmp_path / "s").glob("*.dead"))) == 2
     assert [name.partition(".")[0] for name in store.index._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_file_collected_while_it_is_copied_to_disk_is_copied_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    store = Store(tmp_path / "s", spill=tmp_path / "disk")
+    if not kept:
+        monkeypatch.setattr(spares_module, "SPARE_BYTES", 1 << 30)
+    put_id = Path(store.put("train/0/0", VALUES)).stem
+    send = os.sendfile
+
+    def collected_first(target: int, source: int, at: int, count: int) -> int:
+        store.clear("train/0/0")
+        assert store.index.stats().zombie_bytes > VALUES.nbytes  # in use: neither cut nor lent
+        return send(target, source, at, count)
+
+    monkeypatch.setattr(os, "sendfile", collected_first)
+    assert store.files.copy_to_disk(put_id)
+    store.files.drop_copy(put_id)
+    store.reap()
+    assert (store.index.stats().spare_bytes > 0) == kept
+    assert store.index.stats().zombie_bytes == 0
 
 
 def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: Path) -> None:
