@@ -228,7 +228,7 @@ class StoreFiles:
         del self._spares[name]
 
     def claim(self, name: str) -> bool:
-        """Whether nobody has a spare open. True: it is locked until `reuse` or `drop_spare`."""
+        """Whether nobody has a spare open. True: it is locked until `reuse` or `release`."""
         descriptor = os.open(self._spares[name], os.O_RDWR | os.O_CLOEXEC)
         if _try_lock(descriptor):
             self._claimed[name] = descriptor
@@ -246,9 +246,9 @@ class StoreFiles:
         os.close(descriptor)
         return path
 
-    def drop_spare(self, name: str) -> None:
-        """Delete a claimed spare."""
-        self._delete(self._spares.pop(name), self._claimed.pop(name))
+    def release(self, name: str) -> None:
+        """Nothing came of it: a claimed spare is a spare again."""
+        os.close(self._claimed.pop(name))
 
     # ---- tombstones
 

@@ -71,11 +71,14 @@ class Room:
         """A producer has to wait: for room under the limit, or for room on the mount."""
         self._busy += 1
 
-    def _reserve(self, nbytes: int) -> None:
-        """Take room in memory or raise busy."""
-        need = held_bytes(nbytes)
+    def count_lent(self) -> None:
+        """A put was given the pages of a spare."""
+        self._lent += 1
+
+    def _reserve(self, nbytes: int, spare: str | None) -> None:
+        """Take room in memory, that of a spare included, which is none any more; or raise busy."""
         memory, disk = self.limits
-        if self._used[Place.MEMORY] + need > memory:
+        if self._missing_bytes(nbytes, spare) > 0:
             self.count_busy()
             spill = f"{self._used[Place.DISK]} of {disk} of the spill" if disk else "spill is off"
             raise RpcError(
@@ -84,7 +87,9 @@ class Room:
                 "raise services.batch-store.memory or spill_limit, or checkpoint more often",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._used[Place.MEMORY] += need
+        if spare is not None:
+            self._used[Place.MEMORY] -= self._take_spare(spare)
+        self._used[Place.MEMORY] += held_bytes(nbytes)
 
     # ---- the end of files
 
@@ -113,11 +118,6 @@ class Room:
         self._spare_bytes += held
         self._spares.add(target, self._worth_keeping.pop(target), now)
         return True
-
-    def spend(self, name: str) -> None:
-        """A spare's pages are no longer its own: the grant that begins at once takes them, or they are freed."""
-        self._used[Place.MEMORY] -= self._take_spare(name)
-        self._lent += 1
 
     def surplus(self, now: float) -> list[str]:
         """Spares that nobody took, or too many of them: zombies again, to be deleted and `reaped`."""

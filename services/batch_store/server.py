@@ -195,10 +195,10 @@ class StoreService(Service):
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
         spare = self._claim_spare(files, request)
         try:
-            new = self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time())
+            new = self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time(), spare)
         except RpcError:
             if spare is not None:
-                files.drop_spare(spare)
+                files.release(spare)
             raise
         if not new:
             if request.full:
@@ -206,9 +206,9 @@ class StoreService(Service):
                 self._ended.free(self.index.give_up_spares())
             return PutGrant(path=files.path(f"{request.put_id}.tmp"))
         try:
-            if spare is not None:
-                return PutGrant(path=files.reuse(spare, request.put_id, request.nbytes))
-            return PutGrant(path=files.create(request.put_id, request.nbytes))
+            if spare is None:
+                return PutGrant(path=files.create(request.put_id, request.nbytes))
+            path = files.reuse(spare, request.put_id, request.nbytes)
         except OSError as error:
             self.index.forget(request.put_id)
             if error.errno not in FULL:
@@ -217,6 +217,8 @@ class StoreService(Service):
             self._ended.free(self.index.give_up_spares())
             text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
+        self.index.count_lent()
+        return PutGrant(path=path)
 
     def _claim_spare(self, files: StoreFiles, request: PutBegin) -> str | None:
         """A locked spare for the grant that begins now, if there is one."""
@@ -226,7 +228,6 @@ class StoreService(Service):
         if not files.claim(spare):  # somebody who looked for its former name has it open
             self._ended.free([self.index.give_up_spare(spare)])
             return None
-        self.index.spend(spare)
         return spare
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:

@@ -88,10 +88,10 @@ class StoreState(Room):
         self._check_put(put_id, nbytes, tasks)
         self._refuse_collected(tasks)
 
-    def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float) -> bool:
-        """Reserve room. True: create the file; False: this very grant is open already.
+    def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float, spare: str | None = None) -> bool:
+        """Reserve room. True: create the file, of `spare` if there is one; False: this very grant is open already.
 
-        Raises RpcError: bad_request, collected (`names`), conflict, busy.
+        Raises RpcError: bad_request, collected (`names`), conflict, busy. The spare is one still after that.
         """
         self.check(put_id, nbytes, tasks)
         grant = self._grants.get(put_id)
@@ -100,7 +100,7 @@ class StoreState(Room):
                 raise RpcError(ErrorCode.CONFLICT, f"{self._name}: put {put_id} is open with other tasks or sizes")
             grant.since = now
             return False
-        self._reserve(nbytes)
+        self._reserve(nbytes, spare)
         self._grants[put_id] = Grant(nbytes, tuple(tasks), now)
         return True
 

@@ -18,6 +18,7 @@ from proto.messages import (
     Ack,
     BatchMeta,
     Clear,
+    ErrorCode,
     GetStoreStats,
     PutBegin,
     PutGrant,
@@ -30,6 +31,7 @@ from services.batch_store.room import held_bytes
 from services.batch_store.spares import SPARE_BYTES
 from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
+from shared.rpc.errors import RpcError
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
 
 ELEMENTS = SPARE_BYTES // 4 + 1000
@@ -109,6 +111,26 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
             assert (await stats(peer)).bytes <= MEMORY
             assert np.array_equal(await fetch(peer, "train/9/0"), large)
             await clear(peer, "train/9/0")
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_of_a_put_that_is_refused_was_lent_to_nobody(store: StoreProcess) -> None:
+    async def scenario() -> None:
+        async with peer_of(store.run) as peer:
+            await put(peer, "train/0/0", np.zeros(MEMORY * 5 // 8, np.uint8))
+            await put(peer, "train/0/1", np.zeros(MEMORY * 2 // 8, np.uint8))
+            await clear(peer, "train/0/1")
+            before = await stats(peer)
+            assert before.spare_bytes > MEMORY * 2 // 8
+            begin = PutBegin(put_id=secrets.token_hex(16), nbytes=MEMORY * 4 // 8, tasks=[PutTask("train/0/2", 1)])
+            with pytest.raises(RpcError) as caught:
+                await peer.store.call(begin, PutGrant, deadline_s=CALL_S)
+            assert caught.value.code == ErrorCode.BUSY
+            after = await stats(peer)
+            assert (after.lent, after.spare_bytes, after.bytes) == (0, before.spare_bytes, before.bytes)
+            await put(peer, "train/0/2", np.zeros(MEMORY * 2 // 8, np.uint8))
+            assert (await stats(peer)).lent == 1
 
     asyncio.run(scenario())
 

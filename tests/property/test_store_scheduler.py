@@ -178,10 +178,7 @@ class Both(RuleBasedStateMachine):
                 self.store.reaped(name)
             while self.store.lacks_room(put_id, nbytes) and self.spill():
                 pass
-            spare = self.store.spare(put_id, nbytes)
-            if spare is not None:
-                self.store.spend(spare)
-            self.store.begin(put_id, nbytes, names, self.now)
+            self.store.begin(put_id, nbytes, names, self.now, self.store.spare(put_id, nbytes))
         except RpcError as error:
             return error.code
         self.files[put_id] = (table, nbytes, Place.MEMORY)

@@ -82,8 +82,9 @@ class StoreMachine(RuleBasedStateMachine):
         value=st.integers(0, 1),
         room=st.booleans(),
         claimed=st.booleans(),
+        made=st.booleans(),
     )
-    def begin(self, tasks: list[tuple[int, int]], key: str, value: int, room: bool, claimed: bool) -> None:
+    def begin(self, tasks: list[tuple[int, int]], key: str, value: int, room: bool, claimed: bool, made: bool) -> None:
         table, nbytes = written(tasks, key, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
@@ -92,15 +93,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.make_room(put_id, nbytes)
         spare = self.state.spare(put_id, nbytes)
         assert (spare is not None) == any(size <= 2 * nbytes <= 4 * size for size, _ in self.spares.values())
-        if spare is not None and claimed:
-            self.state.spend(spare)
-            del self.spares[spare]
-            self.lent += 1
-        elif spare is not None:
+        if spare is not None and not claimed:
             self.given_up([self.state.give_up_spare(spare)])
+            spare = None
         used = self.state.used(Place.MEMORY)
+        if spare is not None:
+            used -= held_bytes(self.spares[spare][0])
         try:
-            assert self.state.begin(put_id, nbytes, names, 0.0)
+            assert self.state.begin(put_id, nbytes, names, 0.0, spare)
         except RpcError as error:
             code = error.code
         else:
@@ -109,7 +109,15 @@ class StoreMachine(RuleBasedStateMachine):
         full = used + held_bytes(nbytes) > LIMIT
         assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
         if code:
+            return  # and what was a spare is one still
+        if spare is not None:
+            del self.spares[spare]
+        if not made:
+            self.state.forget(put_id)
             return
+        if spare is not None:
+            self.state.count_lent()
+            self.lent += 1
         assert not self.state.begin(put_id, nbytes, names, 0.0)
         assert self.state.spare(put_id, nbytes) is None  # it has its file
         self.open[put_id] = (table, nbytes)

@@ -53,11 +53,12 @@ class Store:
         spare = self.index.spare(put_id, layout.file_bytes)
         if spare is not None:
             assert self.files.claim(spare)
-            self.index.spend(spare)
-        assert self.index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0)
+        assert self.index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0, spare)
         if spare is None:
             return put_id, self.files.create(put_id, layout.file_bytes)
-        return put_id, self.files.reuse(spare, put_id, layout.file_bytes)
+        path = self.files.reuse(spare, put_id, layout.file_bytes)
+        self.index.count_lent()
+        return put_id, path
 
     def put(self, task_id: str, values: np.ndarray) -> str:  # type: ignore[type-arg]
         layout = Layout([(task_id, 1, {"w": values})])
