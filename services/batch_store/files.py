@@ -95,7 +95,7 @@ class StoreFiles:
         try:
             return path.read_text()
         except FileNotFoundError:
-            _replace(path, secrets.token_hex(16))
+            os.close(_replace(path, secrets.token_hex(16)))
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
@@ -126,6 +126,9 @@ class StoreFiles:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, nbytes)
+        except BaseException:
+            os.unlink(path)
+            raise
         finally:
             os.close(descriptor)
         return path
@@ -167,7 +170,7 @@ class StoreFiles:
         if source is None:
             return False
         try:
-            target = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            target = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 _copy(source, target)
                 _verify(target, _read_table(target))
@@ -181,8 +184,12 @@ class StoreFiles:
         return True
 
     def finish_copy(self, put_id: str) -> None:
-        """Give the copy its sealed name: from here on a restart finds the file on disk."""
-        os.rename(self.path(f"{put_id}.part", Place.DISK), self.path(f"{put_id}.blk", Place.DISK))
+        """Give the copy its sealed name: from here on a restart finds the file on disk. Raises OSError: it is gone."""
+        try:
+            os.rename(self.path(f"{put_id}.part", Place.DISK), self.path(f"{put_id}.blk", Place.DISK))
+        except BaseException:
+            self.drop_copy(put_id)
+            raise
 
     def drop_copy(self, put_id: str) -> None:
         """Nobody wants the copy any more; nobody could have found it."""
@@ -191,33 +198,38 @@ class StoreFiles:
     # ---- zombies
 
     def retire(self, effect: Retire) -> None:
-        """Rename: from here on nobody can find the file."""
+        """Rename: from here on nobody can find the file. Raises OSError: it has its name still, or was gone before."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
-        os.rename(source, target)
+        try:
+            os.rename(source, target)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._on_retire(source)
         self._zombies[effect.target] = (target, descriptor)
 
-    def reap(self, keep: Callable[[str], bool]) -> list[str]:
-        """Delete the zombies that nobody maps, except those to `keep` as spares; returns the names of the deleted."""
-        unmapped = [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
-        gone: list[str] = []
-        for name in unmapped:
-            if keep(name):
-                path, descriptor = self._zombies.pop(name)
-                # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
-                os.close(descriptor)
-                self._spares[name] = path
-                continue
-            self._delete(*self._zombies.pop(name))
-            gone.append(name)
-        return gone
+    def unmapped(self) -> list[str]:
+        """The zombies that nobody maps: locked from here on, each to be kept or deleted at once."""
+        return [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
 
-    def _delete(self, path: str, descriptor: int) -> None:
-        """Truncated first: the process that wrote a spare may have kept its mapping, which must not keep the pages."""
-        os.ftruncate(descriptor, 0)
-        os.unlink(path)
+    def keep(self, name: str) -> None:
+        """It is a spare."""
+        path, descriptor = self._zombies.pop(name)
+        # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
         os.close(descriptor)
+        self._spares[name] = path
+
+    def delete(self, name: str) -> None:
+        """Raises OSError: it is a zombie still."""
+        path, descriptor = self._zombies[name]
+        try:
+            _delete(path, descriptor)
+        except BaseException:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # who waits for it learns that the name is gone
+            raise
+        os.close(descriptor)
+        del self._zombies[name]
 
     # ---- spares
 
@@ -237,13 +249,21 @@ class StoreFiles:
         return False
 
     def reuse(self, name: str, put_id: str, nbytes: int) -> str:
-        """A claimed spare becomes the file of a grant, of its size and no block file any more; returns its path."""
+        """A claimed spare becomes the file of a grant, of its size and no block file any more; returns its path.
+
+        Raises OSError (no room for it or its name): the spare was deleted.
+        """
         source, descriptor = self._spares.pop(name), self._claimed.pop(name)
         path = self.path(f"{put_id}.tmp")
-        os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
-        os.ftruncate(descriptor, nbytes)  # what is beyond its pages is sparse, as in a new file
-        os.rename(source, path)
-        os.close(descriptor)
+        try:
+            os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
+            os.ftruncate(descriptor, nbytes)  # what is beyond its pages is sparse, as in a new file
+            os.rename(source, path)
+        except BaseException:
+            _delete(source, descriptor)
+            raise
+        finally:
+            os.close(descriptor)
         return path
 
     def release(self, name: str) -> None:
@@ -266,13 +286,13 @@ class StoreFiles:
         self._journal_lines += len(lines)
 
     def compact(self, tombstones: dict[str, int]) -> None:
-        """Rewrite the list when most of its lines are out of date."""
+        """Rewrite the list when most of its lines are out of date. Raises OSError: the long one stays, and is used."""
         if self._journal_lines <= 2 * len(tombstones) + 4096:
             return
         lines = (f"{fence} {task_id}\n" for task_id, fence in tombstones.items())
-        _replace(self._directory / _TOMBSTONES, "".join(lines))
-        os.close(self._journal)
-        self._journal = os.open(self._directory / _TOMBSTONES, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        before = self._journal
+        self._journal = _replace(self._directory / _TOMBSTONES, "".join(lines))
+        os.close(before)
         self._journal_lines = len(tombstones)
 
     def tombstones(self) -> list[PutTask]:
@@ -336,13 +356,18 @@ class StoreFiles:
         self._spares.clear()
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a small file as a whole, or leave the one that is there."""
+def _replace(path: Path, text: str) -> int:
+    """Write a small file as a whole, or leave the one that is there; returns its descriptor, for what is appended."""
     scratch = path.with_name(f"{path.name}.new")
-    descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as stream:
-        stream.write(text)
-    scratch.replace(path)
+    descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w", closefd=False) as stream:
+            stream.write(text)
+        scratch.replace(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _copy(source: int, target: int) -> None:
@@ -358,6 +383,12 @@ def _copy(source: int, target: int) -> None:
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.fsync(target)
     os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _delete(path: str, descriptor: int) -> None:
+    """Truncated first: the process that wrote a spare may have kept its mapping, which must not keep the pages."""
+    os.ftruncate(descriptor, 0)
+    Path(path).unlink(missing_ok=True)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -1,5 +1,5 @@
 """Files on their way out: hidden under a zombie's name in order, deleted when nobody maps them. It must never lose one:
-the index has let go of it already, so what finds no descriptor now stays due.
+the index has let go of it already, so what finds no descriptor, or is refused by the disk, stays due.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TypeVar
+
+import structlog
 
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
@@ -23,13 +24,16 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 class Retirement:
     """Carries out what the index of one store decided; belongs to the store's event loop."""
 
-    def __init__(self, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now`: the loop's time in seconds."""
+        self._log = structlog.get_logger(name)
         self._index = index
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
         self._spares: deque[str] = deque()
+        self._refused: set[str] = set()
+        """What the disk refused to let go, and was said already."""
 
     def take(self, effects: Iterable[Retire]) -> None:
         """Retire these after what is still due, as far as descriptors go."""
@@ -46,7 +50,8 @@ class Retirement:
     def settle(self) -> None:
         """Go on with what is due, and delete what nobody maps any more."""
         while True:
-            opened = self._open(self._due, self._files.retire) + self._open(self._spares, self._files.give_up_spare)
+            opened = self._open(self._due, self._files.retire, _target)
+            opened += self._open(self._spares, self._files.give_up_spare, str)
             reaped = self._reap()
             if not (self._due or self._spares) or not opened + reaped:
                 return
@@ -55,22 +60,48 @@ class Retirement:
         """Whether a file of this name still waits for its end: the name cannot be used again yet."""
         return any(effect.source == source for effect in self._due)
 
-    def _open(self, due: deque[T], begin: Callable[[T], None]) -> int:
-        """How many of them have begun their end."""
+    def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
+        """How many of them have begun their end; what is refused stands behind the others then."""
         count = 0
-        while due and count < AT_ONCE:
+        for _ in range(min(len(due), AT_ONCE)):
+            one = due.popleft()
             try:
-                begin(due[0])
+                begin(one)
+            except FileNotFoundError as error:
+                self._log.error("a file was deleted by somebody else", error=str(error))
+                self._index.reaped(name_of(one))
             except OSError as error:
-                if error.errno not in _NO_DESCRIPTOR:
-                    raise
-                break
-            due.popleft()
-            count += 1
+                if error.errno in _NO_DESCRIPTOR:
+                    due.appendleft(one)
+                    break
+                due.append(one)
+                self._say(name_of(one), error)
+            else:
+                self._refused.discard(name_of(one))
+                count += 1
         return count
 
     def _reap(self) -> int:
-        gone = self._files.reap(partial(self._index.keep, now=self._now()))
-        for name in gone:
+        count = 0
+        for name in self._files.unmapped():
+            if self._index.keep(name, self._now()):
+                self._files.keep(name)
+                continue
+            try:
+                self._files.delete(name)
+            except OSError as error:
+                self._say(name, error)
+                continue
+            self._refused.discard(name)
             self._index.reaped(name)
-        return len(gone)
+            count += 1
+        return count
+
+    def _say(self, name: str, error: OSError) -> None:
+        if name not in self._refused:
+            self._refused.add(name)
+            self._log.error("a file cannot be deleted; its bytes count until it is", file=name, error=str(error))
+
+
+def _target(effect: Retire) -> str:
+    return effect.target

@@ -92,7 +92,7 @@ class StoreService(Service):
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._ended = Retirement(self.index, self._files, self.loop.time)
+        self._ended = Retirement(self.name, self.index, self._files, self.loop.time)
         if spill is not None:
             self._spiller = Spiller(self.name, self.index, self._files, self._ended)
         return super().bind()
@@ -213,12 +213,16 @@ class StoreService(Service):
             self.index.forget(request.put_id)
             if error.errno not in FULL:
                 raise
-            self.index.count_busy()
-            self._ended.free(self.index.give_up_spares())
-            text = f"{self.name}: put of {request.nbytes} bytes refused: no room for another file ({error})"
-            raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
+            raise self._mount_full(f"put of {request.nbytes} bytes refused", error) from None
         self.index.count_lent()
         return PutGrant(path=path)
+
+    def _mount_full(self, what: str, error: OSError) -> RpcError:
+        """Make the room that can be made; the producer asks again."""
+        self.index.count_busy()
+        self._ended.free(self.index.give_up_spares())
+        text = f"{self.name}: {what}: no room for another file ({error})"
+        return RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
 
     def _claim_spare(self, files: StoreFiles, request: PutBegin) -> str | None:
         """A locked spare for the grant that begins now, if there is one."""
@@ -240,14 +244,20 @@ class StoreService(Service):
             table = files.read_table(f"{put_id}.tmp")
             if table.file_bytes != nbytes:
                 raise WireError(f"file of {table.file_bytes} bytes, {nbytes} were granted")
-            new = self.index.seal(put_id, table)
+            new = self.index.adds(put_id, table)
         except (RpcError, WireError) as error:
             self._ended.take([self.index.abandon(put_id)])
             if isinstance(error, WireError):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: put {put_id}: {error}") from None
             raise
         if new:
-            files.seal(put_id)
+            try:
+                files.seal(put_id)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise self._mount_full(f"put {put_id} not sealed", error) from None
+            self.index.seal(put_id, table)
             self._ended.take(self.index.supersede(put_id))
         else:
             self._ended.take([self.index.abandon(put_id)])

@@ -80,6 +80,11 @@ class Spiller:
             return False
         try:
             copied = await asyncio.to_thread(self._files.copy_to_disk, put_id)
+            moved = copied and self._index.wanted(put_id)
+            if moved:
+                self._files.finish_copy(put_id)
+            elif copied:
+                self._files.drop_copy(put_id)
         except OSError as error:
             self._log.error("spill refused by the disk", put_id=put_id, error=str(error))
             self._resume_at = loop.time() + PAUSE_S
@@ -89,12 +94,9 @@ class Spiller:
             self._log.error("spilled file reads back differently, it stays in memory", put_id=put_id, error=str(error))
             self._index.give_up_move(put_id, retry=False)
             return False
-        if copied and self._index.wanted(put_id):
-            self._files.finish_copy(put_id)
+        if moved:
             self._ended.take([self._index.end_move(put_id)])
         else:
-            if copied:
-                self._files.drop_copy(put_id)
             self._index.give_up_move(put_id, retry=False)
-        self._ended.settle()
+            self._ended.settle()
         return True

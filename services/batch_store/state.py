@@ -125,23 +125,24 @@ class StoreState(Room):
         """Size of a sealed file."""
         return self._sealed[put_id].nbytes
 
-    def seal(self, put_id: str, table: Table) -> bool:
-        """Make a written file findable. True: rename it to its sealed name; False: all of it is here already.
+    def adds(self, put_id: str, table: Table) -> bool:
+        """What comes of a written file. True: rename it to its sealed name, then `seal`; False: all of it is here.
 
         Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). After False
-        or an error the file must go: `abandon`. After True, once it has its sealed name: `supersede`.
+        or an error the file must go: `abandon`.
         """
         grant = self._grants[put_id]
         written = list(zip(table.task_ids, table.fences, strict=True))
         if written != [(task.task_id, task.fence) for task in grant.tasks]:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} holds other tasks than were granted")
         self._refuse_collected(grant.tasks)
-        if not self._adds(put_id, table):
-            return False
+        return self._has_new(put_id, table)
+
+    def seal(self, put_id: str, table: Table) -> None:
+        """Make a file findable that `adds` and has its sealed name: a restart would find it. Then `supersede`."""
+        grant = self._grants.pop(put_id)
         self._puts += 1
-        del self._grants[put_id]
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
-        return True
 
     def supersede(self, put_id: str) -> list[Retire]:
         """Drop what a sealed file takes the place of: shards of its tasks that differ in the revision only.
@@ -366,7 +367,7 @@ class StoreState(Room):
                 names=names,
             )
 
-    def _adds(self, put_id: str, table: Table) -> bool:
+    def _has_new(self, put_id: str, table: Table) -> bool:
         """Does the file hold anything new? Raises RpcError(conflict) for other bytes under a known name."""
         adds = False
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from proto.messages import (
     PutTask,
     StorePlace,
 )
+from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
 from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.full import FULL
@@ -51,6 +53,7 @@ _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """What most shards are; the rest is looked at one by one."""
 FULL_RETRY_S = 0.5
 LARGE_BYTES = 256 << 20
+R = TypeVar("R", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class DataClient:
         begin = PutBegin(
             put_id=put_id, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence) for task in tasks]
         )
-        grant = await self._begin(client, begin, deadline)
+        grant = await _ask(client, begin, PutGrant, deadline)
         while True:
             try:
                 written = await self._write(grant.path, tasks, layout, store)
@@ -153,15 +156,15 @@ class DataClient:
                     raise
                 # the store counts it, and keeps the grant of a producer that it hears from
                 again = msgspec.structs.replace(begin, full=True)
-                grant = await self._begin(client, again, deadline)
+                grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
                 continue
             if written is None:  # taken back or lost with the store before it was written
-                grant = await self._begin(client, begin, deadline)
+                grant = await _ask(client, begin, PutGrant, deadline)
                 continue
             descriptor, receipts = written
             try:
-                await client.call(PutSeal(put_id=put_id), PutSealed, deadline_s=deadline - loop.time())
+                await _ask(client, PutSeal(put_id=put_id), PutSealed, deadline)
             except RpcError as error:
                 if error.code != ErrorCode.MISSING:
                     raise
@@ -169,7 +172,7 @@ class DataClient:
                 return receipts
             finally:
                 os.close(descriptor)
-            grant = await self._begin(client, begin, deadline)  # a restarted store threw the unsealed file away
+            grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store threw the unsealed file away
 
     async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task, private to the caller.
@@ -200,16 +203,6 @@ class DataClient:
         return self._shares[store]
 
     # ---- put
-
-    async def _begin(self, client: Client, begin: PutBegin, deadline: float) -> PutGrant:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return await client.call(begin, PutGrant, deadline_s=deadline - loop.time())
-            except RpcError as error:
-                if error.code != ErrorCode.BUSY or loop.time() + error.retry_after_s >= deadline:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
 
     async def _write(
         self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
@@ -294,6 +287,18 @@ class DataClient:
                 "or put more tasks in one put",
             ) from None
         return found
+
+
+async def _ask(client: Client, request: Request, reply: type[R], deadline: float) -> R:
+    """The answer of a store, once it is not busy any more. Raises RpcError: busy until the deadline, in loop time."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return await client.call(request, reply, deadline_s=deadline - loop.time())
+        except RpcError as error:
+            if error.code != ErrorCode.BUSY or loop.time() + error.retry_after_s >= deadline:
+                raise
+            await asyncio.sleep(error.retry_after_s)
 
 
 async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proto.blockfile import Layout
 from proto.messages import (
     Ack,
     BatchMeta,
@@ -19,11 +21,17 @@ from proto.messages import (
     GetInventory,
     GetStoreStats,
     Inventory,
+    PutBegin,
+    PutGrant,
+    PutSeal,
+    PutSealed,
     PutTask,
     StoreStats,
     TaskHandle,
 )
 from shared.dataplane.client import TaskShards
+from shared.dataplane.mapping import lock_named
+from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
 
@@ -122,6 +130,33 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
 
     asyncio.run(main())
     assert store.killed == KILLS + 2
+
+
+def test_a_put_whose_file_cannot_have_its_sealed_name_is_not_acknowledged(store: StoreProcess) -> None:
+    task = shards_of(1)
+    layout = Layout([(task.task_id, task.fence, task.shards)])
+    begin = PutBegin(put_id="a" * 32, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence)])
+    seal = PutSeal(put_id=begin.put_id)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            grant = await peer.store.call(begin, PutGrant, deadline_s=10)
+            locked = lock_named(grant.path, os.O_RDWR)
+            assert locked is not None
+            write_block(locked, layout)
+            in_the_way = Path(grant.path).with_suffix(".blk")
+            in_the_way.mkdir()
+            for _ in range(2):
+                with pytest.raises(RpcError, match="Is a directory"):
+                    await peer.store.call(seal, PutSealed, deadline_s=10)
+            in_the_way.rmdir()
+            await peer.store.call(seal, PutSealed, deadline_s=10)
+            os.close(locked)
+            store.kill()
+            store.start()
+            await check(peer, [task])
+
+    asyncio.run(main())
 
 
 def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess) -> None:

@@ -183,10 +183,12 @@ class Both(RuleBasedStateMachine):
             return error.code
         self.files[put_id] = (table, nbytes, Place.MEMORY)
         try:
-            new = self.store.seal(put_id, table)
+            new = self.store.adds(put_id, table)
         except RpcError as error:
             self.retire([self.store.abandon(put_id)])
             return error.code
+        if new:
+            self.store.seal(put_id, table)
         self.retire(self.store.supersede(put_id) if new else [self.store.abandon(put_id)])
         return ""
 

@@ -147,8 +147,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(size for size, _ in self.spares.values()) <= LIMIT // spares.SHARE
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def seal(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), renamed=st.booleans())
+    def seal(self, data: st.DataObject, renamed: bool) -> None:
         put_id = data.draw(st.sampled_from(sorted(self.open)))
         table, nbytes = self.open[put_id]
         mine = {
@@ -161,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.state.to_seal(put_id) == nbytes
         code, new = "", False
         try:
-            new = self.state.seal(put_id, table)
+            new = self.state.adds(put_id, table)
         except RpcError as error:
             code = error.code
         assert code == (ErrorCode.COLLECTED if late else ErrorCode.CONFLICT if clash else "")
@@ -169,7 +169,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.retire([self.state.abandon(put_id)])
             return
         assert new == (not mine.items() <= self.shards.items())
-        if new:
+        if new and not renamed:
+            assert self.state.to_seal(put_id) == nbytes  # a retry is not acknowledged
+        elif new:
+            self.state.seal(put_id, table)
             self.sealed[put_id] = self.open.pop(put_id)
             self.order.append(put_id)
             self.shards |= mine

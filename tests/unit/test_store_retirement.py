@@ -1,7 +1,10 @@
-"""Files that must go while no descriptor is left: none is lost, and their bytes count until they are gone."""
+"""Files that must go while no descriptor is left, or that the file system refuses to move: none is lost, and their
+bytes count until they are gone.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -9,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from proto.blockfile import Layout
 from proto.messages import PutTask
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import AT_ONCE, Retirement
+from services.batch_store.room import Place, held_bytes
+from services.batch_store.spill import Spiller
 from services.batch_store.state import StoreState
 from shared.dataplane.write import write_block
 
@@ -25,8 +31,8 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
     descriptor = os.open(files.create(put_id, layout.file_bytes), os.O_RDWR)
     write_block(descriptor, layout)
     os.close(descriptor)
-    index.seal(put_id, files.read_table(f"{put_id}.tmp"))
     files.seal(put_id)
+    index.seal(put_id, files.read_table(f"{put_id}.blk"))
     return put_id
 
 
@@ -54,7 +60,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement(index, files, lambda: 0.0)
+    ended = Retirement("store", index, files, lambda: 0.0)
     names = [f"train/0/{i}" for i in range(AT_ONCE + 10)]
     put_ids = [put(index, files, name) for name in names]
     with descriptors_left(0):
@@ -73,7 +79,7 @@ def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> No
 def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 28, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement(index, files, lambda: 0.0)
+    ended = Retirement("store", index, files, lambda: 0.0)
     names = [f"train/0/{i}" for i in range(20)]
     for name in names:
         put(index, files, name, 1 << 18)
@@ -87,4 +93,100 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
         ended.settle()
     assert index.stats().bytes == 0
     assert not [entry for entry in os.listdir(tmp_path / "store") if entry.endswith(".dead")]
+    files.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_cannot_be_renamed_stays_due_and_keeps_nobody_up(tmp_path: Path) -> None:
+    index = StoreState("store", 1 << 24, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put_ids = [put(index, files, f"train/0/{i}") for i in range(3)]
+    effects = index.clear([PutTask(f"train/0/{i}", 1) for i in range(3)])
+    in_the_way = Path(files.path(effects[0].target))
+    in_the_way.mkdir()
+    before = descriptors()
+    ended.take(effects)
+    ended.settle()
+    assert descriptors() == before
+    assert ended.is_due(f"{put_ids[0]}.blk")
+    assert index.stats().zombie_bytes == index.stats().bytes == 4096
+    in_the_way.rmdir()
+    ended.settle()
+    assert index.stats().bytes == 0
+    files.close()
+
+
+def test_a_zombie_that_cannot_be_deleted_counts_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = StoreState("store", 1 << 24, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put(index, files, "train/0/0")
+
+    def refuse(path: Path, *, missing_ok: bool) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        ended.take(index.clear([PutTask("train/0/0", 1)]))
+        assert index.stats().zombie_bytes == 4096
+    ended.settle()
+    assert index.stats().bytes == 0
+    files.close()
+
+
+def test_a_file_that_somebody_deleted_is_let_go(tmp_path: Path) -> None:
+    index = StoreState("store", 1 << 24, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put_ids = [put(index, files, f"train/0/{i}") for i in range(2)]
+    os.unlink(files.path(f"{put_ids[0]}.blk"))
+    ended.take(index.clear([PutTask(f"train/0/{i}", 1) for i in range(2)]))
+    assert index.stats().bytes == 0
+    files.close()
+
+
+def test_a_spare_that_cannot_become_a_put_s_file_is_gone_and_so_are_its_bytes(tmp_path: Path) -> None:
+    index = StoreState("store", 1 << 24, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put(index, files, "train/0/0", 1 << 18)
+    ended.take(index.clear([PutTask("train/0/0", 1)]))
+    before = descriptors()
+    put_id = "f" * 32
+    spare = index.spare(put_id, 1 << 18)
+    assert spare is not None
+    assert files.claim(spare)
+    assert index.begin(put_id, 1 << 18, [PutTask("train/0/1", 1)], 0.0, spare)
+    Path(files.path(f"{put_id}.tmp")).mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.reuse(spare, put_id, 1 << 18)
+    index.forget(put_id)
+    assert descriptors() == before
+    assert index.stats().bytes == 0
+    assert not [entry for entry in os.listdir(tmp_path / "store") if entry.endswith(".dead")]
+    files.close()
+
+
+def test_a_copy_on_disk_that_cannot_have_its_name_takes_no_room_and_is_tried_again(tmp_path: Path) -> None:
+    index = StoreState("store", 1 << 20, 1, 1 << 20)
+    files = StoreFiles("store", tmp_path / "store", tmp_path / "disk")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put_id = put(index, files, "train/0/0", 1 << 19)
+    in_the_way = tmp_path / "disk" / f"{put_id}.blk"
+    in_the_way.mkdir()
+
+    async def make_room() -> None:
+        deadline = asyncio.get_running_loop().time() + 10
+        await Spiller("store", index, files, ended).make_room("f" * 32, 1 << 19, deadline)
+
+    asyncio.run(make_room())
+    assert [index.used(place) for place in Place] == [held_bytes((1 << 19) + 1), 0]
+    assert os.listdir(tmp_path / "disk") == [in_the_way.name]
+    in_the_way.rmdir()
+    asyncio.run(make_room())
+    assert [index.used(place) for place in Place] == [0, held_bytes((1 << 19) + 1)]
     files.close()

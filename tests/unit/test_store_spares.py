@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from proto.blockfile import Layout, parse
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import spares as spares_module
 from services.batch_store.files import StoreFiles
+from services.batch_store.retirement import Retirement
 from services.batch_store.room import Place, held_bytes
 from services.batch_store.spares import IDLE_S, Spares
 from services.batch_store.state import StoreState
@@ -43,6 +43,7 @@ class Store:
     def __init__(self, folder: Path, limit: int = 1 << 20, spill: Path | None = None) -> None:
         self.index = StoreState("store", limit, 1)
         self.files = StoreFiles("store", folder, spill)
+        self.ended = Retirement("store", self.index, self.files, lambda: self.now)
         self.puts = 0
         self.now = 0.0
 
@@ -66,24 +67,21 @@ class Store:
         descriptor = os.open(path, os.O_RDWR)
         write_block(descriptor, layout)
         os.close(descriptor)
-        assert self.index.seal(put_id, self.files.read_table(f"{put_id}.tmp"))
+        table = self.files.read_table(f"{put_id}.tmp")
+        assert self.index.adds(put_id, table)
         self.files.seal(put_id)
+        self.index.seal(put_id, table)
         return self.files.path(f"{put_id}.blk")
 
     def clear(self, task_id: str) -> None:
-        for effect in self.index.clear([PutTask(task_id, 1)]):
-            self.files.retire(effect)
-        self.reap()
+        self.ended.take(self.index.clear([PutTask(task_id, 1)]))
 
     def reap(self) -> None:
-        for name in self.files.reap(partial(self.index.keep, now=self.now)):
-            self.index.reaped(name)
+        self.ended.settle()
 
     def delete(self, names: list[str]) -> None:
         """Spares that the index gave up."""
-        for name in names:
-            self.files.give_up_spare(name)
-        self.reap()
+        self.ended.free(names)
 
 
 def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) -> None:

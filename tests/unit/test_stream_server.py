@@ -60,11 +60,11 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
     files.retire(Retire("p.blk", "p.zombie"))
-    assert files.reap(keep=lambda name: False) == []  # the stream still sends it
+    assert files.unmapped() == []  # the stream still sends it
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))
     del stream
-    assert files.reap(keep=lambda name: False) == ["p.zombie"]
+    assert files.unmapped() == ["p.zombie"]
     files.close()
 
 
