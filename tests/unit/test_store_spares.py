@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from services.batch_store.spares import IDLE_S, Spares
 from services.batch_store.state import StoreState
 from shared.dataplane import landing as landing_module
 from shared.dataplane import reread as reread_module
-from shared.dataplane.landing import Landings
+from shared.dataplane.landing import POPULATE_BYTES, Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
 from shared.dataplane.reread import Rereads
 from shared.dataplane.write import copy_block, write_block
@@ -243,6 +244,29 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path
         os.close(locked)
     assert again == sums
     assert path.read_bytes() == written
+    landings.close()
+
+
+def test_other_threads_run_while_a_large_file_is_made_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[int, int]] = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+            assert length is not None
+            done.append((start, length))
+            super().madvise(option, start, length)
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    nbytes = 2 * POPULATE_BYTES + 1234
+    path = tmp_path / "block"
+    path.write_bytes(bytes(nbytes))
+    landings = Landings()
+    locked = lock_named(str(path), os.O_RDWR)
+    assert locked is not None
+    for _ in range(2):  # the second time all of it is there
+        assert landings.of(locked, nbytes) is not None
+    assert done == [(0, POPULATE_BYTES), (POPULATE_BYTES, POPULATE_BYTES), (2 * POPULATE_BYTES, 1234)]
+    os.close(locked)
     landings.close()
 
 
