@@ -41,7 +41,6 @@ from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import pin
 from shared import topology
 from shared.actor.service import Service
-from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.full import FULL
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.reach import write_place
@@ -99,7 +98,6 @@ class StoreService(Service):
 
     async def start(self) -> None:
         """Find the files of a former life again, then answer."""
-        raise_descriptor_limit()
         files = self._files
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")

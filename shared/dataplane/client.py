@@ -36,7 +36,6 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.descriptors import raise_descriptor_limit
 from shared.dataplane.full import FULL
 from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
@@ -44,6 +43,7 @@ from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import Rereads
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
 from shared.dataplane.write import copy_block, write_block
+from shared.descriptors import raise_descriptor_limit
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name

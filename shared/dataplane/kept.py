@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.dataplane.descriptors import raise_descriptor_limit
+from shared.descriptors import raise_descriptor_limit
 
 MIN_BYTES = 256 << 10
 """Smaller files are mapped anew, or written without."""

@@ -22,6 +22,7 @@ from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
 from proto.registry import Message, all_messages
 from proto.tensors import Array, Buffer
+from shared.descriptors import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
@@ -172,6 +173,7 @@ class Mailbox:
                 ErrorCode.BAD_REQUEST,
                 f"{self._name}: {endpoint} refused: tcp needs the keys of the run; there are none (keys/), or use ipc",
             )
+        raise_descriptor_limit()
         door = Door(len(self._doors), self._take(endpoint))
         socket = open_socket(context, zmq.ROUTER, self._limits)
         try:

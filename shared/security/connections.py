@@ -8,6 +8,7 @@ compared with what came out. Nothing here may touch a descriptor of libzmq's: ea
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket as sockets
 import struct
@@ -17,10 +18,14 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from shared.descriptors import raise_descriptor_limit
 from shared.rpc.transport import Pump
 
 MOST_CONNECTIONS = 1024
 """On one endpoint; more are ended at once."""
+DESCRIPTOR_SHARE = 8
+"""At most the limit on descriptors by this many, too: each has two, libzmq's and ours, a process up to two endpoints,
+and what comes in before we look at it has some as well."""
 UNSEEN_BYTES = 64 << 20
 """A connection that sent so much, and not one whole message in it, is ended."""
 IDLE_BYTES_PER_S = 1024.0
@@ -53,6 +58,14 @@ class Connections:
         """Handshakes that did not succeed, in all."""
         self._open: dict[int, _Connection] = {}
         self._log = structlog.get_logger("connections").bind(endpoint_of=name)
+        descriptors = raise_descriptor_limit()
+        self._most = most_connections(descriptors)
+        if self._most < MOST_CONNECTIONS:
+            self._log.warning(
+                f"at most {self._most} connections of other hosts: the limit on open descriptors is {descriptors}; "
+                f"raise it (ulimit -Hn {MOST_CONNECTIONS * DESCRIPTOR_SHARE})"
+            )
+        self._spare = _put_by()
         self._loop = asyncio.get_running_loop()
         self._socket = socket
         self._pump = Pump(socket.get_monitor_socket(_EVENTS | _FAILED), self._on_event)
@@ -76,6 +89,7 @@ class Connections:
         for connection in self._open.values():
             connection.handle.close()
         self._open.clear()
+        self._use_spare()
 
     def _on_event(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)
@@ -90,15 +104,33 @@ class Connections:
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
         try:
-            handle = sockets.socket(fileno=os.dup(descriptor))
-        except OSError:
-            return  # gone meanwhile
-        if handle.type != sockets.SOCK_STREAM or handle.family not in (sockets.AF_INET, sockets.AF_INET6):
+            handle = _duplicate(descriptor)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                self._end_unwatched(descriptor)
+            return  # else it is gone meanwhile
+        if not _is_tcp(handle):
             handle.close()
             return
         self._open[descriptor] = _Connection(handle)
-        if len(self._open) > MOST_CONNECTIONS:
-            self._end(self._open[descriptor], f"{MOST_CONNECTIONS} connections are open")
+        if len(self._open) > self._most:
+            self._end(handle, f"{self._most} connections are open")
+
+    def _end_unwatched(self, descriptor: int) -> None:
+        """The descriptor put by for this is the only one left to reach it with."""
+        self._use_spare()
+        try:
+            with _duplicate(descriptor) as handle:
+                if _is_tcp(handle):
+                    self._end(handle, "no descriptor is left to watch it")
+        except OSError as error:
+            self._log.warning("connection not watched", why=str(error))
+        self._spare = _put_by()
+
+    def _use_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
     def _forget(self, descriptor: int) -> None:
         connection = self._open.pop(descriptor, None)
@@ -109,6 +141,8 @@ class Connections:
         now = self._loop.time()
         since_s, self._looked = now - self._looked, now
         self._timer = self._loop.call_later(LOOK_S, self._look)
+        if self._spare is None:
+            self._spare = _put_by()
         if since_s > STALL_S:
             return  # the loop stood still: what has come in meanwhile is handed over first
         allowed = IDLE_BYTES_PER_S * since_s
@@ -117,16 +151,43 @@ class Connections:
             connection.base = received if connection.heard else min(connection.base + allowed, received)
             connection.heard = False
             if received - connection.base > UNSEEN_BYTES:
-                self._end(connection, f"{received - connection.base:.0f} bytes without a whole message")
+                self._end(connection.handle, f"{received - connection.base:.0f} bytes without a whole message")
                 connection.base = received
 
-    def _end(self, connection: _Connection, why: str) -> None:
+    def _end(self, handle: sockets.socket, why: str) -> None:
         self.ended += 1
         self._log.warning("connection ended", why=why)
         try:
-            connection.handle.shutdown(sockets.SHUT_RDWR)
+            handle.shutdown(sockets.SHUT_RDWR)
         except OSError:
             return  # it ended by itself
+
+
+def most_connections(descriptors: int) -> int:
+    """How many one endpoint may have where that is the limit on open descriptors."""
+    return min(MOST_CONNECTIONS, descriptors // DESCRIPTOR_SHARE)
+
+
+def _duplicate(descriptor: int) -> sockets.socket:
+    """Raises OSError: it is no socket (any more), or there are too many descriptors."""
+    copy = os.dup(descriptor)
+    try:
+        return sockets.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _is_tcp(handle: sockets.socket) -> bool:
+    return handle.type == sockets.SOCK_STREAM and handle.family in (sockets.AF_INET, sockets.AF_INET6)
+
+
+def _put_by() -> int | None:
+    """A descriptor to be given up for another one; None: there is none to be had."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return None
 
 
 def _received_bytes(handle: sockets.socket) -> float:

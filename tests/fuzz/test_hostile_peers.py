@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket as sockets
 import subprocess
 import sys
@@ -20,15 +21,19 @@ import zmq
 
 from proto import codec
 from proto.messages import GetInventory, GetSnapshot, Inventory, Snapshot
+from shared.descriptors import raise_descriptor_limit
 from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
 from shared.rpc.transport import EXTRA_FRAMES, SKIP_FRAMES, Pump
 from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES
+from shared.rundir import RunDir
+from shared.security import keys
 from shared.security.connections import MOST_CONNECTIONS
 from shared.security.roles import Role
 from tests.unit.rpc_actors import CLIENT_INCARNATION, asking, key_folder, raw_dealer, short_directory
 
 ROOT = Path(__file__).resolve().parents[2]
+FEW_DESCRIPTORS = 1024
 GROWTH_BYTES = 64 << 20
 ANSWER_S = 10.0
 
@@ -121,6 +126,12 @@ def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     raise AssertionError("did not happen in time")
 
 
+def connect(endpoint: str) -> sockets.socket:
+    """Over tcp, without a word."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    return sockets.create_connection((host, int(port)), 5)
+
+
 def test_floods_of_empty_frames_are_refused_one_by_one_and_cost_nothing(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for round_ in range(3):
@@ -171,9 +182,8 @@ def test_many_connections_with_garbage_leave_a_bounded_table(server: Server) -> 
 
 
 def test_peers_that_connect_and_stay_silent_hold_nobody_up(server: Server) -> None:
-    host, port = server.tcp.removeprefix("tcp://").split(":")
     with growth(server), ExitStack() as stack:
-        silent = [stack.enter_context(sockets.create_connection((host, int(port)), 5)) for _ in range(200)]
+        silent = [stack.enter_context(connect(server.tcp)) for _ in range(200)]
         for half in silent[:100]:
             half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # a greeting that never ends
         server.answers()
@@ -281,13 +291,57 @@ def test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_mem
 
 
 def test_more_connections_than_allowed_are_ended_at_once_and_the_others_stay(server: Server) -> None:
-    host, port = server.tcp.removeprefix("tcp://").split(":")
     with asking_in_thread(server.tcp) as ask, ExitStack() as stack:
         ask()
         for _ in range(MOST_CONNECTIONS + 50):
-            stack.enter_context(sockets.create_connection((host, int(port)), 5))
+            stack.enter_context(connect(server.tcp))
         until(lambda: server.counts()["ended_connections"] >= 50)
         ask()
+
+
+def test_a_service_with_few_descriptors_takes_newcomers_whatever_strangers_hold(tmp_path: Path) -> None:
+    """libzmq ends a process that has none left when somebody connects over ipc; strangers without a key use them up."""
+    raise_descriptor_limit()
+    run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    keys.create(run.keys)
+    ipc = run.endpoint("monitor", 0)
+
+    async def newcomer() -> Snapshot:
+        async with asking(ipc) as client:
+            return await client.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S)
+
+    service = subprocess.Popen(
+        [sys.executable, "-m", "services.monitor", "--run", str(run.path), "--listen", "tcp://127.0.0.1:0"],
+        cwd=ROOT, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS)),
+    )  # fmt: skip
+    try:
+        stream = asyncio.run(newcomer()).stream
+        log = [json.loads(line) for line in run.log_file("monitor", 0).read_text().splitlines()]
+        mailbox = next(line["endpoint"] for line in log if line["event"] == "listens")
+        with ExitStack() as stack:
+            for _ in range(FEW_DESCRIPTORS // 50):
+                for endpoint in (mailbox, stream) * 25:
+                    stack.enter_context(connect(endpoint))
+                asyncio.run(newcomer())
+            assert len(os.listdir(f"/proc/{service.pid}/fd")) < FEW_DESCRIPTORS - 400
+        assert service.poll() is None
+    finally:
+        service.kill()
+        service.wait(10)
+        run.remove_volatile()
+
+
+def test_a_connection_that_no_descriptor_is_left_to_watch_is_ended_and_counted(server: Server) -> None:
+    open_ones = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd")}
+    free = next(number for number in range(len(open_ones) + 1) if number not in open_ones)
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    with connect(server.tcp) as stranger:
+        while stranger.recv(4096):
+            pass
+    assert server.counts()["ended_connections"] == 1
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 
 def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -254,6 +255,14 @@ def test_sigterm_ends_a_process_well_and_leaves_no_file(run: RunDir) -> None:
         child.send_signal(signal.SIGTERM)
         assert child.wait(DEADLINE_S) == 0
         assert list(run.sockets.glob("echo*")) == []
+
+
+def test_process_may_open_as_many_descriptors_as_it_is_allowed_at_all(run: RunDir) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))}
+    with process(*arguments(run), **few) as child:
+        line_of(child)
+        assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_goes_on(run: RunDir) -> None:

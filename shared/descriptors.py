@@ -1,4 +1,6 @@
-"""Raises the soft limit on open descriptors: a mapped file keeps one, and a batch may map thousands."""
+"""Raises the soft limit on open descriptors. libzmq ends the process that has none left when somebody connects over
+ipc, every connection of another host has two, and a batch may map thousands of files, each with one.
+"""
 
 from __future__ import annotations
 
