@@ -24,6 +24,8 @@ EXTRA_FRAMES = 5
 """What a message has besides its raw frames, at most: user, routing id, envelope, body, table."""
 SKIP_FRAMES = 20_000
 """Frames of an endless message thrown away in one go; others on the loop come in between."""
+CURVE_BYTES = 33
+"""What encryption adds to a frame (RFC 26, MESSAGE): libzmq measures the frame with it."""
 USER_PROPERTY = "User-Id"
 # Plain integers and pyzmq's compiled methods: its Python wrappers turn every option into an enum, and a mailbox that
 # wakes with cold caches pays 20 microseconds a round trip for that.
@@ -46,8 +48,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-    # per frame, so the codec checks counts and totals as well
-    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.body_bytes, limits.frame_bytes))
+    # per frame as it travels, so the codec checks sizes, counts and totals as well
+    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.body_bytes, limits.frame_bytes) + CURVE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)

@@ -14,15 +14,18 @@ import zmq
 
 from proto import codec
 from proto.envelope import FLAG_ONE_WAY
+from proto.limits import CONTROL
 from proto.messages import (
     Ack,
     Error,
     ErrorCode,
     GetInventory,
+    GetLog,
     GetSnapshot,
     GetStatus,
     GetSupervisorState,
     Inventory,
+    LogLines,
     Ping,
     Pong,
     RestartService,
@@ -329,6 +332,20 @@ def test_one_mailbox_answers_ipc_and_tcp_and_a_client_can_move_between_them() ->
             await mailbox.close()
             gate.close()
         context.destroy(0)
+
+    asyncio.run(main())
+
+
+def test_the_largest_body_goes_through_encrypted() -> None:
+    """libzmq measures a frame with what encryption adds; over its limit the peers would connect again for ever."""
+
+    async def main() -> None:
+        room = CONTROL.body_bytes - len(codec.encode_body(LogLines(lines=[""], position=0))) - 4
+        most = LogLines(lines=["x" * room], position=0)
+        assert len(codec.encode_body(most)) == CONTROL.body_bytes
+        async with serving(TCP, (GetLog, lambda _, __: most)) as (_, bound), asking(bound) as client:
+            request = GetLog(service="s", instance=0, lines=1, position=0)
+            assert await client.call(request, LogLines, deadline_s=DEADLINE_S) == most
 
     asyncio.run(main())
 
