@@ -128,15 +128,15 @@ def with_remaining(header: Buffer, remaining_s: float) -> bytes:
 
 def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
     """Check and parse the frames of one message (routing frames removed). Raises WireError only."""
+    return decode_checked(check(frames, limits), frames, limits)
+
+
+def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
+    """The envelope of a message whose frames are those it announces; none of them is parsed. Raises WireError only."""
     if len(frames) < 2:
         raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
     head = envelope.unpack(frames[0], limits)
-    body, rest = frames[1], frames[2:]
-    table: Buffer = b""
-    if head.flags & envelope.FLAG_TABLE:
-        if not rest:
-            raise WireError("tensor table announced, but there is no frame for it")
-        table, rest = rest[0], rest[1:]
+    body, table, rest = _parts(head, frames)
     raw_bytes = 0
     for frame in rest:
         if len(frame) > limits.frame_bytes:
@@ -149,5 +149,20 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
         )
     if head.body_bytes + head.table_bytes + raw_bytes != head.total_bytes:
         raise WireError(f"{head.body_bytes + head.table_bytes + raw_bytes} bytes: the envelope says {head.total_bytes}")
+    return head
+
+
+def decode_checked(head: Envelope, frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
+    """The rest of a message of which `check` returned `head`. Raises WireError only."""
+    body, table, rest = _parts(head, frames)
     arrays = tensors.decode(table, rest, limits) if rest or table else []
     return Decoded(head, decode_body(head.type, body), arrays)
+
+
+def _parts(head: Envelope, frames: Sequence[Buffer]) -> tuple[Buffer, Buffer, Sequence[Buffer]]:
+    """Body, tensor table (empty if there is none), raw frames."""
+    if not head.flags & envelope.FLAG_TABLE:
+        return frames[1], b"", frames[2:]
+    if len(frames) < 3:
+        raise WireError("tensor table announced, but there is no frame for it")
+    return frames[1], frames[2], frames[3:]

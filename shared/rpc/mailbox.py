@@ -16,11 +16,11 @@ import structlog
 import zmq
 
 from proto import codec, envelope
-from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
+from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY, Envelope
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
-from proto.registry import Message, all_messages
+from proto.registry import Message, all_messages, by_type
 from proto.tensors import Array, Buffer
 from shared.descriptors import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
@@ -99,7 +99,7 @@ class Call:
     """One request being handled."""
 
     def __init__(
-        self, mailbox: Mailbox, door: Door, peer: bytes, role: Role, decoded: codec.Decoded, request: int, now: float
+        self, mailbox: Mailbox, door: Door, peer: bytes, role: Role, head: Envelope, request: int, now: float
     ) -> None:
         self._mailbox = mailbox
         self.door = door
@@ -109,12 +109,13 @@ class Call:
         """What the sender has proved to be."""
         self.request = request
         """Fingerprint of what it asks."""
-        self.incarnation = decoded.envelope.incarnation
-        self.request_id = decoded.envelope.request_id
-        self.arrays = decoded.tensors
-        self.deadline = now + decoded.envelope.remaining_ms / 1000
+        self.incarnation = head.incarnation
+        self.request_id = head.request_id
+        self.arrays: list[Array] = []
+        """The tensors behind the body, for the handler."""
+        self.deadline = now + head.remaining_ms / 1000
         """Loop time at which the caller gives up."""
-        self.one_way = bool(decoded.envelope.flags & FLAG_ONE_WAY)
+        self.one_way = bool(head.flags & FLAG_ONE_WAY)
         self.answered = False
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -303,24 +304,31 @@ class Mailbox:
         if self.offenders.unheard((door.number, peer), now):
             return
         try:
-            decoded = codec.decode(parts, self._limits)
-            if decoded.envelope.flags & FLAG_REPLY:
-                raise WireError(f"{type(decoded.body).__name__} flagged as a reply: a mailbox takes requests")
+            head = codec.check(parts, self._limits)
+            kind = by_type(head.type)
+            if head.flags & FLAG_REPLY:
+                raise WireError(f"{kind.__name__} flagged as a reply: a mailbox takes requests")
         except WireError as error:
             self._refuse(door, peer, role, parts, error, now)
             return
-        head = decoded.envelope
-        call = Call(self, door, peer, role, decoded, fingerprint(head.type, parts), now)
-        if role < Role.SERVICE and role < least_role(type(decoded.body)):
-            self._forbid(call, decoded.body, now)
+        call = Call(self, door, peer, role, head, fingerprint(head.type, parts), now)
+        if role < Role.SERVICE and role < least_role(kind):
+            self._forbid(call, kind, now)
             return
         key = Key(role, head.incarnation, head.request_id)
         if not call.one_way and self._is_known(key, call):
             return
-        handler = self._handlers.get(type(decoded.body))
+        handler = self._handlers.get(kind)
         if handler is None:
-            call.fail(RpcError(ErrorCode.BAD_REQUEST, f"{self._name} does not answer {type(decoded.body).__name__}"))
+            call.fail(RpcError(ErrorCode.BAD_REQUEST, f"{self._name} does not answer {kind.__name__}"))
             return
+        # a body may take many times its length: nothing is built for who may not ask or would get no answer
+        try:
+            decoded = codec.decode_checked(head, parts, self._limits)
+        except WireError as error:
+            self._refuse(door, peer, role, parts, error, now)
+            return
+        call.arrays = decoded.tensors
         if not call.one_way:
             if len(self._running) >= MAX_RUNNING:
                 text = f"{self._name}: {MAX_RUNNING} requests are being handled"
@@ -394,8 +402,7 @@ class Mailbox:
         text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
         self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
 
-    def _forbid(self, call: Call, body: Message, now: float) -> None:
-        kind = type(body)
+    def _forbid(self, call: Call, kind: type[Message], now: float) -> None:
         self.offenders.forbidden += 1
         self._strike(call.door, call.peer, f"{kind.__name__} sent by role {call.role.label}", now)
         if not call.one_way:

@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from proto import codec
-from proto.messages import GetInventory, GetSnapshot, Inventory, Snapshot
+from proto.messages import Error, GetInventory, GetSnapshot, Inventory, Located, Snapshot
 from shared.descriptors import raise_descriptor_limit
 from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
@@ -57,6 +57,11 @@ class Server:
 
     def rss_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def most_rss_bytes(self) -> int:
+        """Since it started."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
     def answers(self, cursor: int = 21) -> None:
         """A well-behaved client is served, over both endpoints."""
@@ -259,10 +264,27 @@ def test_connections_of_one_observer_key_share_what_is_kept_unread(server: Serve
     until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
 
+@pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
+def test_a_body_is_not_built_for_who_may_not_send_it_or_gets_no_answer(server: Server, role: Role) -> None:
+    """8 MiB of empty lists, half a gigabyte of objects, in a message that an observer may not send and nobody takes."""
+    head = b"\x82\xa5files\x90\xa6places"
+    lists = (8 << 20) - len(head) - 5
+    body = head + b"\xdd" + lists.to_bytes(4, "big") + b"\x90" * lists
+    envelope = codec.envelope.Envelope(
+        type=Located.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
+    ).pack()
+    before = server.most_rss_bytes()
+    with raw_dealer(server.tcp, role) as peer:
+        peer.send_multipart([envelope, body], copy=False)
+        assert peer.poll(int(ANSWER_S * 1000))
+        assert isinstance(codec.decode(peer.recv_multipart()).body, Error)
+    assert server.most_rss_bytes() - before < GROWTH_BYTES
+
+
 def test_large_valid_and_invalid_messages_in_a_row_are_not_piled_up(server: Server) -> None:
-    body = b"\x81\xa6cursor\x01" + b"\xc0" * (7 << 20)
+    body = b"\x80" + b"\xc0" * (7 << 20)
     head = codec.envelope.Envelope(
-        type=GetInventory.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
+        type=GetSnapshot.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
     ).pack()
     with raw_dealer(server.tcp, Role.OBSERVER, SNDHWM=4) as peer:
         before = server.rss_bytes()
