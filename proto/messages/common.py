@@ -22,7 +22,7 @@ class Error(Message, frozen=True, kw_only=True):
     message: str
     retry_after_s: float = 0.0
     names: list[str] = []
-    """What the error is about (shards that are missing, a lease that is lost), bounded by the sender."""
+    """What the error is about (missing shards, a lost lease): the first 64; `message` says how many more."""
 
 
 class ErrorCode:

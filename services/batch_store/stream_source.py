@@ -83,7 +83,7 @@ def pin(
     if made is None:
         names = excerpt.missing_keys(tables, picks, keys)
         some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-        raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names[:1024])
+        raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names)
     return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
 
 

@@ -41,7 +41,7 @@ from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import Rereads
-from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader
+from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, first_names, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import raise_descriptor_limit
 from shared.rpc.client import Client
@@ -254,7 +254,7 @@ class DataClient:
             try:
                 located = await client.call(Locate(tasks=wants.tasks), Located, deadline_s=deadline - loop.time())
             except RpcError as error:
-                raise _with_shard_names(error, wants) from None
+                raise with_shard_names(error, wants.tasks, wants.keys or ()) from None
             found = await loop.run_in_executor(self._threads, self._read, located, wants)
             if found is not None:  # else collected between the answer and the mapping; the store now says so
                 return found
@@ -328,7 +328,8 @@ def _check_whole(found: list[dict[str, Array]], wants: _Wants) -> None:
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:
         names = [f"{wants.tasks[at].task_id}#{key}" for at in lacking for key in keys if key not in found[at]]
-        raise _missing(wants.store, names)
+        text = f"{wants.store}: {len(names)} shards are not there: {first_names(names)}"
+        raise RpcError(ErrorCode.MISSING, text, names=names)
 
 
 def _plan(tasks: Sequence[TaskShards]) -> Layout:
@@ -409,17 +410,3 @@ def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]
     for key in keys:
         by_store.setdefault(stores[part_of[key]], []).append(key)
     return {number: tuple(mine) for number, mine in by_store.items()}
-
-
-def _with_shard_names(error: RpcError, wants: _Wants) -> RpcError:
-    """The store names tasks it lacks; a reader asked for shards."""
-    if error.code != ErrorCode.MISSING:
-        return error
-    lacking = set(error.names)
-    names = [f"{task.task_id}#{key}" for task in wants.tasks if task.task_id in lacking for key in wants.keys or ("*",)]
-    return _missing(wants.store, names)
-
-
-def _missing(store: str, names: list[str]) -> RpcError:
-    some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are not there: {some}", names=names)

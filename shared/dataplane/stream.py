@@ -39,6 +39,7 @@ INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 WATCH_S = 20.0
 CORRUPT_TRIES = 3
+SHOWN_NAMES = 8
 AGAIN_S = 0.05
 """Between a lost stream and its next life: who makes streams get lost must not make us spin."""
 
@@ -284,7 +285,7 @@ class StreamReader:
                 if error.code in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
                     await asyncio.sleep(AGAIN_S)
                     continue
-                raise _with_shard_names(error, load, tasks) from None
+                raise with_shard_names(error, tasks, load.keys) from None
             if not opened.secret and not self.plain:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
@@ -316,7 +317,7 @@ class StreamReader:
                 arrival = None
                 corrupt += 1
                 if corrupt >= CORRUPT_TRIES:
-                    names = [f"{task.task_id}#{key}" for task in tasks[:64] for key in load.keys or ("*",)]
+                    names = [f"{task.task_id}#{key}" for task in tasks for key in load.keys or ("*",)]
                     raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
             if outcome is Outcome.FAILED:
                 raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
@@ -419,10 +420,17 @@ def _set(future: asyncio.Future[tuple[Outcome, str]], value: tuple[Outcome, str]
         future.set_result(value)
 
 
-def _with_shard_names(error: RpcError, load: Load, tasks: Sequence[PutTask]) -> RpcError:
-    """The store names tasks it lacks; a reader asked for shards."""
+def with_shard_names(error: RpcError, tasks: Sequence[PutTask], keys: Sequence[str]) -> RpcError:
+    """The store names tasks it lacks, and says how many they are; a reader asked for shards."""
     if error.code != ErrorCode.MISSING:
         return error
     lacking = set(error.names)
-    names = [f"{task.task_id}#{key}" for task in tasks if task.task_id in lacking for key in load.keys or ("*",)]
-    return RpcError(error.code, str(error), names=names or list(error.names))
+    names = [f"{task.task_id}#{key}" for task in tasks if task.task_id in lacking for key in keys or ("*",)]
+    if not names:  # it has named the shards
+        return error
+    return RpcError(error.code, f"{error}; asked for {first_names(names)}", names=names)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first of them, for a message."""
+    return ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")

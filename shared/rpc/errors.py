@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from proto.messages import Error, ErrorCode
 
+MAX_NAMES = 64
+"""So many names an answer carries; its message says how many more there are."""
+
 
 class RpcError(Exception):
     """The peer answered `Error`, or a handler wants to. `code` is one of `proto.messages.ErrorCode`."""
@@ -15,7 +18,10 @@ class RpcError(Exception):
         self.names = names or []
 
     def to_message(self) -> Error:
-        return Error(code=self.code, message=str(self), retry_after_s=self.retry_after_s, names=self.names[:64])
+        """As it travels: with the first `MAX_NAMES` names."""
+        left = len(self.names) - MAX_NAMES
+        text = f"{self} (and {left} more than are named)" if left > 0 else str(self)
+        return Error(code=self.code, message=text, retry_after_s=self.retry_after_s, names=self.names[:MAX_NAMES])
 
 
 class DeadlineExceeded(RpcError):

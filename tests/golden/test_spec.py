@@ -9,7 +9,7 @@ from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.scheduler.state import RECONCILE_S
-from shared.rpc import client, offenders, replies, transport, unread
+from shared.rpc import client, errors, offenders, replies, transport, unread
 from shared.security import curve
 from shared.security.roles import LEAST_ROLE, Role
 from shared.stages import train_graph
@@ -79,6 +79,7 @@ def test_error_codes_and_outcomes_are_the_codes() -> None:
     assert listed == [value for name, value in vars(ErrorCode).items() if name.isupper()]
     assert (Outcome.DONE, Outcome.RETRY, Outcome.DROP) == (0, 1, 2)
     assert "0 done, 1 retry (another attempt may succeed), 2 drop" in section(6)
+    assert f"`names` holds the first {errors.MAX_NAMES} of what the error is about" in section(6)
 
 
 def test_numbers_of_the_rpc_layer_are_the_codes() -> None:

@@ -26,8 +26,9 @@ from proto.messages import (
 )
 from shared.dataplane import client as data_client
 from shared.dataplane.client import TaskShards
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import MAX_NAMES, RpcError
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.stream_line import remote
 
 MEMORY = 64 << 20
 STEPS = 1000
@@ -105,6 +106,28 @@ def test_a_request_larger_than_one_message_is_asked_in_parts(
                 await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=20)
             assert caught.value.code == ErrorCode.COLLECTED
             assert set(caught.value.names) <= {"train/0/7", "train/0/290"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_of_more_missing_shards_than_an_answer_names_it_says_how_many_more(store: StoreProcess, streamed: bool) -> None:
+    tasks = [TaskShards(f"train/0/{i}", 1, {"a": np.full(3, i)}) for i in range(200)]
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            data = remote(peer) if streamed else peer.data
+            await peer.data.put(tasks[:100], store=STORE, deadline_s=20)
+            with pytest.raises(RpcError, match=r"100 of 128 tasks .*36 more than are named.*train/0/100#a") as caught:
+                await data.fetch(meta_of(tasks[72:], ["a"]), ["a"], deadline_s=20)
+            assert caught.value.code == ErrorCode.MISSING
+            assert caught.value.names == [f"train/0/{i}#a" for i in range(100, 100 + MAX_NAMES)]
+            with pytest.raises(RpcError, match=r"100 shards are not there: train/0/0#b") as caught:
+                await data.fetch(meta_of(tasks[:100], ["a", "b"]), ["a", "b"], deadline_s=20)
+            assert caught.value.names[:MAX_NAMES] == [f"train/0/{i}#b" for i in range(MAX_NAMES)]
+            assert ("36 more than are named" in str(caught.value)) == streamed  # else it was found out here
+            if streamed:
+                data.close()
 
     asyncio.run(main())
 
