@@ -49,14 +49,20 @@ class _HangUp(Exception):
 class StreamServer:
     """Made, opened and closed on one thread; the sending is on another."""
 
-    def __init__(self, name: str, *, plain: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """`plain`: send chunks in clear and take credit from anyone who knows a stream's id."""
+    def __init__(
+        self, name: str, *, plain: bool = False, chunk_bytes: int = CHUNK_BYTES, rekey_bytes: int = REKEY_BYTES
+    ) -> None:
+        """`plain`: send chunks in clear and take credit from anyone who knows a stream's id.
+
+        `rekey_bytes`: so many of one stream are sealed under one key.
+        """
         if not bulk.MIN_CHUNK_BYTES <= chunk_bytes <= bulk.MAX_CHUNK_BYTES:
             raise ValueError(
                 f"chunk of {chunk_bytes} bytes: {bulk.MIN_CHUNK_BYTES}..{bulk.MAX_CHUNK_BYTES} are allowed"
             )
         self._name = name
         self._plain = plain
+        self._rekey_bytes = rekey_bytes
         self.chunk_bytes = chunk_bytes
         self._endpoint = ""
         self._lock = threading.Lock()
@@ -106,7 +112,7 @@ class StreamServer:
         """Serve `source` to whoever is given the answer. Raises RpcError: busy (too many streams), draining."""
         self.check()
         stream_id, secret = secrets.token_bytes(16), secrets.token_bytes(SECRET_BYTES)
-        sealer = None if self._plain else Sealer(secret, stream_id, TO_READER, REKEY_BYTES)
+        sealer = None if self._plain else Sealer(secret, stream_id, TO_READER, self._rekey_bytes)
         opener = None if self._plain else Opener(secret, stream_id, TO_STORE)
         with self._lock:
             if len(self._streams) >= MAX_STREAMS:

@@ -28,7 +28,7 @@ from proto.messages import StreamOpened
 from shared.dataplane import bulk_line
 from shared.dataplane.bulk_line import BulkLine
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
+from shared.dataplane.stream_seal import REKEY_BYTES, TO_READER, TO_STORE, Opener, Sealer
 
 STREAM_CHUNKS = 16
 """Most chunks of one stream asked for at a time."""
@@ -93,9 +93,17 @@ class Incoming:
 
     @classmethod
     def of(
-        cls, arrival: Arrival, group: object, opened: StreamOpened, settle: Callable[[Outcome, str], None]
+        cls,
+        arrival: Arrival,
+        group: object,
+        opened: StreamOpened,
+        settle: Callable[[Outcome, str], None],
+        *,
+        rekey_bytes: int = REKEY_BYTES,
     ) -> Incoming:
-        """Raises WireError when ids are not hexadecimal digits of the right length."""
+        """`rekey_bytes`: of credit that is sealed under one key.
+
+        Raises WireError when ids are not hexadecimal digits of the right length."""
         try:
             stream_id, secret = bytes.fromhex(opened.stream_id), bytes.fromhex(opened.secret)
         except ValueError:
@@ -103,7 +111,7 @@ class Incoming:
         if len(stream_id) != 16 or len(secret) not in (0, 32):
             raise WireError(f"stream id of {len(stream_id)} bytes, secret of {len(secret)}: 16 and 32 are expected")
         opener = Opener(secret, stream_id, TO_READER) if secret else None
-        sealer = Sealer(secret, stream_id, TO_STORE) if secret else None
+        sealer = Sealer(secret, stream_id, TO_STORE, rekey_bytes) if secret else None
         return cls(arrival, group, opened.endpoint, stream_id, opener, sealer, settle)
 
 

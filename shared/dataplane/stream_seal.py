@@ -68,7 +68,7 @@ class Opener:
     def __init__(self, secret: bytes, stream_id: bytes, direction: bytes) -> None:
         self._keys = _Keys(secret, stream_id, direction)
         self._last = (0, 0)
-        self._epoch = 0
+        self.epoch = 0
         self._cipher, self._salt = self._keys.of(0)
 
     def open(self, packed: Buffer, head: Head, data: Buffer, into: memoryview) -> None:
@@ -80,9 +80,9 @@ class Opener:
             raise WireError(f"bulk frame {head.epoch}:{head.counter} after {self._last}: replayed or out of order")
         if len(data) != len(into) + TAG_BYTES:
             raise WireError(f"bulk frame of {len(data)} bytes: {len(into) + TAG_BYTES} belong here")
-        cipher, salt = (self._cipher, self._salt) if head.epoch == self._epoch else self._keys.of(head.epoch)
+        cipher, salt = (self._cipher, self._salt) if head.epoch == self.epoch else self._keys.of(head.epoch)
         try:
             cipher.decrypt_into(salt + _COUNTER.pack(head.counter), data, packed, into)
         except InvalidTag:
             raise WireError("bulk frame is not what was sealed: its tag does not match") from None
-        self._last, self._epoch, self._cipher, self._salt = (head.epoch, head.counter), head.epoch, cipher, salt
+        self._last, self.epoch, self._cipher, self._salt = (head.epoch, head.counter), head.epoch, cipher, salt

@@ -9,6 +9,7 @@ from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.scheduler.state import RECONCILE_S
+from shared.dataplane import stream_seal
 from shared.rpc import client, errors, offenders, replies, transport, unread
 from shared.security import curve
 from shared.security.roles import LEAST_ROLE, Role
@@ -112,6 +113,11 @@ def test_stages_and_their_keys_are_the_codes() -> None:
     graph = train_graph(with_reference=True)
     assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
     assert f"every {RECONCILE_S:g} s" in section(8)
+
+
+def test_rekeying_is_the_codes() -> None:
+    assert f"has sealed more than 2^{stream_seal.REKEY_BYTES.bit_length() - 1} bytes" in section(11)
+    assert stream_seal.REKEY_BYTES.bit_count() == 1
 
 
 def test_block_file_numbers_are_the_codes() -> None:

@@ -487,6 +487,35 @@ def test_stream_that_waits_for_its_turn_is_kept(
             receiver.close()
 
 
+def test_stream_whose_keys_change_often_in_both_directions_comes_whole(source: StreamSource) -> None:
+    """Five chunks an epoch there, two credits back; the line breaks in between, with sealed frames lost on it."""
+    server = StreamServer("batch-store/0", chunk_bytes=CHUNK, rekey_bytes=5 * CHUNK)
+    server.bind("tcp://127.0.0.1:*")
+    opened = server.open(source)
+    arrival = Arrival(opened, [PutTask("train/0/0", 1)], [], 2 * SIZE, Regions())
+    settled: list[tuple[Outcome, str]] = []
+    incoming = Incoming.of(arrival, object(), opened, lambda *end: settled.append(end), rekey_bytes=16)
+    assert incoming.opener is not None
+    assert incoming.sealer is not None
+    receiver = Receiver(16 * CHUNK)
+    try:
+        receiver.add(incoming)
+        until(lambda: receiver.counts.chunks > 30)
+        [store] = receiver._stores.values()
+        assert store.line is not None
+        store.line.socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: bool(settled))
+        assert settled == [(Outcome.COMPLETE, "")]
+        assert incoming.opener.epoch >= (source.chunks - 1) // 5
+        assert incoming.sealer.epoch >= 5
+        assert (receiver.counts.refused, server.stats().refused) == (0, 0)
+        [got] = arrival.take().copies([0], None)
+        assert np.array_equal(got["a"], np.random.default_rng(0).integers(0, 256, SIZE, np.uint8))
+    finally:
+        receiver.close()
+        server.close()
+
+
 def test_sealed_bytes_do_not_cross_the_line_in_clear(source: StreamSource) -> None:
     server = StreamServer("batch-store/0", chunk_bytes=CHUNK)
     server.bind("tcp://127.0.0.1:*")
