@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +23,24 @@ from proto.messages import (
     Clear,
     ErrorCode,
     GetInventory,
+    GetStorePlace,
     GetStoreStats,
     Inventory,
     Locate,
     Located,
+    Ping,
+    Pong,
     PutBegin,
     PutGrant,
     PutTask,
+    StorePlace,
     StoreStats,
     TaskHandle,
     Telemetry,
 )
+from services.batch_store.room import RETRY_AFTER_S
 from shared.dataplane.client import TaskShards
+from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
@@ -122,7 +130,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             with pytest.raises(RpcError, match="of the spill") as caught:
                 await put(peer, tasks[11], deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            assert (await stats(peer)).busy >= 2  # asked again after retry_after_s
+            assert 2 <= (await stats(peer)).busy <= 1 / RETRY_AFTER_S  # asked again, and never before retry_after_s
             waiting = asyncio.ensure_future(put(peer, tasks[11]))
             await clear(peer, tasks[:1])
             await waiting
@@ -134,6 +142,43 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             assert not list((run.path.parent / "spill").rglob("*.blk"))
 
     asyncio.run(main())
+
+
+def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> None:
+    """The store is a mailbox here: what it says is the test's to choose."""
+    pauses_s = [0.05, 0.6, 0.1, 0.3, 60.0]
+    asked: list[float] = []
+
+    def begin(request: PutBegin, call: Call) -> PutGrant:
+        asked.append(time.monotonic())
+        raise RpcError(ErrorCode.BUSY, "no room", retry_after_s=pauses_s[len(asked) - 1])
+
+    def place(request: GetStorePlace, call: Call) -> StorePlace:
+        return write_place(str(run.path / "place"))
+
+    async def main() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        store = Mailbox(STORE, new_incarnation())
+        store.handle(PutBegin, begin)
+        store.handle(GetStorePlace, place)
+        store.handle(Ping, lambda request, call: Pong(service="batch-store", instance=0, incarnation=1, state="READY"))
+        store.bind(context, run.endpoint("batch-store", 0))
+        try:
+            async with peer_of(run) as peer:
+                with pytest.raises(RpcError, match="no room") as caught:
+                    await put(peer, shard(1), deadline_s=20)
+                assert caught.value.code == ErrorCode.BUSY
+                assert time.monotonic() - asked[-1] < 5  # there is no time for another attempt: it says so at once
+        finally:
+            await store.close()
+            await asyncio.to_thread(context.term)
+
+    asyncio.run(main())
+    run.remove_volatile()
+    gaps_s = [later - earlier for earlier, later in pairwise(asked)]
+    assert len(asked) == len(pauses_s)
+    assert all(gap_s >= told_s for gap_s, told_s in zip(gaps_s, pauses_s, strict=False)), gaps_s
+    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # nor much later
 
 
 def test_put_that_can_never_be_granted_moves_nothing_to_the_disk(run: RunDir) -> None:
