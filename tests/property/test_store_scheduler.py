@@ -1,12 +1,14 @@
 """Store and scheduler together, whatever happens between them: promises 1 to 4 as invariants, against a plain model.
 
 Both state machines are the real ones; the bus between them (clears, inventories) is a set of messages that are
-delivered late, twice or not at all, and either side may be killed: the scheduler comes back from its journal, or from
-a snapshot and the rest of it, the store from its files and tombstones.
+delivered late, twice or not at all, and either side may be killed, in the middle of a put, too: the scheduler comes
+back from its journal, or from a snapshot and the rest of it, the store from its files (sealed, granted, on their way
+out, kept for their pages) and tombstones. A producer may be killed between its grant and its seal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -39,7 +41,7 @@ from proto.messages import (
 )
 from services.batch_store import spares
 from services.batch_store.room import Place, Retire, held_bytes
-from services.batch_store.state import StoreState
+from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
     Answer,
@@ -92,6 +94,20 @@ def block(tasks: list[tuple[str, int]], key: str) -> tuple[Table, int]:
     return blockfile.parse(layout.head(digests), layout.file_bytes), layout.file_bytes
 
 
+@dataclass(frozen=True)
+class Writing:
+    """A put as its producer knows it, between its grant and its seal."""
+
+    tasks: list[tuple[str, int]]
+    key: str
+    table: Table
+    nbytes: int
+
+    @property
+    def names(self) -> list[PutTask]:
+        return [PutTask(*task) for task in self.tasks]
+
+
 class Both(RuleBasedStateMachine):
     """`accepted`: what the scheduler has accepted and not collected: promise 1 is about these shards."""
 
@@ -106,8 +122,13 @@ class Both(RuleBasedStateMachine):
         self.life = 100
         self.workers = {"rollout": 1, "reference": 1}
         self.grants: list[tuple[LeaseGrant, int]] = []
+        self.writing: dict[str, Writing] = {}
+        self.granted: dict[str, int] = {}
+        """Unsealed files and their sizes. Some producers are dead, and the files of some went with the store's life."""
         self.files: dict[str, tuple[Table, int, Place]] = {}
+        """Sealed, in the order of their seals."""
         self.zombies: dict[str, tuple[Place, int]] = {}
+        self.spares: dict[str, int] = {}
         self.tombs: dict[str, int] = {}
         self.puts = 0
         self.mail: list[SendClear] = []
@@ -162,35 +183,88 @@ class Both(RuleBasedStateMachine):
 
     def retire(self, effects: list[Retire]) -> None:
         for effect in effects:
-            put_id = effect.source.partition(".")[0]
-            _, nbytes, place = self.files.pop(put_id)
+            put_id, _, kind = effect.source.partition(".")
+            if kind == "tmp":
+                nbytes, place = self.granted.pop(put_id), Place.MEMORY
+            else:
+                _, nbytes, place = self.files.pop(put_id)
             assert place == effect.place
             self.zombies[effect.target] = (place, held_bytes(nbytes))
 
     def put(self, tasks: list[tuple[str, int]], key: str) -> str:
-        """Begin and seal; the code of the refusal, or nothing."""
-        table, nbytes = block(tasks, key)
+        """Begin, unless that was done, and seal; the code of the refusal, or nothing."""
+        put_id = self.open_put(tasks, key) or self.new_put(tasks, key)
+        code = self.finish(put_id)
+        self.writing.pop(put_id, None)  # its deadline, if there was no room
+        return code
+
+    def open_put(self, tasks: list[tuple[str, int]], key: str) -> str | None:
+        return next((name for name, put in self.writing.items() if (put.tasks, put.key) == (tasks, key)), None)
+
+    def new_put(self, tasks: list[tuple[str, int]], key: str) -> str:
         self.puts += 1
         put_id = f"{self.puts:032x}"
-        names = [PutTask(*task) for task in tasks]
+        self.writing[put_id] = Writing(tasks, key, *block(tasks, key))
+        return put_id
+
+    def finish(self, put_id: str) -> str:
+        """Write and seal; begin where there is no grant, because nobody asked yet or the store died. The last code."""
+        code = self.seal(put_id)
+        if code == ErrorCode.MISSING:
+            code = self.begin(put_id) or self.seal(put_id)
+        if code != ErrorCode.BUSY:
+            del self.writing[put_id]
+        return code
+
+    def begin(self, put_id: str) -> str:
+        put = self.writing[put_id]
         try:
-            for name in self.store.make_room(put_id, nbytes):
-                self.store.reaped(name)
-            while self.store.lacks_room(put_id, nbytes) and self.spill():
+            self.store.check(put_id, put.nbytes, put.names)
+            self.delete(self.store.make_room(put_id, put.nbytes))
+            while self.store.lacks_room(put_id, put.nbytes) and self.spill():
                 pass
-            self.store.begin(put_id, nbytes, names, self.now, self.store.spare(put_id, nbytes))
+            spare = self.store.spare(put_id, put.nbytes)
+            new = self.store.begin(put_id, put.nbytes, put.names, self.now, spare)
+            if spare is not None:
+                del self.spares[spare]  # the grant has its pages; if there will be none, it was deleted
         except RpcError as error:
             return error.code
-        self.files[put_id] = (table, nbytes, Place.MEMORY)
+        assert new == (put_id not in self.granted)
+        self.granted[put_id] = put.nbytes
+        return ""
+
+    def seal(self, put_id: str) -> str:
+        put = self.writing[put_id]
         try:
-            new = self.store.adds(put_id, table)
+            nbytes = self.store.to_seal(put_id)
+        except RpcError as error:
+            assert put_id not in self.granted
+            return error.code
+        assert nbytes == put.nbytes == self.granted[put_id]
+        try:
+            new = self.store.adds(put_id, put.table)
         except RpcError as error:
             self.retire([self.store.abandon(put_id)])
             return error.code
         if new:
-            self.store.seal(put_id, table)
-        self.retire(self.store.supersede(put_id) if new else [self.store.abandon(put_id)])
+            self.store.seal(put_id, put.table)
+            self.files[put_id] = (put.table, self.granted.pop(put_id), Place.MEMORY)
+            self.retire(self.store.supersede(put_id))
+        else:
+            self.retire([self.store.abandon(put_id)])
         return ""
+
+    def delete(self, spares: list[str]) -> None:
+        """The index has given them up."""
+        for name in spares:
+            del self.spares[name]
+            self.store.reaped(name)
+
+    def take_back(self, now: float) -> None:
+        """Grants that are old and whose producer holds no lock any more."""
+        for put_id in self.store.overdue(now):
+            if put_id not in self.writing:
+                self.retire([self.store.abandon(put_id)])
 
     def spill(self) -> bool:
         put_id = self.store.begin_move()
@@ -221,7 +295,11 @@ class Both(RuleBasedStateMachine):
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:
-        """Every clear arrives and is acknowledged, every reader ends."""
+        """Who writes has written, the dead give their room back, every clear is acknowledged, every reader ends."""
+        for put_id in list(self.writing):
+            self.finish(put_id)
+        self.writing.clear()
+        self.take_back(self.now + GRANT_S + 1)
         while self.mail:
             self.deliver(self.mail.pop(0))
         self.last_mappings_go()
@@ -307,6 +385,8 @@ class Both(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         self.now += LEASE_S + 1
+        self.take_back(self.now)
+        self.delete(self.store.surplus(self.now))
         self.take(self.machine.handle(Tick(), self.now))
         self.forget_gone()
 
@@ -396,6 +476,54 @@ class Both(RuleBasedStateMachine):
         if listed:
             self.reconcile(at_once=True)
 
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data())
+    def begin_a_put(self, data: st.DataObject) -> None:
+        """Its producer writes now; whatever comes before the seal may come."""
+        grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
+        tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
+        if self.open_put(tasks, KEYS[grant.stage]):
+            return
+        put_id = self.new_put(tasks, KEYS[grant.stage])
+        code = self.begin(put_id)
+        assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
+        if self.cleared & set(tasks):
+            assert code == ErrorCode.COLLECTED
+        if code:
+            del self.writing[put_id]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def seal_a_put(self, data: st.DataObject) -> None:
+        """Of a live lease, of a zombie's, or of a grant that went with the store's former life."""
+        put_id = data.draw(st.sampled_from(sorted(self.writing)))
+        tasks = set(self.writing[put_id].tasks)
+        code = self.finish(put_id)
+        assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
+        if self.cleared & tasks:
+            assert code == ErrorCode.COLLECTED
+
+    @precondition(lambda self: self.grants)
+    @rule()
+    def a_lease_is_lost_between_begin_and_seal(self) -> None:
+        """The store hears of it first: the zombie's seal is refused."""
+        grant, _ = self.grants[-1]
+        tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
+        put_id = self.open_put(tasks, KEYS[grant.stage]) or self.new_put(tasks, KEYS[grant.stage])
+        began = self.begin(put_id)
+        self.worker_dies(grant.stage)
+        while self.mail:
+            self.deliver(self.mail.pop(0))
+        code = self.finish(put_id)
+        self.writing.pop(put_id, None)
+        assert not self.cleared & set(tasks) or code == ErrorCode.COLLECTED, (began, code)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def a_producer_is_killed(self, data: st.DataObject) -> None:
+        """Nobody ever hears of that put; its room comes back when its grant is overdue."""
+        del self.writing[data.draw(st.sampled_from(sorted(self.writing)))]
+
     @rule(at_once=st.booleans())
     def reconcile(self, at_once: bool) -> None:
         page, cursor = self.store.inventory(0)
@@ -408,20 +536,28 @@ class Both(RuleBasedStateMachine):
     @rule()
     def last_mappings_go(self) -> None:
         for target in list(self.zombies):
-            del self.zombies[target]
-            if not self.store.keep(target, self.now):
+            _, nbytes = self.zombies.pop(target)
+            if self.store.keep(target, self.now):
+                self.spares[target] = nbytes
+            else:
                 self.store.reaped(target)
 
     @rule()
     def store_is_killed(self) -> None:
         self.life += 1
         self.store = StoreState(STORE, LIMIT, self.life, SPILL)
+        former = list(self.zombies.items())
+        self.zombies.clear()
         self.store.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         for put_id, (table, nbytes, place) in list(self.files.items()):
             self.retire(self.store.recover(put_id, nbytes, table, place))
-        for name, (place, nbytes) in list(self.zombies.items()):
-            del self.zombies[name]
+        refused = [(f"{put_id}.tmp", Place.MEMORY, held_bytes(nbytes)) for put_id, nbytes in self.granted.items()]
+        refused += [(name, Place.MEMORY, nbytes) for name, nbytes in self.spares.items()]
+        refused += [(name, *held) for name, held in former]
+        for name, place, nbytes in refused:
             self.zombies[self.store.recover_refuse(name, nbytes, place).target] = (place, nbytes)
+        self.granted.clear()
+        self.spares.clear()
         self.register_store()
 
     @rule(whole=st.booleans())
@@ -499,6 +635,17 @@ class Both(RuleBasedStateMachine):
         assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
 
     @invariant()
+    def bytes_are_those_of_the_files(self) -> None:
+        """Sealed, being written, mapped although collected, kept for their pages: in any life of the store."""
+        stats = self.store.stats()
+        assert stats.files == len(self.files)
+        assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
+        assert stats.spare_bytes == sum(self.spares.values())
+        sealed = sum(held_bytes(nbytes) for _, nbytes, _ in self.files.values())
+        granted = sum(map(held_bytes, self.granted.values()))
+        assert stats.bytes == sealed + granted + stats.zombie_bytes + stats.spare_bytes
+
+    @invariant()
     def uncovered_bytes_are_those_of_trained_tasks(self) -> None:
         """What admission and the order for an early checkpoint go by."""
         core = self.machine.core
@@ -520,9 +667,9 @@ class Both(RuleBasedStateMachine):
                 assert table.done[slot]  # every lease has expired: what stays was accepted
         assert self.machine.core.clears.pending() == 0
         self.last_mappings_go()
-        stats = self.store.stats()
-        assert stats.zombie_bytes == 0
-        assert stats.bytes - stats.spare_bytes == sum(held_bytes(nbytes) for _, nbytes, _ in self.files.values())
+        assert not self.granted
+        assert self.store.stats().zombie_bytes == 0
+        self.bytes_are_those_of_the_files()
         self.small.stop()
 
 
