@@ -1,151 +1,100 @@
-"""A second implementation of the wire, written from proto/SPEC.md alone.
-
-    python tests/golden/stranger.py RUN_DIR OUT.json
-
-does the work of a rollout service for one task, and says which task that was. It imports nothing of this project, so
-that what it can do is what the document says. Numbers in comments are SPEC's sections.
-"""
+"""`stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`, from proto/SPEC.md alone (numbers below are its sections)."""
 
 import fcntl
 import json
+import mmap
 import os
-import secrets
-import socket
 import struct
 import sys
-import time
 
 import msgpack
 import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest as xxh3
 
-ENVELOPE = "<4sBBHHHIQQIIIIQ"  # 2, without the checksum
-HEADER = "<4sHHIIIIIIQQQ"  # 9, without the checksum
+ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # 2, 9; without the checksums at the end
 CODE = {"float32": 12, "int32": 7, "int64": 9, "uint8": 2}  # 5
 
 
-class Peer:
-    """8: one request at a time, sent again under its id until it is answered."""
-
-    def __init__(self, endpoint, keys=None):
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        if keys:  # 1: between hosts
-            self.socket.curve_serverkey = keys["known"]["service"].encode()
-            self.socket.curve_publickey, self.socket.curve_secretkey = keys["public"].encode(), keys["secret"].encode()
+class Peer:  # 8: one request at a time, sent again under its id until it is answered
+    def __init__(self, endpoint, socket=None):
+        self.socket = socket or zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
         self.socket.connect(endpoint)
-        self.incarnation, self.number = secrets.randbits(63), secrets.randbits(62)
+        self.life, self.number = (int.from_bytes(os.urandom(7)) for _ in range(2))
 
-    def ask(self, kind, answer, wait_s=20.0, **body):
-        self.number += 1
-        packed, until, pause_s = msgpack.packb(body), time.monotonic() + wait_s, 0.25
-        while (left_s := until - time.monotonic()) > 0:
-            head = struct.pack(
-                ENVELOPE, b"RLBS", 1, 0, kind, 0, 0, int(left_s * 1000), self.number, self.incarnation,
-                len(packed), 0, 0, 0, len(packed),
-            )  # fmt: skip
-            self.socket.send_multipart([head + struct.pack("<Q", xxh3(head)), packed])
-            while self.socket.poll(int(pause_s * 1000)):
+    def ask(self, kind, answer, **body):
+        self.number, body = self.number + 1, msgpack.packb(body)
+        for left_ms in range(20_000, 0, -500):
+            sizes = (len(body), 0, 0, 0, len(body))
+            head = struct.pack(ENVELOPE, b"RLBS", 1, 0, kind, 0, 0, left_ms, self.number, self.life, *sizes)
+            self.socket.send_multipart([head + struct.pack("<Q", xxh3(head)), body])
+            while self.socket.poll(500):
                 head, reply = self.socket.recv_multipart()
-                assert xxh3(head[:56]) == struct.unpack("<Q", head[56:])[0]
+                assert head[56:] == struct.pack("<Q", xxh3(head[:56]))
                 fields = struct.unpack_from(ENVELOPE, head)
                 if fields[7] == self.number and fields[4] & 1:
-                    values = msgpack.unpackb(reply)
-                    assert fields[3] == answer, values
-                    return values
-            pause_s = min(2 * pause_s, 2.0)
+                    assert fields[3] == answer, msgpack.unpackb(reply)
+                    return msgpack.unpackb(reply)
         raise TimeoutError(f"message {kind}")
 
 
-def block(task, fence, shards):
-    """9: the file of one put with one task; and its content hash (8)."""
-    names, keys = task.encode(), "\n".join(shards).encode()
+def put(store, task, fence, shards):  # 8, Put, and 9: the shards of one task by key; returns the content hash
+    names, keys, sums = task.encode(), "\n".join(shards).encode(), [xxh3(each.tobytes()) for each in shards.values()]
     dims = b"".join(struct.pack(f"<{each.ndim}Q", *each.shape) for each in shards.values())
-    table_bytes = 8 + len(dims) + 32 * len(shards) + 4 + len(names) + len(keys)
-    rows, parts, sums, end = b"", [], b"", 64 + table_bytes
-    for number, each in enumerate(shards.values()):
-        data, begin = each.tobytes(), -(-end // 64) * 64
-        row = (number, CODE[each.dtype.name], each.ndim, 0, begin, len(data), xxh3(data))
-        rows, sums = rows + struct.pack("<IBBHQQQ", *row), sums + struct.pack("<Q", row[-1])
-        parts.append((begin, data))
-        end = begin + len(data)
+    rows, file = b"", bytearray(64 + 8 + len(dims) + 32 * len(shards) + 4 + len(names) + len(keys))
+    for number, (each, check) in enumerate(zip(shards.values(), sums, strict=True)):
+        file += bytes(-len(file) % 64)
+        rows += struct.pack(ROW, number, CODE[each.dtype.name], each.ndim, 0, len(file), each.nbytes, check)
+        file += each.tobytes()
     table = struct.pack("<Q", fence) + dims + rows + struct.pack("<I", len(shards)) + names + keys
-    sizes = (1, len(shards), len(shards), len(dims) // 8, len(names), len(keys))
-    head = struct.pack(HEADER, b"RLBF", 1, 0, *sizes, end, xxh3(table), 0)
-    file = bytearray(end)
-    file[: 64 + table_bytes] = head + struct.pack("<Q", xxh3(head)) + table
-    for begin, data in parts:
-        file[begin : begin + len(data)] = data
-    return file, xxh3(sums)
-
-
-def put(store, task, fence, shards):
-    """8, Put; returns the content hash."""
-    file, digest = block(task, fence, shards)
-    name = secrets.token_hex(16)
+    sizes = (1, len(shards), len(shards), len(dims) // 8, len(names), len(keys), len(file))
+    head = struct.pack(HEADER, b"RLBF", 1, 0, *sizes, xxh3(table), 0)
+    file[: 64 + len(table)] = head + struct.pack("<Q", xxh3(head)) + table
+    name = os.urandom(16).hex()
     path = store.ask(61, 60, put_id=name, nbytes=len(file), tasks=[[task, fence]])["path"]
-    with open(path, "r+b") as target:
+    with open(path, "r+b", buffering=0) as target:
         fcntl.flock(target, fcntl.LOCK_SH)
-        assert os.fstat(target.fileno()).st_ino == os.stat(path).st_ino
+        assert os.path.samestat(os.fstat(target.fileno()), os.stat(path))
         target.write(file)
-        target.flush()
         store.ask(63, 62, put_id=name)
-    return digest
+    return xxh3(struct.pack(f"<{len(sums)}Q", *sums))
 
 
-def inline(array):
-    """3: as msgpack-numpy writes it."""
-    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
+def shard_of(file, task, fence, key):  # 9: one shard of a block file, checked
+    magic, layout, _, tasks, _, rows, dims, task_bytes, key_bytes, size, check, _ = struct.unpack_from(HEADER, file)
+    at_dims, at_rows, at_counts = 64 + 8 * tasks, 64 + 8 * (tasks + dims), 64 + 8 * (tasks + dims) + 32 * rows
+    at_keys = at_counts + 4 * tasks + task_bytes
+    assert (magic, layout, size, check) == (b"RLBF", 1, len(file), xxh3(file[64 : at_keys + key_bytes]))
+    assert struct.unpack_from("<Q", file, 56) == (xxh3(file[:56]),)
+    names = bytes(file[at_keys - task_bytes : at_keys]).decode().split("\n")
+    keys = bytes(file[at_keys : at_keys + key_bytes]).decode().split("\n")
+    fences, counts = (struct.unpack_from(f"<{tasks}{kind}", file, at) for kind, at in (("Q", 64), ("I", at_counts)))
+    for row, owner in enumerate(np.repeat(np.arange(tasks), counts)):
+        index, code, ndim, _, begin, nbytes, digest = struct.unpack_from(ROW, file, at_rows + 32 * row)
+        shape, at_dims = struct.unpack_from(f"<{ndim}Q", file, at_dims), at_dims + 8 * ndim
+        if (names[owner], fences[owner], keys[index]) == (task, fence, key):
+            data = bytes(file[begin : begin + nbytes])
+            assert xxh3(data) == digest
+            yield np.frombuffer(data, next(name for name in CODE if CODE[name] == code)).reshape(shape)
 
 
-def rollout(sockets, out):
-    """8, Work: one task, two samples, everything that the stage makes."""
-    scheduler, store = (Peer(f"ipc://{sockets}/{name}") for name in ("scheduler-0", "batch-store-0"))
-    me = {"service": "rollout", "instance": 7, "incarnation": scheduler.incarnation}
-    scheduler.ask(21, 20, **me, pid=os.getpid(), host=socket.gethostname(), endpoint="")
-    grant = scheduler.ask(31, 30, **me, stage="rollout", max_tasks=1)
-    task, fence = grant["batch"]["tasks"][0][:2]
-    lengths = np.array([5, 4], np.int32)
-    mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], np.uint8)
-    shards = {
-        "token_ids": np.arange(1, 10, dtype=np.int32),
-        "lengths": lengths,
-        "sample_index": np.arange(2, dtype=np.int32),
-        "loss_mask": mask,
-        "rollout_logprobs": np.where(mask, -0.5, 0).astype(np.float32),
-        "versions": np.where(mask, 0, -1).astype(np.int32),
-    }
-    digest = put(store, task, fence, shards)
-    result = [
-        task,
-        fence,
-        0,
-        "batch-store/0",
-        digest,
-        2,
-        int(lengths.sum()),
-        sum(each.nbytes for each in shards.values()),
-    ]
-    rewards = {"reward": inline(np.array([1, 0], np.float32))}
-    answer = scheduler.ask(
-        33,
-        32,
-        lease_id=grant["lease_id"],
-        stage="rollout",
-        incarnation=me["incarnation"],
-        results=[result],
-        scalars=rewards,
-    )
-    assert not answer["refused"], answer
-    with open(out, "w") as file:
-        json.dump({"task": task, "fence": fence}, file)
-
-
-def main(run_dir, out):
-    with open(f"{run_dir}/run.json") as source:  # 1
-        rollout(json.load(source)["sockets"], out)
+def get(store, task, fence, key):  # 8, Locate and read
+    for path in store.ask(65, 64, tasks=[[task, fence]])["files"]:
+        with open(path, "rb") as source:
+            fcntl.flock(source, fcntl.LOCK_SH)
+            assert os.path.samestat(os.fstat(source.fileno()), os.stat(path))
+            with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY) as file:
+                for found in shard_of(file, task, fence, key):
+                    return found
+    raise LookupError(f"{task}#{key}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    action, run_dir, task, fence, key, file = sys.argv[1:]
+    with open(f"{run_dir}/run.json") as source:  # 1
+        store = Peer(f"ipc://{json.load(source)['sockets']}/batch-store-0")
+    if action == "put":
+        put(store, task, int(fence), {key: np.load(file)})
+    else:
+        np.save(file, get(store, task, int(fence), key))

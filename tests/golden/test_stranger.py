@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proto.messages import BatchMeta, BatchPart, TaskHandle
 from proto.tensors import Array
 from shared.dataplane.client import TaskShards
 from shared.rundir import RunDir
@@ -21,13 +22,17 @@ from shared.security import access, keys
 from shared.security.access import Access
 from shared.security.roles import Role
 from shared.stages import ROLLOUT
+from tests.integration import store_process
+from tests.integration.store_process import StoreProcess, peer_of
 from tests.integration.store_scheduler import REPOSITORY, STORE, bench_of, make_run
 
 FOLDER = Path(__file__).parent
-STRANGERS = ("stranger.py", "stranger_reads.py")
+CLIENT = "stranger.py"
+STRANGERS = (CLIENT, "stranger_works.py", "stranger_streams.py")
 OURS = {folder.name for folder in REPOSITORY.iterdir() if (folder / "__init__.py").exists()}
 CALL_S = 20.0
 LIMIT_S = 60.0
+LINES = 100
 
 
 def stranger(program: str, *arguments: str) -> None:
@@ -74,7 +79,7 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         driver = await here.driver()
         await driver.publish(0)
         away = asyncio.to_thread
-        await away(stranger, "stranger.py", str(here.run.path), str(folder / "made.json"))
+        await away(stranger, "stranger_works.py", str(here.run.path), str(folder / "made.json"))
         made = json.loads((folder / "made.json").read_text())
         reference = await here.actor("reference")
         grant = await reference.lease()
@@ -86,10 +91,8 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         shards = TaskShards(made["task"], made["fence"], {"ref_logprobs": logprobs})
         await reference.data.put([shards], store=STORE, deadline_s=CALL_S)
         which = (made["task"], str(made["fence"]), "ref_logprobs")
-        await away(stranger, "stranger_reads.py", "get", str(here.run.path), *which, str(folder / "mapped.npy"))
-        await away(
-            stranger, "stranger_reads.py", "stream", str(folder / "access"), *which, str(folder / "streamed.npy")
-        )
+        await away(stranger, CLIENT, "get", str(here.run.path), *which, str(folder / "mapped.npy"))
+        await away(stranger, "stranger_streams.py", str(folder / "access"), *which, str(folder / "streamed.npy"))
         return Exchange(
             copied, logprobs, np.load(folder / "mapped.npy"), np.load(folder / "streamed.npy"),
             grant.batch.tasks[0].samples,
@@ -118,16 +121,61 @@ def test_the_stranger_of_another_host_streams_what_ours_put(exchange: Exchange) 
     np.testing.assert_array_equal(exchange.streamed, exchange.put_by_ours)
 
 
+def test_client_of_a_hundred_lines_puts_a_shard_and_gets_it(tmp_path: Path) -> None:
+    """Its own and ours, which lies among others in a file, each in a process of its own."""
+    store = StoreProcess(store_process.make_run(tmp_path, memory=16 << 20))
+    store.start()
+    theirs = np.linspace(0, 1, 3 * 70_001, dtype=np.float32).reshape(3, 70_001)
+    ours = [TaskShards(f"train/0/{i}", 4, {"a": np.arange(i), "b": np.full((2, i), i, np.int32)}) for i in range(5)]
+    np.save(tmp_path / "theirs.npy", theirs)
+    run, got = str(store.run.path), str(tmp_path / "got.npy")
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await asyncio.to_thread(stranger, CLIENT, "put", run, "train/7/0", "2", "x", str(tmp_path / "theirs.npy"))
+            meta = BatchMeta(
+                tasks=[TaskHandle("train/7/0", 2, stores=[0])], parts=[BatchPart("s", ["x"])], stores=[STORE]
+            )
+            [found] = await peer.data.fetch(meta, ["x"], deadline_s=CALL_S)
+            np.testing.assert_array_equal(found["x"], theirs, strict=True)
+            await peer.data.put(ours, store=STORE, deadline_s=CALL_S)
+            for task, fence, key, expected in (
+                ("train/7/0", "2", "x", theirs),
+                ("train/0/3", "4", "b", ours[3].shards["b"]),
+            ):
+                await asyncio.to_thread(stranger, CLIENT, "get", run, task, fence, key, got)
+                np.testing.assert_array_equal(np.load(got), expected, strict=True)
+
+    try:
+        asyncio.run(main())
+    finally:
+        store.kill()
+        store.run.remove_volatile()
+
+
+def test_client_has_a_hundred_lines_and_needs_four_packages() -> None:
+    source = (FOLDER / CLIENT).read_text()
+    assert len(source.splitlines()) <= LINES
+    assert max(map(len, source.splitlines())) <= 120
+    assert packages(source) - sys.stdlib_module_names == {"zmq", "msgpack", "numpy", "xxhash"}
+
+
 @pytest.mark.parametrize("program", STRANGERS)
 def test_the_stranger_knows_nothing_of_ours(program: str) -> None:
     known = set(sys.stdlib_module_names) | {"zmq", "msgpack", "numpy", "xxhash", "cryptography", "stranger"}
+    imported = packages((FOLDER / program).read_text())
+    assert {"proto", "shared", "services", "launch", "tests"} <= OURS
+    assert not imported & OURS
+    assert imported <= known
+
+
+def packages(source: str) -> set[str]:
+    """What a program imports, anywhere in it."""
     imported = set()
-    for node in ast.walk(ast.parse((FOLDER / program).read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level
             imported.add((node.module or "").partition(".")[0])
-    assert {"proto", "shared", "services", "launch", "tests"} <= OURS
-    assert not imported & OURS
-    assert imported <= known
+    return imported
