@@ -10,7 +10,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -97,10 +96,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.02)
-
-
-def spawn(script: str, argument: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", script, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def files(run: RunDir, ending: str) -> list[Path]:
@@ -306,37 +301,6 @@ def test_sealing_twice_is_one_seal_and_an_unwritten_file_is_refused(store: Store
                     await peer.store.call(
                         PutBegin(put_id=wrong, nbytes=5000, tasks=begin.tasks), PutGrant, deadline_s=CALL_S
                     )
-
-    asyncio.run(main())
-
-
-def test_producer_killed_in_the_middle_of_a_put_gives_its_room_back(store: StoreProcess) -> None:
-    script = """
-import fcntl, os, sys
-descriptor = os.open(sys.argv[1], os.O_RDWR)
-fcntl.flock(descriptor, fcntl.LOCK_SH)
-os.pwrite(descriptor, b"x" * 100_000, 0)
-print("half", flush=True)
-sys.stdin.read()
-"""
-
-    async def main() -> None:
-        async with peer_of(store.run) as peer:
-            begin = PutBegin(put_id=secrets.token_hex(16), nbytes=MEMORY - 4096, tasks=[PutTask("train/0/9", 1)])
-            grant = await peer.store.call(begin, PutGrant, deadline_s=CALL_S)
-            began = time.monotonic()
-            producer = spawn(script, grant.path)
-            assert producer.stdout is not None
-            assert producer.stdin is not None
-            assert await asyncio.to_thread(producer.stdout.readline) == b"half\n"
-            await asyncio.sleep(max(0.0, GRANT_S + 1.0 - (time.monotonic() - began)))  # past the grant's time
-            assert (await stats(peer)).bytes == MEMORY - 4096  # alive, hence not taken back
-            producer.kill()
-            producer.wait(10)
-            producer.stdout.close()
-            producer.stdin.close()
-            await put(peer, block(0, 1, size=1 << 17))  # waits on BUSY until the room is back
-            assert (await stats(peer)).zombie_bytes == 0
 
     asyncio.run(main())
 
