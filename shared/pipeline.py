@@ -57,6 +57,7 @@ class LeasePipeline(Generic[P, C]):
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
                 lease, prepared = ahead.result()
+                self._book.behind.discard(lease)
                 ahead = asyncio.create_task(self._next())
                 self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
         finally:
@@ -77,7 +78,7 @@ class LeasePipeline(Generic[P, C]):
         while True:
             lease = await self._acquire()
             try:
-                return lease, await self._prepare(lease)
+                prepared = await self._prepare(lease)
             except LeaseLost as error:
                 self._book.forget(lease, str(error))
             except RpcError as error:
@@ -86,6 +87,9 @@ class LeasePipeline(Generic[P, C]):
                 # What it lacks (the weights of a version, most often) is not there again at once.
                 await self._book.hand_back(lease, f"not prepared: {error}", untouched=True)
                 await asyncio.sleep(BACKOFF_S)
+            else:
+                self._book.behind.add(lease)  # until there is room among those that are computed
+                return lease, prepared
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:
@@ -96,9 +100,13 @@ class LeasePipeline(Generic[P, C]):
         if computed is None:
             return
         lease.computed()
-        while len(self._finishing) >= FINISHING_BLOCKS:
-            await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
-            self._reap()
+        self._book.behind.add(lease)
+        try:
+            while len(self._finishing) >= FINISHING_BLOCKS:
+                await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
+                self._reap()
+        finally:
+            self._book.behind.discard(lease)
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
     async def _computed(self, lease: Lease, prepared: P) -> C | None:

@@ -18,7 +18,10 @@ class Rig:
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0
         self.computing: dict[int, asyncio.Event] = {}
+        self.finishing: dict[int, Lease] = {}
         self.finished: list[int] = []
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
         service = SimpleNamespace(log=SimpleNamespace(warning=lambda *_, **__: None))
         self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
         self.pipeline: LeasePipeline[int, int] = LeasePipeline(
@@ -41,7 +44,9 @@ class Rig:
             group_size=1,
             block_rows=0,
         )
-        return Lease(grant, lambda: 0)
+        lease = Lease(grant, lambda: 0)
+        self.book._held[self.leased] = lease
+        return lease
 
     async def _prepare(self, lease: Lease) -> int:
         return lease.grant.lease_id
@@ -53,7 +58,12 @@ class Rig:
         return number
 
     async def _finish(self, lease: Lease, prepared: int, computed: int) -> None:
+        self.finishing[computed] = lease
+        await self.may_finish.wait()
         self.finished.append(computed)
+
+    def progress(self) -> dict[int, int]:
+        return {each.lease_id: each.progress for each in self.book.progress()}
 
 
 async def settle() -> None:
@@ -100,5 +110,35 @@ def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> Non
         with pytest.raises(ValueError, match="broken"):
             await made.pipeline.run()
         assert sorted(ended) == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        made.may_finish.clear()
+        running = asyncio.create_task(made.pipeline.run())
+        for number in (1, 2, 3):
+            await settle()
+            made.computing[number].set()
+        await settle()
+        assert (sorted(made.finishing), made.computing, made.leased) == ([1, 2], {}, 4)
+        made.progress()
+        before = made.progress()
+        assert made.progress() == before  # nobody gets on: none of them is renewed
+        made.finishing[1].advance()
+        after = made.progress()
+        assert {number: after[number] - before[number] for number in after} == {1: 1, 2: 0, 3: 1, 4: 1}
+        made.may_finish.set()
+        await settle()
+        assert made.finished == [1, 2, 3]
+        assert sorted(made.computing) == [4]
+        made.progress()
+        before = made.progress()
+        made.book._held[2].advance()
+        assert made.progress()[4] == before[4]  # it is computed itself now
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
