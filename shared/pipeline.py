@@ -15,6 +15,8 @@ from shared.rpc.errors import RpcError
 
 FINISHING_BLOCKS = 2
 DRAIN_FINISH_S = 4.0
+STOP_S = 4.0
+"""For a computation to end that is cancelled."""
 P = TypeVar("P")
 C = TypeVar("C")
 
@@ -131,7 +133,8 @@ class LeasePipeline(Generic[P, C]):
         finally:
             for each in either:
                 each.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
+            # Bounded: what hangs must not keep the process from its end.
+            await asyncio.wait({asyncio.gather(*either, return_exceptions=True)}, timeout=STOP_S)
 
     async def _end(self, lease: Lease, prepared: P, computed: C) -> None:
         try:

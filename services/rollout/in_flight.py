@@ -37,25 +37,37 @@ class InFlight:
         self._sync = sync
         self._source = source
         self._emit = emit
-        self._settled = asyncio.Condition()
+        self._taken = False
+        self._changed = asyncio.Event()
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
         self._under_way: dict[BlockVersions, bool] = {}
         """Leases that are being sampled, and whether they want one exact version."""
 
     @asynccontextmanager
-    async def settled(self) -> AsyncIterator[None]:
-        """No swap begins or goes on inside: for whoever loads weights, and looks at what the engine holds."""
-        async with self._settled:
+    async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+        """No swap begins or goes on inside: for whoever loads weights, and looks at what the engine holds.
+
+        Waits until nobody else is inside and `may_begin` holds. What that raises ends the wait, whoever is inside:
+        nobody is ever kept by somebody who hangs there.
+        """
+        while not may_begin() or self._taken:
+            await self._changed.wait()
+        self._taken = True
+        try:
             yield
+        finally:
+            self._taken = False
+            self.look_again()
 
-    async def quiet(self, *, unless: Callable[[], bool]) -> None:
-        """Inside `settled`: until nothing is being sampled, or `unless` holds, which a swap may bring about."""
-        await self._settled.wait_for(lambda: not self._under_way or unless())
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being sampled."""
+        return not self._under_way
 
-    async def look_again(self) -> None:
-        """What `quiet` waits for may hold now."""
-        async with self._settled:
-            self._settled.notify_all()
+    def look_again(self) -> None:
+        """What `settled` waits for may hold now, or raise."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def begin(self, version: int, *, exact: bool) -> BlockVersions:
         """A lease is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
@@ -63,10 +75,10 @@ class InFlight:
         self._under_way[versions] = exact
         return versions
 
-    async def end(self, versions: BlockVersions) -> None:
+    def end(self, versions: BlockVersions) -> None:
         """That lease is done."""
         del self._under_way[versions]
-        await self.look_again()
+        self.look_again()
 
     def announce(self, ref: WeightsRef) -> None:
         """The scheduler has a newer version. Said again and again: one that cannot be used now is forgotten."""
@@ -88,7 +100,7 @@ class InFlight:
         except RpcError as error:
             self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})  # superseded meanwhile
             return
-        async with self._settled:
+        async with self.settled():
             if not self._swappable or not self._sync.needs(ref, exact=False):
                 return
             if not self._sync.is_drilled(delivery.entry):
@@ -105,5 +117,4 @@ class InFlight:
             for versions in self._under_way:
                 versions.replaced(ref.step, self._engine.swaps)
             await self._engine.resume()  # not after another failure: the service ends
-            self._settled.notify_all()
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})

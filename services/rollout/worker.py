@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,8 +151,7 @@ class RolloutWorker:
 
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Weights first: the trainer's parameters may stay for as long as they are taken over."""
-        async with self._in_flight.settled():
-            await self._let_others_end(lease)
+        async with self._settled(lease):
             await self._have(_WEIGHTS)
             placed = await self._place(lease, prepared)
             await self._have(ENGINE)
@@ -164,26 +164,31 @@ class RolloutWorker:
         try:
             return await self._sampled(lease, prepared, versions, lineage)
         finally:
-            await self._in_flight.end(versions)
+            self._in_flight.end(versions)
 
-    async def _let_others_end(self, lease: Lease) -> None:
-        """Until those under way are done, if the engine must be given what they must not see. Raises LeaseLost."""
+    @asynccontextmanager
+    async def _settled(self, lease: Lease) -> AsyncIterator[None]:
+        """`InFlight.settled`, once those under way are done if the engine must be given what they must not see. Raises
+        LeaseLost at once when the lease is lost while it waits.
+        """
 
-        def may_go_on() -> bool:
-            return lease.cancel.is_set() or not self._needs_other(lease)
+        def may_begin() -> bool:
+            lease.check()
+            return self._in_flight.is_quiet or not self._needs_other(lease)
 
         async def watch() -> None:
             await lease.given_up.wait()
-            await self._in_flight.look_again()
+            self._in_flight.look_again()
 
         watching = asyncio.create_task(watch())
         self.leases.behind.add(lease)
         try:
-            await self._in_flight.quiet(unless=may_go_on)
+            async with self._in_flight.settled(may_begin):
+                self.leases.behind.discard(lease)
+                yield
         finally:
             self.leases.behind.discard(lease)
             watching.cancel()
-        lease.check()
 
     def _needs_other(self, lease: Lease) -> bool:
         """Whether the engine must be given another version first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -186,6 +187,30 @@ def test_a_computation_that_outlives_its_lost_lease_and_stands_still_ends_the_se
             with pytest.raises(RpcError, match=r"lease 1 was lost, and 0.1 s later .* it hangs") as failed:
                 await Pipeline(never).run()
         assert failed.value.code == ErrorCode.INTERNAL
+
+    asyncio.run(scenario())
+
+
+def test_a_computation_that_does_not_end_when_it_is_told_to_does_not_keep_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.pipeline.STOP_S", 0.1)
+
+    async def scenario() -> None:
+        over = asyncio.Event()
+
+        async def deaf(lease: Lease) -> None:
+            lease.give_up()
+            while not over.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await over.wait()
+
+        running = asyncio.create_task(Pipeline(deaf).run())
+        done, _ = await asyncio.wait({running}, timeout=20)
+        over.set()
+        with pytest.raises(RpcError, match="it hangs"):
+            await running
+        assert done
 
     asyncio.run(scenario())
 

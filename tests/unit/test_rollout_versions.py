@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle, WeightsRef
 from services.rollout.answers import AnswerSampler
@@ -64,7 +65,7 @@ class Rig:
         sampler = AnswerSampler(self.engine, journal)
         versions = self.in_flight.begin(self.sync.holds.step, exact=False)
         groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
-        await self.in_flight.end(versions)
+        self.in_flight.end(versions)
         return dict(zip(ids, groups, strict=True))
 
 
@@ -308,8 +309,7 @@ def test_a_lease_that_needs_other_weights_waits_for_the_end_of_those_under_way_o
             versions = made.in_flight.begin(FIRST, exact=False)
 
             async def waits(what: str, met: Callable[[], bool]) -> None:
-                async with made.in_flight.settled():
-                    await made.in_flight.quiet(unless=met)
+                async with made.in_flight.settled(lambda: made.in_flight.is_quiet or met()):
                     order.append(what)
 
             for_swap = asyncio.create_task(waits("swap", lambda: made.sync.holds.step > FIRST))
@@ -319,7 +319,7 @@ def test_a_lease_that_needs_other_weights_waits_for_the_end_of_those_under_way_o
             await made.swapped(FIRST + 1)
             await for_swap
             assert order == ["swap"]
-            await made.in_flight.end(versions)
+            made.in_flight.end(versions)
             await for_end
             return order
 
@@ -335,9 +335,9 @@ def test_a_lease_of_one_version_beside_others_keeps_newer_weights_from_all_of_th
             for _ in range(50):
                 await asyncio.sleep(0)
             assert made.sync.holds.step == FIRST
-            await made.in_flight.end(exact)
+            made.in_flight.end(exact)
             await made.swapped(FIRST + 1)
-            await made.in_flight.end(other)
+            made.in_flight.end(other)
 
     asyncio.run(scenario())
 
@@ -427,6 +427,67 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
             with pytest.raises(LeaseLost):
                 await asyncio.wait_for(waiting, 10)
             assert not worker.leases.behind
-            await made.in_flight.end(other)
+            made.in_flight.end(other)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_waits_for_one_that_loads_weights_gets_on_as_it_does_and_is_given_up_at_once() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            loads, waits = lease([NOTED]), lease_of(FIRST + 1)
+            worker.leases._held = {1: loads, 2: waits}
+            async with made.in_flight.settled():
+                waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), None)))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                worker.leases.progress()
+                before = waits.progress
+                loads.advance()
+                worker.leases.progress()
+                assert waits.progress > before
+                waits.give_up()
+                with pytest.raises(LeaseLost):
+                    await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
+    """And a lease that waits meanwhile for other weights does not keep it from its end."""
+
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            worker._service.log = structlog.get_logger()
+            held = [lease([NOTED]), lease_of(FIRST + 2)]
+            for each in held:
+                each.grant = msgspec.structs.replace(each.grant, lease_s=0.1)
+            ahead = list(held)
+
+            async def acquire() -> Lease:
+                if not ahead:
+                    await asyncio.Event().wait()
+                return ahead.pop(0)
+
+            async def prepare(lease: Lease) -> _Prepared:
+                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), None)
+
+            async def before_step(number: int) -> None:
+                if number == 3:
+                    made.in_flight.announce(ref_of(FIRST + 1))
+                    await asyncio.sleep(0)
+
+            async def hang(weights: dict[str, Any]) -> None:
+                held[0].give_up()
+                await asyncio.Event().wait()
+
+            made.engine.before_step = before_step
+            made.engine.set_weights = hang  # type: ignore[method-assign]
+            worker._pipeline._acquire, worker._pipeline._prepare = acquire, prepare
+            async with asyncio.timeout(20):
+                with pytest.raises(RpcError, match="it hangs"):
+                    await worker.run()
 
     asyncio.run(scenario())
