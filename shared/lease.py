@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -74,6 +74,21 @@ class Lease:
         """Its work must stop. Loop thread only."""
         self.cancel.set()
         self.given_up.set()
+
+    async def while_held(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the lease is given up first. Raises LeaseLost then."""
+        task = asyncio.create_task(work)
+        given_up = asyncio.create_task(self.given_up.wait())
+        either: set[asyncio.Task[Any]] = {task, given_up}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.check()
+            return task.result()
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     def check(self) -> None:
         """Raises LeaseLost when the work must stop."""

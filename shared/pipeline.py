@@ -95,6 +95,7 @@ class LeasePipeline(Generic[P, C]):
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:
+            lease.check()
             computed = await self._computed(lease, prepared)
         except LeaseLost as error:
             self._book.forget(lease, str(error))
@@ -138,6 +139,7 @@ class LeasePipeline(Generic[P, C]):
 
     async def _end(self, lease: Lease, prepared: P, computed: C) -> None:
         try:
+            lease.check()
             await self._finish(lease, prepared, computed)
         except LeaseLost as error:
             self._book.forget(lease, str(error))

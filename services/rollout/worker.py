@@ -306,9 +306,10 @@ class RolloutWorker:
                 each.sample.messages = messages_of(each.sample.row, text)
 
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
-        """The scores that samples came with, and those of the reward functions for the others."""
+        """The scores that samples came with, and those of the reward functions for the others. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
-        found = [iter(group) for group in await self._rewards.score(unscored, lease.advance)]
+        scored = await lease.while_held(self._rewards.score(unscored, lease.advance))
+        found = [iter(group) for group in scored]
         return [[each.score or next(scores) for each in group] for group, scores in zip(made, found, strict=True)]
 
     def _tell(

@@ -219,10 +219,10 @@ def test_a_computation_that_does_not_end_when_it_is_told_to_does_not_keep_the_se
 def test_a_computation_that_outlives_its_lost_lease_for_a_reason_is_waited_for(why: str) -> None:
     async def scenario() -> list[int]:
         async def slow(lease: Lease) -> None:
-            lease.give_up()
             if lease.grant.lease_id == 2:
                 made.progress += 1
                 return
+            lease.give_up()
             for _ in range(8):
                 made.progress += why == "moves"
                 made.book.stands = lambda: why != "moves"

@@ -142,3 +142,23 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished() -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        made.may_finish.clear()
+        running = asyncio.create_task(made.pipeline.run())
+        for number in (1, 2, 3):
+            await settle()
+            made.computing[number].set()
+        await settle()
+        made.book.lost([3, 4])  # computed, and prepared
+        made.may_finish.set()
+        await settle()
+        assert sorted(made.finishing) == made.finished == [1, 2]
+        assert sorted(made.computing) == [5]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -454,6 +454,27 @@ def test_a_lease_that_waits_for_one_that_loads_weights_gets_on_as_it_does_and_is
     asyncio.run(scenario())
 
 
+def test_a_lease_that_is_lost_while_it_is_scored_takes_nobody_s_time_any_more() -> None:
+    class Rewards:
+        """Functions that take for ever."""
+
+        async def score(self, groups: list[Any], advance: Callable[[], None]) -> list[Any]:
+            await asyncio.Event().wait()
+            return groups
+
+    async def scenario() -> None:
+        async with rig() as made:
+            worker, lost = worker_of(made), lease([FRESH])
+            worker._rewards = Rewards()  # type: ignore[assignment]
+            scoring = asyncio.create_task(worker._scores(lost, []))
+            await asyncio.sleep(0)
+            lost.give_up()
+            with pytest.raises(LeaseLost):
+                await asyncio.wait_for(scoring, 10)
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
     """And a lease that waits meanwhile for other weights does not keep it from its end."""
 
