@@ -68,13 +68,15 @@ class LeasePipeline(Generic[P, C]):
             await asyncio.gather(ahead, *self._computing, return_exceptions=True)
 
     async def drain(self) -> None:
-        """What is computed is finished if that is quick; every other lease goes back at once."""
+        """What is computed is finished if that is quick; every other lease goes back at once, and it is no attempt of
+        tasks that were not computed: whoever ends this service does not end it for them."""
         if self._finishing:
             _, late = await asyncio.wait(self._finishing, timeout=DRAIN_FINISH_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await asyncio.gather(*(self._book.hand_back(lease, "draining") for lease in self._book.held))
+        back = (self._book.hand_back(lease, "draining", untouched=not lease.is_computed) for lease in self._book.held)
+        await asyncio.gather(*back)
 
     async def _next(self) -> tuple[Lease, P]:
         while True:

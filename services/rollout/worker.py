@@ -230,7 +230,8 @@ class RolloutWorker:
         """`versions`: what the engine holds, and what it is given while it samples."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
-            await self.leases.hand_back(lease, f"the engine holds version {held}, {_needed(grant)}")
+            why = f"the engine holds version {held}, {_needed(grant)}"
+            await self.leases.hand_back(lease, why, untouched=True)
             return None
         lease.check()
         started = time.perf_counter()

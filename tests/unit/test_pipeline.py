@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from proto.messages import BatchMeta, LeaseGrant
+from proto.messages import BatchMeta, Complete, CompleteAck, LeaseGrant
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 
@@ -22,7 +22,10 @@ class Rig:
         self.finished: list[int] = []
         self.may_finish = asyncio.Event()
         self.may_finish.set()
-        service = SimpleNamespace(log=SimpleNamespace(warning=lambda *_, **__: None))
+        self.handed_back: dict[int, bool] = {}
+        """Lease -> whether it was handed back untouched."""
+        quiet = SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)
+        service = SimpleNamespace(log=quiet, incarnation=7, scheduler=SimpleNamespace(call=self._call))
         self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
         self.pipeline: LeasePipeline[int, int] = LeasePipeline(
             self.book,
@@ -47,6 +50,10 @@ class Rig:
         lease = Lease(grant, lambda: 0)
         self.book._held[self.leased] = lease
         return lease
+
+    async def _call(self, request: Complete, reply: type[CompleteAck], *, deadline_s: float) -> CompleteAck:
+        self.handed_back[request.lease_id] = request.untouched
+        return CompleteAck()
 
     async def _prepare(self, lease: Lease) -> int:
         return lease.grant.lease_id
@@ -162,3 +169,22 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_drain_is_no_attempt_of_tasks_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.pipeline.DRAIN_FINISH_S", 0.0)
+
+    async def scenario() -> dict[int, bool]:
+        made = Rig(1)
+        made.may_finish.clear()
+        running = asyncio.create_task(made.pipeline.run())
+        await settle()
+        made.computing[1].set()
+        await settle()
+        assert sorted(made.computing) == [2]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await made.pipeline.drain()
+        return made.handed_back
+
+    assert asyncio.run(scenario()) == {1: False, 2: True, 3: True}
