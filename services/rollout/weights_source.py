@@ -19,9 +19,11 @@ from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Tran
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.drill import perturb
+from shared.moved import Moved, nobody
 
 SHARDS = "shards"
-FETCH_S = 30.0
+FETCH_S = 120.0
+"""Of a store of which nothing comes for so long, nothing that came is kept: it is asked anew."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
@@ -73,10 +75,10 @@ class Arrays:
 class WeightsSource(Protocol):
     """What the rollout takes weights from."""
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
-        """The weights of `ref`. Raises RpcError when they are not to be had."""
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+        """The weights of `ref`. Raises RpcError when they are not to be had, or nothing came for `FETCH_S`."""
 
-    async def from_store(self, ref: WeightsRef) -> Delivery:
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
         """The same, after a transfer that failed."""
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
@@ -89,12 +91,12 @@ class ShardSource:
     def __init__(self, data: DataClient) -> None:
         self._data = data
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
-        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S)
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S, moved=moved)
         return Arrays(weights)
 
-    async def from_store(self, ref: WeightsRef) -> Delivery:
-        return await self.fetch(ref)
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+        return await self.fetch(ref, moved)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         return await own_drill(engine, ref)
@@ -128,7 +130,7 @@ class TransferSource:
         self._memory = HostMemory()
         self._log = structlog.get_logger("transfer")
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
         if self._engine is not None:
             return _IntoEngine(self, self._engine, ref, is_drill=False)
         try:
@@ -136,12 +138,13 @@ class TransferSource:
             weights = await self.transfers.bring(ref, self._memory, drill=False)
         except TransferFailed as error:
             self.failed(ref, error)
-            return await self.shards.fetch(ref)
+            moved()
+            return await self.shards.fetch(ref, moved)
         self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
         return Arrays(weights, self.route)
 
-    async def from_store(self, ref: WeightsRef) -> Delivery:
-        return await self.shards.fetch(ref)
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+        return await self.shards.fetch(ref, moved)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         if self._engine is not None:

@@ -44,6 +44,7 @@ from shared.dataplane.reread import Rereads
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, first_names, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import raise_descriptor_limit
+from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name
@@ -174,17 +175,19 @@ class DataClient:
                 os.close(descriptor)
             grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store threw the unsealed file away
 
-    async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
+    async def fetch(
+        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
+    ) -> list[dict[str, Array]]:
         """The shards `keys` of every task of `meta`, one dict a task, private to the caller.
 
         What lies in stores of this host is mapped copy-on-write, the rest is streamed and checked to the last byte.
         No keys: every shard that the tasks' stores hold, in the order they were put (the weights of a version).
-        Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded.
+        Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded. A stream's deadline is put
+        off by what comes: it ends one of which nothing came for `deadline_s`, not one that is slow; `moved` is told.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline)) for wants in wanted]
+        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline_s, moved)) for wants in wanted]
         try:
             await asyncio.gather(*jobs)
         finally:
@@ -238,10 +241,11 @@ class DataClient:
 
     # ---- fetch
 
-    async def _fetch(self, wants: _Wants, results: list[dict[str, Array]], deadline: float) -> None:
+    async def _fetch(self, wants: _Wants, results: list[dict[str, Array]], deadline_s: float, moved: Moved) -> None:
+        deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
-            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline)
+            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, moved)
         else:
             found = await self._map(client, wants, deadline)
             _check_whole(found, wants)

@@ -24,6 +24,7 @@ from shared.dataplane.stream_cache import Source, StreamCache
 from shared.dataplane.stream_copies import Copies, Held
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Counts, Incoming, Outcome, Receiver
+from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
@@ -61,17 +62,56 @@ class Load:
     work: asyncio.Task[None] | None = None
     pieces: dict[int, Arrived] = field(default_factory=dict)
     """What came of the tasks from that one on."""
+    coming: set[Incoming] = field(default_factory=set)
+    """Its streams that are being received."""
+    arrived_at: float = 0.0
+    """When the last chunk of its other streams came, by `time.monotonic`."""
     _where: dict[tuple[str, int], Arrived] = field(default_factory=dict)
 
     def add(self, first: int, arrived: Arrived, kept: bool) -> None:
         self.pieces[first] = arrived
         self.arrived(arrived, self.keys, kept)
 
+    def begin(self, incoming: Incoming) -> None:
+        self.coming.add(incoming)
+
+    def end(self, incoming: Incoming) -> None:
+        self.coming.discard(incoming)
+        self.arrived_at = max(self.arrived_at, incoming.arrived_at)
+
+    @property
+    def last_chunk_at(self) -> float:
+        """When anything of it came last, by `time.monotonic`; 0: nothing did."""
+        return max([self.arrived_at, *(incoming.arrived_at for incoming in self.coming)])
+
     def where(self, task: PutTask) -> Arrived | None:
         """Once the load is over."""
         if not self._where:
             self._where = {pair: arrived for arrived in self.pieces.values() for pair in arrived.table.index}
         return self._where.get((task.task_id, task.fence))
+
+
+class Patience:
+    """Of one fetch: it lasts while something comes, and so long after that."""
+
+    def __init__(self, stall_s: float, moved: Moved) -> None:
+        self.stall_s = stall_s
+        self._moved = moved
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """What is waited for has its whole time from now on."""
+        self._since = time.monotonic()
+
+    def heard(self, at: float) -> None:
+        """The last chunk came at that time, by `time.monotonic`."""
+        if at > self._since:
+            self._since = at
+            self._moved()
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._since + self.stall_s - time.monotonic())
 
 
 class StreamReader:
@@ -121,22 +161,24 @@ class StreamReader:
         self._regions.close()
 
     async def fetch(
-        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], deadline: float
+        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], stall_s: float, moved: Moved = nobody
     ) -> list[dict[str, Array]]:
-        """The arrays under `keys` (none: all there are) of each task, private to the caller; `deadline` in loop time.
+        """The arrays under `keys` (none: all there are) of each task, private to the caller.
 
-        Raises RpcError (missing and collected with `names`), DeadlineExceeded.
+        `moved` is told, at least every `stall_s`, that something came. Raises RpcError (missing and collected with
+        `names`), DeadlineExceeded when the store has said nothing, or nothing came, for `stall_s`.
         """
         client = self._client_of(store)
-        await self._learn_cleared(store, client, deadline)
+        await self._learn_cleared(store, client, stall_s)
+        patience = Patience(stall_s, moved)
         copies = Copies(self._threads)
         mine = self._begin(store, client, tasks, keys, range(len(tasks)), copies)
         if len(mine) == 1:
             [load] = mine
             if len(load.tasks) == len(tasks) and load.keys == keys:  # all of it, in this order, and nobody else's
-                await self._wait(mine, mine, store, deadline)
+                await self._wait(mine, mine, store, patience)
                 return await copies.in_order([load.pieces[at] for at in sorted(load.pieces)], keys, load.shared)
-        return await self._gather(store, client, tasks, keys, deadline, copies, mine)
+        return await self._gather(store, client, tasks, keys, patience, copies, mine)
 
     async def _gather(
         self,
@@ -144,7 +186,7 @@ class StreamReader:
         client: Client,
         tasks: Sequence[PutTask],
         keys: tuple[str, ...],
-        deadline: float,
+        patience: Patience,
         copies: Copies,
         mine: set[Load],
     ) -> list[dict[str, Array]]:
@@ -160,7 +202,7 @@ class StreamReader:
                     self.cache.used(where)
                 elif where not in mine:
                     where.shared = True
-            await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, deadline)
+            await self._wait({where for where in everywhere if isinstance(where, Load)}, mine, store, patience)
             again: list[int] = []
             for at, each in zip(lacking, found, strict=True):
                 here = _placed(tasks[at], each)
@@ -208,17 +250,17 @@ class StreamReader:
             mine.add(load)
         return mine
 
-    async def _wait(self, loads: set[Load], mine: set[Load], store: str, deadline: float) -> None:
+    async def _wait(self, loads: set[Load], mine: set[Load], store: str, patience: Patience) -> None:
         """Until all are over. Raises what went wrong with those that this fetch began."""
-        loop = asyncio.get_running_loop()
         works = {load.work: load for load in loads if load.work is not None}
         for load in loads:
             load.waiters += 1
         try:
             pending = set(works)
+            patience.begin()
             while pending:
                 done, pending = await asyncio.wait(
-                    pending, timeout=max(0.0, deadline - loop.time()), return_when=asyncio.FIRST_EXCEPTION
+                    pending, timeout=patience.left_s, return_when=asyncio.FIRST_EXCEPTION
                 )
                 for work in done & {load.work for load in mine}:
                     if work.cancelled():
@@ -226,10 +268,12 @@ class StreamReader:
                     error = work.exception()
                     if error is not None:
                         raise error
-                if pending and loop.time() >= deadline:
+                patience.heard(max(load.last_chunk_at for load in loads))
+                if pending and not patience.left_s:
+                    count = sum(len(works[work].tasks) for work in pending)
                     raise DeadlineExceeded(
-                        f"fetch from {store}: {sum(len(works[work].tasks) for work in pending)} tasks have not come in "
-                        "time; is the store's host reachable? (ctl status)"
+                        f"fetch from {store}: {count} tasks have not come, nothing of them for {patience.stall_s:g} s; "
+                        "is the store's host reachable? (ctl status)"
                     )
         finally:
             for load in loads:
@@ -335,6 +379,7 @@ class StreamReader:
             loop.call_soon_threadsafe(_set, settled, (outcome, why))
 
         incoming = Incoming.of(arrival, load, opened, settle)
+        load.begin(incoming)
         self._receiver.add(incoming)
         try:
             return await asyncio.shield(settled)
@@ -342,6 +387,8 @@ class StreamReader:
             self._receiver.cancel(incoming)
             await settled  # it may be writing to the memory right now
             raise
+        finally:
+            load.end(incoming)
 
     def _keep(self, load: Load, first: int, tasks: list[PutTask], arrived: Arrived) -> None:
         load.add(first, arrived, self.cache.keep(load.store, tasks, load.keys, load, arrived))
@@ -358,14 +405,13 @@ class StreamReader:
 
     # ---- clears
 
-    async def _learn_cleared(self, store: str, client: Client, deadline: float) -> None:
-        """Drop the copies of what the store has cleared up to now."""
-        loop = asyncio.get_running_loop()
+    async def _learn_cleared(self, store: str, client: Client, limit_s: float) -> None:
+        """Drop the copies of what the store has cleared up to now; `limit_s` for each part of its answer."""
         more = True
         while more:
             state = self.cache.store(store)
             request = GetCleared(log=state.log, serial=state.serial)
-            cleared = await client.call(request, Cleared, deadline_s=deadline - loop.time())
+            cleared = await client.call(request, Cleared, deadline_s=limit_s)
             self.cache.apply(store, cleared)
             more = cleared.more
 

@@ -83,6 +83,8 @@ class Incoming:
     pending: deque[tuple[int, int]] = field(default_factory=deque)
     asked: set[int] = field(default_factory=set)
     heard: float = 0.0
+    arrived_at: float = 0.0
+    """When its last chunk came, by `time.monotonic`. Read by other threads."""
     spoken: float = 0.0
     """When credit was sent last."""
     stalls: int = 0
@@ -468,7 +470,7 @@ class Receiver:
         if index in incoming.asked:
             incoming.asked.discard(index)
             self._asked_bytes -= incoming.arrival.chunk_bytes
-        incoming.heard = time.monotonic()
+        incoming.heard = incoming.arrived_at = time.monotonic()
         incoming.stalls = 0
         incoming.arrival.arrived(index)
         self._to_check(incoming)

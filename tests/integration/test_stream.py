@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +281,9 @@ def test_fetch_that_gives_up_does_not_take_a_shared_transfer_with_it(store: TcpS
             first = asyncio.create_task(fetch(data, tasks))
             await until(lambda: data.streams.counts.chunks > 0, "the first chunk")
             second = asyncio.create_task(fetch(data, tasks))
-            with pytest.raises(DeadlineExceeded):
-                await fetch(data, tasks, deadline_s=0.1)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await fetch(data, tasks)
             first.cancel()
             assert_same(await second, tasks)
             assert data.streams.counts.duplicates == 0
@@ -424,6 +428,31 @@ def test_fetch_from_a_store_that_stays_away_ends_at_its_deadline(store: TcpStore
     with_peer(store, body)
 
 
+def _note(said: list[float]) -> None:
+    said.append(time.monotonic())
+
+
+def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_comes(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            many, [large] = block(0, 8, 130_000), block(100, 1, 800_000)  # 16 MB each
+            for tasks in (many, [large]):
+                await peer.data.put(tasks, store=STORE, deadline_s=10)
+            for tasks in (many, [large]):
+                data = remote(peer)
+                said: list[float] = []
+                moved = partial(_note, said)
+                moved()
+                assert_same(await data.fetch(meta_of(tasks), ("a", "b"), deadline_s=0.4, moved=moved), tasks)
+                moved()
+                assert said[-1] - said[0] > 3 * 0.4
+                assert all(later - one < 2 * 0.4 for one, later in pairwise(said))
+                data.close()
+
+    line = slowed(store, 10e6)
+    with_peer(store, body)
+
+
 def test_store_that_is_away_holds_up_no_fetch_from_another(
     store: TcpStoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,12 +470,11 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
                 clients = {"away": peer.store, "there": second.store}
                 reader = stream.StreamReader(clients.__getitem__, threads)
                 handles = [PutTask(task.task_id, task.fence) for task in tasks]
-                loop = asyncio.get_running_loop()
-                coming = asyncio.create_task(reader.fetch("away", handles, ("a",), loop.time() + 40))
+                coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
                 await until(lambda: reader.counts.chunks >= 1, "1 chunk")
                 store.kill()
                 line.cut()  # and what it holds
-                found = await reader.fetch("there", handles, ("a",), loop.time() + 15)
+                found = await reader.fetch("there", handles, ("a",), 15)
                 assert_same(found, tasks, ["a"])
                 assert not coming.done()
                 coming.cancel()

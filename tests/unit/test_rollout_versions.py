@@ -28,6 +28,7 @@ from services.rollout.weights_source import Arrays, Entry, Loaded, ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker, _Prepared
 from shared.lease import Lease, LeaseLost
+from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
 from shared.turns import OwnDevices
 from tests.unit.rollout_engine import sampling
@@ -358,10 +359,10 @@ class Source:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
 
-    async def fetch(self, ref: WeightsRef) -> Lost:
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Lost:
         return Lost(self._entry)
 
-    async def from_store(self, ref: WeightsRef) -> Arrays:
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
         return Arrays(weights_of(ref.step))
 
 

@@ -19,6 +19,7 @@ from services.rollout.transfer import TransferFailed, Transfers
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource
 from services.rollout.weights_sync import Version, WeightsSync
 from shared.drill import perturb
+from shared.moved import Moved
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_torch
 from shared.transfer.table import described
@@ -70,7 +71,7 @@ class Trainer:
 class Shards:
     """The store."""
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
+    async def fetch(self, ref: WeightsRef, moved: Moved) -> Delivery:
         return Arrays(SENT[ref.step])
 
 

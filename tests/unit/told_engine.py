@@ -15,6 +15,7 @@ from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
 from shared.devices import Parts
 from shared.drill import perturb
+from shared.moved import Moved, nobody
 
 DRILL_SEED = 3
 CANARY = np.arange(4, dtype=np.int32)
@@ -51,7 +52,9 @@ def _canary(value: float) -> Canary:
 class ToldWeights:
     """A data plane that holds every version's weights."""
 
-    async def fetch(self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float) -> list[dict[str, Array]]:
+    async def fetch(
+        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
+    ) -> list[dict[str, Array]]:
         return [weights_of(int(task.task_id.rpartition("/")[2])) for task in meta.tasks]
 
 
