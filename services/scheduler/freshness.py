@@ -7,7 +7,10 @@ completion a task may be overtaken, so every finished task is checked before eac
 
 from __future__ import annotations
 
+import numpy as np
+
 from proto.messages import ErrorCode
+from proto.tensors import Array
 from services.scheduler import scalars
 from services.scheduler.granting import Granting
 from shared.rpc.errors import RpcError
@@ -72,7 +75,17 @@ class Freshness(Granting):
 
     def _oldest_version(self, slot: int) -> int:
         """Of the task's tokens; too old for any step when its result does not tell."""
+        versions = self._versions(slot, "version_min")
+        return int(versions.min()) if len(versions) else -1 - self.plan.staleness
+
+    def _newest_version(self, slot: int) -> int:
+        """Of the task's tokens; the newest there may be when its result does not tell."""
+        versions = self._versions(slot, "version_max")
+        return int(versions.max()) if len(versions) else self.config.steps
+
+    def _versions(self, slot: int, column: str) -> Array:
+        """int32 [samples] of an accepted rollout; [0] when its result does not tell."""
         data = self.tasks.scalars[slot] or b"\0\0"
         layout = self.layouts[int.from_bytes(data[:2], "little")] if self.layouts else ()
-        versions = scalars.column(layout, "version_min", self.tasks.samples[slot], data[2:])
-        return int(versions.min()) if versions is not None and len(versions) else -1 - self.plan.staleness
+        versions = scalars.column(layout, column, self.tasks.samples[slot], data[2:])
+        return np.zeros(0, np.int32) if versions is None else versions

@@ -146,7 +146,9 @@ class Granting(Fixed):
         split = self.tasks.split[slots[0]] if slots else TRAIN_SPLIT
         evaluated = bool(slots) and self.tasks.admission[slots[0]] == EVALUATION
         evaluation = self._evaluation_of(slots[0]) if evaluated else None
-        exact = self.plan.deterministic or evaluation is not None or lease.stage > 0
+        # An engine may still hold a later version of that lineage, which was taken back.
+        outlived = lease.version is not None and lease.version[0] < self.lineage
+        exact = self.plan.deterministic or evaluation is not None or lease.stage > 0 or outlived
         oldest = 0
         if lease.version is not None and slots:
             oldest = lease.version[1]

@@ -66,7 +66,7 @@ class Stepping(Freshness):
 
     def _rewind(self, step: int) -> None:
         """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
-        mode on the same ones, rolled again."""
+        mode on the same ones, rolled again. No task that waits keeps a token of a version that was taken back."""
         for later in [each for each in self.batches if each > step]:
             slots = self.batches.pop(later)
             if later <= self.committed_step:
@@ -79,13 +79,14 @@ class Stepping(Freshness):
         begun = self.plan.reference_version(self.committed_step + 1)
         self.batched_step = self.committed_step = min(step, self.committed_step)
         for lease in list(self.leases):
-            trains = self.tasks.admission[lease.slots[0]] != EVALUATION
-            if (lease.version is not None and lease.version[1] > step) or (trains and self.plan.deterministic):
+            trains = self.tasks.admission[lease.slots[0]] != EVALUATION  # maybe under newer weights than it names
+            if trains or (lease.version is not None and lease.version[1] > step):
                 self._give_up(lease, 0)
         if self.plan.deterministic:
             self._reopen()  # the versions to come have the bits of those taken back, and so have their scores
         else:
             self._take_back_evaluations(step)
+            self._sample_again(step)
             if begun != self.plan.reference_version(self.committed_step + 1):
                 self._refer_again()
         for ref in self.versions.after(step):
@@ -103,10 +104,15 @@ class Stepping(Freshness):
                 self.tasks.move(slot, TaskState.DROPPED)
                 self._collect(slot)
 
+    def _sample_again(self, step: int) -> None:
+        """What waits and has tokens of versions after `step` was sampled by weights that the run never had."""
+        for admission, slot in self.window.members():
+            if self.tasks.done[slot] and self._newest_version(slot) > step:
+                self.window.mark_unready(admission)
+                self._retry(slot, 0, "its version was taken back")
+
     def _refer_again(self) -> None:
         """A refresh of the reference was taken back: what waits was scored for later steps, by a version to come."""
-        for lease in [each for each in self.leases if each.stage > 0]:
-            self._give_up(lease, 0)
         for admission, slot in self.window.members():
             if self.tasks.done[slot] > 1:  # more than the rollout
                 self.window.mark_unready(admission)

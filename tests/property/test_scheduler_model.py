@@ -45,8 +45,8 @@ from shared.stages import train_graph
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
-    *("lease", "reference", "finish", "finish", "train", "clear") * 2,
-    *("retry", "drop", "late", "silence", "reborn", "away_joins", "away_is_gone"),
+    *("lease", "reference", "finish", "finish", "train", "clear", "step", "step") * 2,
+    *("retry", "drop", "late", "silence", "reborn", "away_joins", "away_is_gone", "reload"),
 )
 WORKER = 1000
 HOME, AWAY = "batch-store/0", "batch-store/1"
@@ -55,7 +55,7 @@ HOME, AWAY = "batch-store/0", "batch-store/1"
 class Model:
     """Drives the machine at random and checks every promise as it goes."""
 
-    def __init__(self, staleness: int, seed: int, *, by_completion: bool) -> None:
+    def __init__(self, staleness: int, seed: int, *, by_completion: bool, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
         self.plan = Plan(
             run="model",
@@ -77,10 +77,13 @@ class Model:
         self.fences: dict[str, int] = {}
         self.trained: list[str] = []
         self.sampled: dict[str, int] = {}
+        self.saved: list[int] = []
+        """Steps that the trainer can load."""
+        self.lineage = 0
         self.clears: list[SendClear] = []
         self.away = False
         """Whether a host with a store of its own takes part now."""
-        self.take(self.machine.begin(Configure(1000, 50, 2, False), 0.0))
+        self.take(self.machine.begin(Configure(1000, 50, 2, collect_at_commit), 0.0))
         self.register("batch-store", 1)
         self.register("rollout", self.life)
         self.ask(GetRunInfo(driver=1))
@@ -109,9 +112,9 @@ class Model:
 
     def publish(self, step: int) -> None:
         ref = WeightsRef(
-            lineage=0,
+            lineage=self.lineage,
             step=step,
-            task_id=f"weights/0/{step}",
+            task_id=f"weights/{self.lineage}/{step}",
             fence=1,
             store=HOME,
             nbytes=1,
@@ -158,6 +161,7 @@ class Model:
             scalars = {
                 "reward": np.ones(total, np.float32),
                 "version_min": np.full(total, grant.weights.step, np.int32),
+                "version_max": np.full(total, grant.weights.step, np.int32),
             }
         reply = self.ask(
             Complete(lease_id=grant.lease_id, stage=grant.stage, incarnation=life, results=results, scalars=scalars)
@@ -213,13 +217,34 @@ class Model:
             return
         for task in batch.batch.tasks:
             assert self.away or {batch.batch.stores[store] for store in task.stores} == {HOME}
-            assert step - 1 - self.sampled[task.task_id] <= self.plan.staleness
+            assert 0 <= step - 1 - self.sampled[task.task_id] <= self.plan.staleness
             assert task.fence == self.fences[task.task_id]
         self.trained += [task.task_id for task in batch.batch.tasks]
         assert len(self.trained) == len(set(self.trained)) == step * self.plan.tasks_per_step
         self.ask(CommitStep(driver=1, step=step, metrics={}))
         self.publish(step)
-        self.ask(CheckpointSaved(driver=1, step=step, kept=[max(step - 1, 1), step]))
+        if self.chance.random() < 0.5:
+            self.saved = [*self.saved, step][-2:]
+            self.ask(CheckpointSaved(driver=1, step=step, kept=self.saved))
+
+    def reload(self) -> None:
+        """The trainer lost its weights: it loads a checkpoint and replays, or trains other tasks again."""
+        loaded = self.saved[-1] if self.saved else 0
+        info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
+        assert loaded <= info.committed_step
+        del self.trained[info.committed_step * self.plan.tasks_per_step :]
+        self.lineage = info.lineage
+        for step in range(loaded, info.committed_step + 1):
+            self.publish(step)
+
+    def step(self) -> None:
+        """What leads to a trained step when nothing goes wrong."""
+        for _ in range(2):
+            self.lease()
+            self.finish()
+            self.reference()
+            self.finish()
+        self.train()
 
     def clear(self) -> None:
         if self.clears:
@@ -243,11 +268,12 @@ class Model:
     st.integers(0, 2),
     st.integers(0, 1000),
     st.booleans(),
+    st.booleans(),
 )
 def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
-    actions: list[str], staleness: int, seed: int, by_completion: bool
+    actions: list[str], staleness: int, seed: int, by_completion: bool, collect_at_commit: bool
 ) -> None:
-    model = Model(staleness, seed, by_completion=by_completion)
+    model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=collect_at_commit)
     for action in actions:
         getattr(model, action)()
         model.check()

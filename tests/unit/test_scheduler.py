@@ -202,6 +202,9 @@ class Bench:
         total = samples * len(results) if outcome == Outcome.DONE else 0
         rewards = np.full(total, 1, np.float32) * np.float32(reward)
         scalars = {"reward": rewards, "length": np.arange(total, dtype=np.int32)}
+        if grant.weights is not None:
+            versions = np.full(total, grant.weights.step, np.int32)
+            scalars |= {"version_min": versions, "version_max": versions}
         reply = self.ask(
             Complete(
                 lease_id=grant.lease_id,

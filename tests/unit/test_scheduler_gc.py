@@ -7,7 +7,7 @@ from services.scheduler import snapshot
 from services.scheduler.core import Core
 from services.scheduler.events import Configure, SaveStep, WriteRow
 from services.scheduler.plan import EvalPlan
-from tests.unit.test_scheduler import Bench, plan
+from tests.unit.test_scheduler import Bench, ids, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
 
@@ -87,6 +87,60 @@ def test_the_run_goes_back_to_the_checkpoint_that_was_loaded_not_to_the_newest_a
     assert (info.committed_step, info.checkpoint_step) == (4, 2)
     info = reload(bench, 0)
     assert (info.committed_step, info.checkpoint_step) == (0, -1)
+
+
+def test_what_waits_with_tokens_of_a_version_that_was_taken_back_is_sampled_again() -> None:
+    bench = Bench(plan(staleness=2), AT_COMMIT).start()
+    trained(bench, 1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    undone, older = bench.granted(), bench.granted()
+    bench.complete(older)
+    bench.complete(undone)
+    assert trained(bench, 2) == ids(undone)
+    newer = bench.granted()
+    bench.complete(newer)
+    assert bench.counts()["READY"] == 8
+    reload(bench, 1)
+    assert bench.counts()["READY"] == 4
+    bench.publish(1)
+    assert trained(bench, 2) == ids(older)
+    again = bench.granted()
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(newer)]
+
+
+def test_a_block_that_may_have_newer_tokens_than_its_lease_names_ends_when_steps_are_taken_back() -> None:
+    """Engines swap in the midst of a block."""
+    bench = Bench(plan(staleness=2), AT_COMMIT).start()
+    trained(bench, 1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    first, under_way = bench.granted(), bench.granted()
+    bench.complete(first)
+    trained(bench, 2)
+    reload(bench, 1)
+    assert {refusal.code for refusal in bench.complete(under_way)} == {"collected"}
+
+
+def test_an_engine_with_a_version_that_was_taken_back_is_given_exactly_what_its_lease_names() -> None:
+    """It holds version 2 of lineage 0, and takes it for newer than version 1 of the same."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=1),)), AT_COMMIT).start()
+    held: list[LeaseGrant] = []
+    for step in (1, 2):
+        while (grant := bench.granted()).split != "train":
+            held.append(grant)  # never done: versions 0 and 1 stay
+        bench.complete(grant)
+        assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
+        bench.ask(CommitStep(driver=1, step=step, metrics={}))
+        bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+        bench.publish(step)
+    reload(bench, 1)
+    grant = bench.granted()
+    assert grant.weights is not None
+    assert (grant.split, grant.weights.lineage, grant.min_step, grant.exact) == ("train", 0, 1, True)
+    bench.publish(1)
+    bench.complete(grant)
+    while (grant := bench.granted()).split != "train":
+        pass
+    assert (grant.weights and grant.weights.lineage, grant.exact) == (1, False)
 
 
 def test_a_checkpoint_of_steps_taken_back_collects_nothing() -> None:
