@@ -106,6 +106,6 @@ class Core(Accepting, StoreLoss):
         self.registry[holder] = request
         if request.service == STORE:
             if self.lost_data(old, request):
-                self.lose_store(service_name(*holder), "came back without its data")
+                self.come_back_empty(service_name(*holder))
             self.clears.add_store(service_name(*holder))
         return True

@@ -1,9 +1,10 @@
 """What happens when a store comes back without its data (its host was lost, the run was resumed), or not at all. Pure.
 
-Its unfinished tasks are rolled again under higher fences, and the run returns to the newest checkpoint: steps after it
-cannot be replayed, so their tasks go and later ones are trained instead (promise 1; in deterministic mode the same ones
-are rolled again, from the same versions). No weight update is kept whose
-tasks could be trained again (promise 2): the trainer reloads the checkpoint too.
+Its unfinished tasks are rolled again under higher fences. If it held more than those, the run returns to the newest
+checkpoint: steps after it cannot be replayed, so their tasks go and later ones are trained instead (promise 1; in
+deterministic mode the same ones are rolled again, from the same versions). No weight update is kept whose
+tasks could be trained again (promise 2): the trainer reloads the checkpoint too. A store that held nothing of a step
+must never take one back.
 
 A store of a host that joined and is gone for good costs less where it can: what it held of trained tasks matters only
 to a trainer that reloads, so a checkpoint is ordered and the run goes on. It must never keep others waiting.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from proto.messages import Register
 from services.scheduler.events import Tell
 from services.scheduler.stepping import Stepping
+from services.scheduler.stores import TRAINER_STORE
 from shared.rundir import parse_service_name, service_name
 
 
@@ -26,6 +28,22 @@ class StoreLoss(Stepping):
             return old.data_id != new.data_id
         name = service_name(new.service, new.instance)
         return self.gone.pop(name, new.data_id) != new.data_id and name in self.uncovered
+
+    def come_back_empty(self, store: str) -> None:
+        """A store has nothing of what it held; and what its host's services have put there for a lease went too."""
+        every = [slot for slots in self.batches.values() for slot in slots]
+        if self.plan.deterministic:
+            every += [slot for _, slot in self.window.members()]
+        # versions, and what the trainer puts for a step, are not in the table
+        if store == TRAINER_STORE or any(self._lies_in(slot, store) for slot in every):
+            self.lose_store(store, "came back without its data")
+            return
+        for lease in list(self.leases):
+            if store in self._stores_of(lease.holder):
+                self._give_up(lease, 0)
+        again = self._roll_without(store, "lost its data")
+        cause = f"{store} came back without its data: it held nothing of a step, {again} tasks again"
+        self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
     def lose_store(self, store: str, why: str) -> None:
         """Forget all that lay in the store."""
@@ -65,17 +83,22 @@ class StoreLoss(Stepping):
         if any(self._lies_in(slot, store) for slot in wanted):  # by a step that is open: its shards are read now
             self.lose_store(store, "is gone")
             return True
-        for lease in list(self.leases):
-            if any(self._lies_in(slot, store) for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id):
-                self._give_up(lease, 0)
-        for admission, slot in self.window.members():
-            if self._lies_in(slot, store):
-                self.window.mark_unready(admission)
-                self._retry(slot, 0, f"{store} is gone")
+        self._roll_without(store, "is gone")
         again = sum(not self.tasks.done[slot] for slot in members)
         cause = f"{store} is gone: {again} tasks wait for a rollout now; steps since the checkpoint are saved next"
         self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
         return True
+
+    def _roll_without(self, store: str, why: str) -> int:
+        """Unfinished tasks with shards in the store are rolled again; returns how many of them were not leased."""
+        for lease in list(self.leases):
+            if any(self._lies_in(slot, store) for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id):
+                self._give_up(lease, 0)
+        lost = [each for each in self.window.members() if self._lies_in(each[1], store)]
+        for admission, slot in lost:
+            self.window.mark_unready(admission)
+            self._retry(slot, 0, f"{store} {why}")
+        return len(lost)
 
     def _lose_evaluations(self, step: int) -> None:
         """Versions before `step` (in deterministic mode: that nobody samples with any more) are not published again:

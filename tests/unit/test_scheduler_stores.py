@@ -277,3 +277,43 @@ def test_a_gone_store_that_comes_back_without_what_is_wanted_of_it_takes_the_run
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
     assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
     assert replays_alike(bench)
+
+
+def come_back_empty(bench: TwoHosts) -> None:
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
+
+
+def test_a_store_that_held_nothing_and_comes_back_empty_takes_no_step_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    waits = bench.granted()
+    bench.complete(waits)
+    come_back_empty(bench)
+    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver goes on too
+    assert bench.machine.core.lineage == 0
+    assert replays_alike(bench)
+
+
+def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_rolled_again_and_no_step_is_taken_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    finished = bench.granted(most=2)
+    bench.complete(finished, store=AWAY)
+    there, here = bench.granted(most=1, instance=1, life=8), bench.granted(most=1)
+    come_back_empty(bench)
+    assert [refusal.code for refusal in bench.complete(there, store=AWAY, life=8)] == ["collected"]  # it was put before
+    assert bench.complete(here) == []
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
+        (name, 2) for name in [*ids(finished), *ids(there)]
+    ]
+    assert bench.machine.core.committed_step == 1
+    assert replays_alike(bench)
+
+
+def test_a_store_that_comes_back_without_what_a_step_was_made_of_takes_the_run_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    come_back_empty(bench)
+    assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
+    assert replays_alike(bench)
