@@ -86,7 +86,9 @@ class Reward(Section):
         default=(), description="several functions, summed by weight; instead of function"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
-    timeout_s: Seconds = Field(default=10.0, description="seconds for one call, above 0")
+    timeout_s: Seconds = Field(
+        default=10.0, description="seconds for one call, above 0; may be more than lease.lease_s"
+    )
     memory: Size = Field(
         default=1024**3,
         description="bytes a reward process may take beyond what its libraries take, as 1GiB; a call that needs "

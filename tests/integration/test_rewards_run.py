@@ -101,8 +101,9 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
         '{function: "my_rewards:fine", params: {worth: 0.125}}]'
     )
     topology = TOPOLOGY.replace(
-        '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 1, memory: 64MiB}}"
+        '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 4, memory: 64MiB}}"
     ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # the four kinds are in the first step
+    topology += "lease: {lease_s: 3}\n"  # a reward may take longer
 
     async def scenario() -> None:
         async with cluster(tmp_path, topology) as (processes, driver):
@@ -122,7 +123,7 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
             assert kinds == {0, 1, 2, 3}
             for line in failed:
                 kind = int(line["task_id"].split("/")[2]) % 13
-                says = ["no answer within 1 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
+                says = ["no answer within 4 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
                 assert kind < 4
                 assert says[kind] in line["first"]
             await until_there(processes, "rewards", 2)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -278,15 +279,18 @@ def test_a_group_function_that_answers_too_few_fails_its_group(folder: Path) -> 
     assert "for 2 samples" in a.failure
 
 
-def test_progress_is_told_while_calls_end(folder: Path) -> None:
-    ticks: list[int] = []
+def test_progress_is_told_while_a_call_takes_the_time_that_it_has(folder: Path) -> None:
+    told: list[float] = []
 
     async def scenario() -> None:
-        async with pool(Line("my_rewards:napping")) as made:
-            await made.score([[sample("x") for _ in range(16)]], lambda: ticks.append(1))
+        async with pool(Line("my_rewards:slow"), timeout_s=1.5) as made:
+            told.append(time.monotonic())
+            ((hung,),) = await made.score([[sample("hang")]], lambda: told.append(time.monotonic()))
+            assert hung.kind == "timeout"
 
     asyncio.run(scenario())
-    assert len(ticks) == 16
+    assert told[-1] - told[0] > 1.5
+    assert max(later - before for before, later in pairwise(told)) < 1.0
 
 
 BAD = [

@@ -24,6 +24,7 @@ from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
 GRACE_S = 0.5  # a call on a busy machine is not hung yet
+WATCH_S = 0.25
 MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
@@ -40,7 +41,6 @@ class _Call:
     samples: list[Sample]
     places: list[int]
     done: asyncio.Event
-    told: Callable[[], None]
     alone: bool = False
     fresh: bool = False
     scores: list[Score] = field(default_factory=list)
@@ -48,7 +48,6 @@ class _Call:
     def finish(self, scores: list[Score]) -> None:
         self.scores = scores
         self.done.set()
-        self.told()
 
 
 class RewardPool:
@@ -76,7 +75,6 @@ class RewardPool:
         self._workers: list[asyncio.Task[None]] = []
         self._fresh: set[UserProcess] = set()
         self._counts: Counter[str] = Counter()
-        self._listeners: list[Callable[[], None]] = []
 
     async def start(self) -> None:
         """Load every function once. Raises RpcError(bad_request), one line, for one that cannot be had."""
@@ -103,7 +101,8 @@ class RewardPool:
     async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
         """Scores of every sample, in the shape of `groups` (one group a task): the weighted sum over the functions.
 
-        `advance` is called whenever a call has ended, of whichever block: to wait for one's turn is not to hang.
+        `advance` is called every WATCH_S until then: a call, the start and the end of a process are each held to a
+        time of their own, so that to wait for them, or for one's turn, is not to hang.
         Raises RpcError(bad_request) when processes cannot be started any more.
         """
         flat = [sample for group in groups for sample in group]
@@ -115,29 +114,30 @@ class RewardPool:
                 add_all(sums, range(len(flat)), scores, term.weight)
             else:
                 calls += self._calls(groups, at)
-        self._listeners.append(advance)
         try:
-            await self._finished(calls)
+            await self._finished(calls, advance)
         finally:
-            self._listeners.remove(advance)
             for call in calls:
                 call.done.set()  # given up: whoever meets it in the queue leaves it
         for call in calls:
             add_all(sums, call.places, call.scores, self._terms[call.function].weight)
+        self._counts["calls"] += len(calls)
         self._report(sums)
         scored = iter(sums)
         return [[next(scored) for _ in group] for group in groups]
 
-    async def _finished(self, calls: Sequence[_Call]) -> None:
+    async def _finished(self, calls: Sequence[_Call], advance: Callable[[], None]) -> None:
         self._waiting.extend(calls)
         self._more.set()
         everything = asyncio.create_task(_all_done(calls))
         try:
-            await asyncio.wait({everything, *self._workers}, return_when=asyncio.FIRST_COMPLETED)
-            for worker in self._workers:
-                if worker.done() and not worker.cancelled():
-                    worker.result()
-            await everything
+            while not everything.done():
+                at_work = [worker for worker in self._workers if not worker.cancelled()]
+                await asyncio.wait({everything, *at_work}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                for worker in at_work:
+                    if worker.done() and not worker.cancelled():
+                        worker.result()
+                advance()
         finally:
             everything.cancel()
             await asyncio.gather(everything, return_exceptions=True)
@@ -149,18 +149,12 @@ class RewardPool:
             places = list(range(place, place + len(group)))
             place += len(group)
             if self._group[function]:
-                calls.append(_Call(function, list(group), places, asyncio.Event(), self._told))
+                calls.append(_Call(function, list(group), places, asyncio.Event()))
             else:
                 calls += [
-                    _Call(function, [sample], [at], asyncio.Event(), self._told)
-                    for sample, at in zip(group, places, strict=True)
+                    _Call(function, [sample], [at], asyncio.Event()) for sample, at in zip(group, places, strict=True)
                 ]
         return calls
-
-    def _told(self) -> None:
-        self._counts["calls"] += 1
-        for listener in self._listeners:
-            listener()
 
     def _report(self, scores: Sequence[Score]) -> None:
         failures = [score for score in scores if score.value is None]
