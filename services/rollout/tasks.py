@@ -10,7 +10,7 @@ from proto.ids import split_task_id
 from proto.messages import ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder
-from shared.data import DataError, Row, Source, open_source
+from shared.data import DataError, Row, Source, SourceLost, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN
 
@@ -66,7 +66,7 @@ class TaskSets:
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Rows and prompts of a lease. A bad row or a prompt that is too long is a DROP with a one-line reason.
 
-        Raises RpcError(bad_request) when the topology has no such split.
+        Raises RpcError(bad_request) when the topology has no such split, or the split's source is lost.
         """
         sampling = self._sampling(grant)
         longest = self._context_tokens - sampling.max_new_tokens
@@ -83,6 +83,8 @@ class TaskSets:
                     place = self._place(grant.split, handle.task_id)
                     raise ValueError(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
                 answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
+            except SourceLost as error:
+                raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
             except (DataError, ValueError, IndexError) as error:
                 dropped.append(drop(handle, f"{handle.task_id}: {error}"))
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,20 +17,78 @@ from pathlib import Path
 from typing import Any
 
 from shared.data.gym import GymEntries
-from shared.data.source import DataError
+from shared.data.source import DataError, SourceLost
 
 HASH_SEED = "0"
-ANSWER_S = 60.0
+START_S = 60.0  # importing the library
+START_ATTEMPTS = 3
+ANSWER_S = 20.0  # below lease.lease_s, while it is 30
+ANSWER_ATTEMPTS = 2
 _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
-    """The other end: asks the process for `{"rows"}` at first, then for `{"question", "answer"}` of an index."""
+    """The other end: asks the process for `{"rows"}` at first, then for `{"question", "answer"}` of an index. One that
+    has ended is started again. From any thread."""
 
     def __init__(self, source: str, *, where: str) -> None:
         """Raises DataError for a data set or parameter that is not."""
         self._source = source
+        self._where = where
         self._lock = threading.Lock()
+        self._process, self.rows = self._started()
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """Raises DataError when the data set cannot make it, or not within ANSWER_S, SourceLost when its process makes
+        no row at all."""
+        with self._lock:
+            why = ""
+            for _ in range(ANSWER_ATTEMPTS):
+                try:
+                    return self._asked(index)
+                except _Gone as error:
+                    why = str(error)
+            another = (index + 1) % self.rows
+            try:
+                self._asked(another)
+            except _Gone as error:
+                raise SourceLost(
+                    f"source {self._source!r}: the process that makes its rows {why} over row {index}, and {error} "
+                    f"over row {another}"
+                ) from None
+            except DataError:
+                pass  # that it answers is what counts
+            raise DataError(f"{self._source} row {index}: its process {why}, {ANSWER_ATTEMPTS} times")
+
+    def _asked(self, index: int) -> dict[str, Any]:
+        """Raises _Gone, in a process that has not been asked before if the last one has ended."""
+        if self._process.ended:
+            self._process, _ = self._started()
+        return self._process.ask(index)
+
+    def _started(self) -> tuple[_Process, int]:
+        """A process, and how many rows it has. Raises SourceLost when none will start."""
+        why = ""
+        for _ in range(START_ATTEMPTS):
+            process = _Process(self._source, self._where)
+            try:
+                return process, int(process.answer(START_S)["rows"])
+            except _Gone as error:
+                why = str(error)
+        raise SourceLost(
+            f"{self._where}: source {self._source!r}: the process that makes its rows does not start: it {why}, "
+            f"{START_ATTEMPTS} times"
+        )
+
+
+class _Gone(Exception):
+    """The process has ended, by itself or because it was late: `it {error}`."""
+
+
+class _Process:
+    """One child. Whoever is told _Gone needs another."""
+
+    def __init__(self, source: str, where: str) -> None:
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shared.data.gym_process", source, where],
@@ -37,28 +96,40 @@ class RowMaker:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED},
         )
-        weakref.finalize(self, _end, self._process)
-        self.rows = int(self._answer()["rows"])
+        self._end = weakref.finalize(self, _end, self._process)
 
-    def entry(self, index: int) -> dict[str, Any]:
-        """Raises DataError when the data set cannot make it, or not within ANSWER_S."""
-        with self._lock:
-            try:
-                _pipe(self._process.stdin).write(f"{index}\n".encode())
-                _pipe(self._process.stdin).flush()
-            except OSError as error:
-                raise DataError(f"source {self._source!r}: the process that makes its rows is gone ({error})") from None
-            return self._answer()
+    @property
+    def ended(self) -> bool:
+        return not self._end.alive
 
-    def _answer(self) -> dict[str, Any]:
-        watch = threading.Timer(ANSWER_S, self._process.kill)
+    def ask(self, index: int) -> dict[str, Any]:
+        """Raises _Gone, and DataError for what the data set refuses."""
+        try:
+            _pipe(self._process.stdin).write(f"{index}\n".encode())
+            _pipe(self._process.stdin).flush()
+        except OSError:
+            pass  # its answer says so, too
+        return self.answer(ANSWER_S)
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """As `ask`."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._process.kill()
+
+        watch = threading.Timer(limit_s, end)
         watch.start()
         try:
-            line = _pipe(self._process.stdout).readline()
+            line: bytes = _pipe(self._process.stdout).readline()
         finally:
             watch.cancel()
-        if not line:
-            raise DataError(f"source {self._source!r}: no row within {ANSWER_S:g} s, or its process died")
+        if not line.endswith(b"\n"):
+            self._end()
+            code = self._process.returncode
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise _Gone(f"gave no answer within {limit_s:g} s" if late.is_set() else how)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise DataError(answer["error"])

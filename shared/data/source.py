@@ -21,6 +21,10 @@ class DataError(Exception):
     """A source or a row that cannot be used. One line: the place, the value and the remedy."""
 
 
+class SourceLost(DataError):
+    """A source that gives no row any more: none of them is to blame."""
+
+
 @dataclass(frozen=True)
 class RowError:
     """One unusable row: its index in the source, its 1-based line in the file (0: the file has no lines), the text of
@@ -41,8 +45,8 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Row `index`, a dict of its own for each call. Raises DataError when the row cannot be used and
-        IndexError outside 0 <= index < len."""
+        """Row `index`, a dict of its own for each call. Raises DataError when the row cannot be used, SourceLost when
+        the source cannot, and IndexError outside 0 <= index < len."""
 
     def place(self, index: int) -> str:
         """Where row `index` is to be found: `file:line`, or the nearest thing to it. For people."""
