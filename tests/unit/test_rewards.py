@@ -53,6 +53,19 @@ def napping(sample):
     time.sleep(0.1)
     return 1.0
 
+LOCK = asyncio.Lock()
+LOOPS = set()
+
+async def in_turn(sample):
+    LOOPS.add(asyncio.get_running_loop())
+    async with LOCK:                              # contended: bound to the loop of its first use
+        await asyncio.sleep(0.01)
+    return {"loops": float(len(LOOPS)), "pid": float(os.getpid())}
+
+async def in_a_thread(sample):
+    await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
+    return float(os.getpid())
+
 def ranked(samples):
     best = max(len(sample.completion) for sample in samples)
     return [float(len(sample.completion) == best) for sample in samples]
@@ -243,6 +256,31 @@ def test_coroutine_functions_run_concurrently(folder: Path) -> None:
     scores = score(groups, Line("my_rewards:later"))
     assert time.monotonic() - started < 64 * 0.02
     assert values(scores) == [[float(i + 1) for i in range(16)]] * 4
+
+
+def test_coroutines_of_all_blocks_share_one_loop_and_what_belongs_to_it(folder: Path) -> None:
+    async def scenario() -> None:
+        async with pool(Line("my_rewards:in_turn"), Line("my_rewards:plain"), processes=1) as made:
+            found = [await made.score([[sample("x") for _ in range(4)]], lambda: None) for _ in range(3)]
+        parts = [each.parts for ((*group,),) in found for each in group]
+        assert [each["loops"] for each in parts] == [1.0] * 12
+        assert len({each["pid"] for each in parts}) == 1
+
+    asyncio.run(scenario())
+
+
+def test_threads_that_late_coroutines_leave_behind_cost_nobody_else_his_sample(folder: Path) -> None:
+    async def scenario() -> list[float | None]:
+        async with pool(Line("my_rewards:in_a_thread"), processes=1, timeout_s=0.7) as made:
+            pids: list[float | None] = []
+            for _ in range(3):
+                ((hung, also, good),) = await made.score([[sample("hang"), sample("hang"), sample("")]], lambda: None)
+                assert [hung.kind, also.kind, good.kind] == ["timeout", "timeout", ""]
+                pids.append(good.value)
+        return pids
+
+    first, second, third = asyncio.run(scenario())
+    assert first == second != third
 
 
 def test_slow_plain_functions_run_in_all_processes(folder: Path) -> None:

@@ -28,6 +28,9 @@ WATCH_S = 0.25
 MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
+LATE_CALLS = 4
+"""Coroutines that may be late in one process: each may have left a thread behind, of the five or more that a loop has
+for `asyncio.to_thread`."""
 _READY = msgspec.msgpack.Decoder(Ready)
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 
@@ -74,6 +77,7 @@ class RewardPool:
         self._more = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
         self._fresh: set[UserProcess] = set()
+        self._late: Counter[UserProcess] = Counter()
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -223,6 +227,7 @@ class RewardPool:
                 async with asyncio.timeout(limit_s):
                     answer = decoded(await process.read(), _ANSWER)
                 ended = answer.last
+                self._late[process] += any(score.kind == TIMEOUT for score in answer.scores)
                 if ended and shared:
                     pending[answer.number].fresh = True
                 else:
@@ -236,13 +241,15 @@ class RewardPool:
             await process.end()
             raise
         else:
-            if not ended:
+            if not ended and self._late[process] < LATE_CALLS:
                 return True
-        # The socket closes a moment before the exit status is there.
-        status = await process.end(GRACE_S if failure == CRASHED else 0.0)
-        self._counts["restarts"] += 1
+        del self._late[process]
         left = list(pending.values())
-        if not ended:
+        broken = bool(left) and not ended
+        # The socket closes a moment before the exit status is there.
+        status = await process.end(GRACE_S if broken and failure == CRASHED else 0.0)
+        self._counts["restarts"] += 1
+        if broken:
             self._blame(left, failed(name, failure, why or f"took its process down: it {status}"), begun=sent)
         elif self._is_async[function]:
             _set_alone(left)

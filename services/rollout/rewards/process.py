@@ -34,10 +34,11 @@ def main(descriptor: int) -> None:
     limit_memory(setup.memory_bytes)
     ready = Ready([each.group for each in functions], [each.is_async for each in functions])
     link.sendall(frame(ready, TO_SERVICE_BYTES))
+    loop = asyncio.Runner()  # one for all calls: a client or a lock of the user's module belongs to its loop
     while (work := read(link, Work)) is not None:
         function = functions[work.function]
         if function.is_async:
-            asyncio.run(_serve_async(link, function, work, setup.timeout_s))
+            loop.run(_serve_async(link, function, work, setup.timeout_s))
         else:
             _serve_plain(link, function, work)
 
