@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from proto.tensors import Array
 from shared.devices import Parts
+
+T = TypeVar("T")
 
 
 class GenerationCancelled(Exception):
@@ -117,6 +119,9 @@ class Engine(Protocol):
 
     async def base_weights(self) -> dict[str, Array]:
         """The weights now in the engine by parameter name; copies nothing that it need not copy."""
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """What `work` returns, done where the engine computes; it counts as progress. Between blocks only."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace every parameter. Raises WeightsMismatch before any is touched when names, shapes or types differ.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import structlog
@@ -104,8 +105,11 @@ class ShardSource:
 
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     """The engine's own base weights, perturbed: what the trainer would put for the drill."""
-    base = await engine.base_weights()
-    return Arrays({name: perturb(name, values, ref.drill_seed) for name, values in base.items()})
+    perturbed: dict[str, Array] = {}
+    for name, values in (await engine.base_weights()).items():
+        # one by one: a large model takes longer than a lease or a heartbeat may wait
+        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed))
+    return Arrays(perturbed)
 
 
 class TransferSource:

@@ -6,6 +6,7 @@ The trainer's end is played: real ones are in tests/integration/test_transfer.py
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +15,10 @@ import pytest
 
 from proto.messages import TransferOffer, TransferParameter, WeightsRef
 from proto.tensors import Array
+from services.rollout import weights_source
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.transfer import TransferFailed, Transfers
-from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource
+from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
 from services.rollout.weights_sync import Version, WeightsSync
 from shared.drill import perturb
 from shared.moved import Moved
@@ -135,6 +137,29 @@ def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> N
     trainer.away = False
     assert asyncio.run(loaded(sync, source, ref)) == "nccl"
     assert [values["route"] for topic, values in told if topic == "drill"] == ["shards", "nccl"]
+    asyncio.run(engine.stop())
+
+
+def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, heard = started(), threading.Event()
+
+    def slow(name: str, values: Array, seed: int) -> Array:
+        assert heard.wait(10), "the event loop stands still"
+        return perturb(name, values, seed)
+
+    monkeypatch.setattr(weights_source, "perturb", slow)
+
+    async def scenario() -> int:
+        before = engine.progress
+        making = asyncio.create_task(own_drill(engine, version(1)[0]))
+        await asyncio.sleep(0.1)
+        heard.set()
+        made = await making
+        assert isinstance(made, Arrays)
+        assert made.weights.keys() == base().keys()
+        return engine.progress - before
+
+    assert asyncio.run(scenario()) >= len(base())
     asyncio.run(engine.stop())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from shared.devices import Parts
 from shared.drill import perturb
 from shared.moved import Moved, nobody
 
+T = TypeVar("T")
 DRILL_SEED = 3
 CANARY = np.arange(4, dtype=np.int32)
 
@@ -103,6 +105,10 @@ class ToldEngine:
 
     async def base_weights(self) -> dict[str, Array]:
         return weights_of(0)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        self.progress += 1
+        return work()
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         self._loaded = float(weights["w"][0])

@@ -22,10 +22,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -43,6 +43,7 @@ from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
+T = TypeVar("T")
 STOP_S = 10.0
 SILENCE_S = 120.0
 """The longest wait for a server's next bytes: loading weights, or a token of a busy server."""
@@ -120,6 +121,14 @@ class OpenAIEngine:
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            result = work()
+            self._progress += 1
+            return result
+
+        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from shared.model.shelf import Released, give_back, own_storages, release, resto
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
+T = TypeVar("T")
 STOP_S = 1.0
 
 
@@ -104,6 +105,14 @@ class TransformersEngine:
 
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            result = work()
+            self._progress += 1
+            return result
+
+        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))

@@ -18,10 +18,10 @@ import dataclasses
 import importlib.util
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.services import WeightsRoute
 
+T = TypeVar("T")
 STOP_S = 10.0
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
 
@@ -160,6 +161,14 @@ class VllmEngine:
     async def base_weights(self) -> dict[str, Array]:
         """The weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
         return await self._compute.run(self._read_base)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            result = work()
+            self._progress += 1
+            return result
+
+        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
