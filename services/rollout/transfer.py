@@ -59,7 +59,7 @@ class Transfers:
         self._incarnation = incarnation
         self._deadline_s = deadline_s
         self._busy = asyncio.Lock()
-        self._telling: asyncio.Task[bool] | None = None
+        self._telling: set[asyncio.Task[bool]] = set()
         self.communicator = 0
         """The one that is held; 0 for none."""
 
@@ -82,7 +82,9 @@ class Transfers:
                 if isinstance(error, asyncio.CancelledError):
                     raise
                 why = str(error) or type(error).__name__
-                self._telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
+                telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
+                self._telling.add(telling)
+                telling.add_done_callback(self._telling.discard)
                 if isinstance(error, RpcError):
                     raise
                 raise TransferFailed(why) from None

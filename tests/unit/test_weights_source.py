@@ -6,14 +6,17 @@ The trainer's end is played: real ones are in tests/integration/test_transfer.py
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from proto.messages import TransferOffer, TransferParameter, WeightsRef
+from proto.messages import Ack, AskTransfer, TransferOffer, TransferParameter, WeightsRef
+from proto.registry import Message
 from proto.tensors import Array
 from services.rollout import weights_source
 from services.rollout.engines.transformers_engine import TransformersEngine
@@ -22,7 +25,9 @@ from services.rollout.weights_source import Arrays, Delivery, ShardSource, Trans
 from services.rollout.weights_sync import Version, WeightsSync
 from shared.drill import perturb
 from shared.moved import Moved
+from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
 from shared.tensors_torch import to_torch
 from shared.transfer.table import described
 from tests.unit.rollout_engine import MODEL
@@ -138,6 +143,40 @@ def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> N
     assert asyncio.run(loaded(sync, source, ref)) == "nccl"
     assert [values["route"] for topic, values in told if topic == "drill"] == ["shards", "nccl"]
     asyncio.run(engine.stop())
+
+
+def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_path: Path) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.telling: weakref.WeakSet[asyncio.Event] = weakref.WeakSet()
+
+        async def call(self, request: Message, *_: object, **__: object) -> Message:
+            if isinstance(request, AskTransfer):
+                return TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
+            never = asyncio.Event()  # nobody but who waits for it has it
+            self.telling.add(never)
+            await never.wait()
+            return Ack()
+
+    class Breaking:
+        ranks = 1
+
+        async def receive(self, offer: TransferOffer, meeting: Path) -> None:
+            raise OSError("broken")
+
+        def leave(self) -> None: ...
+
+    async def scenario() -> None:
+        trainer, ref = Slow(), version(1)[0]
+        transfers = Transfers(RunDir(tmp_path, tmp_path, tmp_path), cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
+        for told in (1, 2):
+            with pytest.raises(TransferFailed, match="broken"):
+                await transfers.bring(ref, Breaking(), drill=False)
+            await asyncio.sleep(0.01)
+            gc.collect()
+            assert len(trainer.telling) == told
+
+    asyncio.run(scenario())
 
 
 def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
