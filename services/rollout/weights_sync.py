@@ -17,6 +17,7 @@ import numpy as np
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
+from services.rollout.transfer import TransferFailed
 from services.rollout.weights_source import SHARDS, Arrays, Delivery, Entry, Loaded, WeightsSource, own_drill
 from shared.rpc.errors import RpcError
 
@@ -131,7 +132,7 @@ class WeightsSync:
         """Check the canary of what was placed, after the drill if it was not passed yet.
 
         Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on; TransferFailed
-        when the weights did not come after the drill.
+        when the drill, or the weights after it, did not come.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -165,14 +166,16 @@ class WeightsSync:
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
-        """What is in the engine now, by an entry that was drilled: another one than was meant, if that one failed."""
-        loaded = coming.loaded
-        while loaded is None or loaded.entry not in self._drilled:
-            entry = coming.delivery.entry if loaded is None else loaded.entry
+        """What is in the engine now, by an entry that was drilled.
+
+        Raises TransferFailed when the drill had to take another one: it would most likely have to again.
+        """
+        entry = coming.delivery.entry
+        if entry not in self._drilled:
+            await self._drill(coming.ref, entry)
             if entry not in self._drilled:
-                await self._drill(coming.ref, entry)
-            loaded = await self._set(coming)
-        return loaded
+                raise TransferFailed(f"the start-up drill did not come by {entry}")
+        return coming.loaded or await self._set(coming)
 
     async def _set(self, coming: _Coming) -> Loaded:
         try:

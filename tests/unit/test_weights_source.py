@@ -62,6 +62,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.away = False
+        self.drill_is_made = True
         self.asked: list[int] = []
 
     async def bring(self, ref: WeightsRef, receiver: Any, *, drill: bool) -> Any:
@@ -69,6 +70,8 @@ class Trainer:
         self.asked.append(number)
         if self.away:
             raise TransferFailed("the trainer is away")
+        if drill and not self.drill_is_made:
+            raise TransferFailed("the drill was not made in time")
         parameters: list[TransferParameter] = described({key: to_torch(each) for key, each in SENT[number].items()})
         return await receiver.receive(
             TransferOffer(communicator=1, number=number, deadline_s=1.0, parameters=parameters), Path("meeting")
@@ -168,7 +171,8 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
 
     async def scenario() -> None:
         trainer, ref = Slow(), version(1)[0]
-        transfers = Transfers(RunDir(tmp_path, tmp_path, tmp_path), cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
+        run = RunDir(tmp_path, tmp_path, tmp_path)
+        transfers = Transfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
         for told in (1, 2):
             with pytest.raises(TransferFailed, match="broken"):
                 await transfers.bring(ref, Breaking(), drill=False)
@@ -199,6 +203,21 @@ def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monk
         return engine.progress - before
 
     assert asyncio.run(scenario()) >= len(base())
+    asyncio.run(engine.stop())
+
+
+def test_a_drill_that_the_trainer_is_slow_to_make_is_waited_for_once() -> None:
+    engine = started()
+    trainer, source, sync, told = scene(engine)
+    trainer.drill_is_made = False
+    ref, SENT[8] = version(8)
+    assert asyncio.run(loaded(sync, source, ref)) == "shards"
+    assert trainer.asked == [-1]
+    trainer.drill_is_made = True
+    ref, SENT[9] = version(9)
+    assert asyncio.run(loaded(sync, source, ref)) == "nccl"
+    assert trainer.asked == [-1, -1, 9]
+    assert [values["route"] for topic, values in told if topic == "drill"] == ["shards", "nccl"]
     asyncio.run(engine.stop())
 
 

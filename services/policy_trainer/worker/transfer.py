@@ -83,6 +83,8 @@ class WeightsSender:
         self._lines: dict[int, _Line] = {}
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
+        self._drill_taken = False
+        """An engine has had it in time. One that has not asks again."""
         self._timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("transfer")
 
@@ -91,7 +93,8 @@ class WeightsSender:
         self._published[ref.lineage, ref.step] = ref
         while len(self._published) > KEPT:
             self._published.popitem(last=False)
-        self._drill = None  # engines that start later make another
+        if self._drill_taken:
+            self._drill = None  # engines that start later make another
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send what is asked for. Raises RpcError: missing, conflict."""
@@ -157,7 +160,10 @@ class WeightsSender:
         if request.drill:
             if self._drill is None or (self._drill.done() and self._drill.exception() is not None):
                 self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref.drill_seed))
-            return await asyncio.shield(self._drill)
+                self._drill_taken = False
+            drill = await asyncio.shield(self._drill)  # who asked may give up meanwhile
+            self._drill_taken = True
+            return drill
         (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
         return {name: to_torch(values) for name, values in found.items()}
 

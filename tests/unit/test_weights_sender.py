@@ -1,0 +1,106 @@
+"""The start-up drill that a trainer makes for engines: once, however long it takes and whatever is published meanwhile.
+
+What is sent, and over which communicator: tests/integration/test_transfer.py and tests/property/test_transfer_state.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from proto.messages import AskTransfer, Canary, TransferOffer, WeightsRef
+from services.policy_trainer.worker.transfer import WeightsSender
+from shared.dataplane.client import DataClient
+from shared.rpc.mailbox import Call
+from shared.rundir import RunDir
+
+CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0)
+FIRST = WeightsRef(
+    lineage=1,
+    step=1,
+    task_id="weights/1/1",
+    fence=1,
+    store="batch-store/0",
+    nbytes=4,
+    canary=CANARY,
+    drill=CANARY,
+    drill_seed=7,
+)
+LATER = structs.replace(FIRST, step=2, task_id="weights/1/2")
+
+
+class Trainer:
+    """Rank 0, whose drills take until `may_end`."""
+
+    def __init__(self, folder: Path) -> None:
+        run = RunDir(folder, folder, folder)
+        self.made = 0
+        self.may_end = threading.Event()
+        self.sender = WeightsSender(
+            run,
+            cast(DataClient, None),  # a drill is not in a store
+            route="gloo",
+            device="cpu",
+            deadline_s=0.2,
+            perturbed=self._perturbed,
+            emit=lambda topic, values: None,
+        )
+        self._host_id = run.host_id
+
+    def _perturbed(self, seed: int) -> dict[str, torch.Tensor]:
+        self.made += 1
+        assert self.may_end.wait(10)
+        return {"w": torch.zeros(1)}
+
+    async def asked(self, engine: int, *, within_s: float) -> TransferOffer:
+        """As the mailbox does, which cancels a handler at its request's deadline."""
+        request = AskTransfer(
+            instance=engine,
+            incarnation=1,
+            communicator=0,
+            ranks=1,
+            host_id=self._host_id,
+            lineage=1,
+            step=1,
+            drill=True,
+        )
+        return await asyncio.wait_for(self.sender.ask(request, cast(Call, None)), within_s)
+
+
+def test_a_drill_that_takes_longer_than_an_engine_waits_is_there_when_it_asks_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path)
+        trainer.sender.published(FIRST)
+        try:
+            await trainer.asked(0, within_s=0.1)
+        except TimeoutError:
+            trainer.sender.published(LATER)  # in the midst of it
+        trainer.may_end.set()
+        await asyncio.sleep(0.1)
+        trainer.sender.published(LATER)  # when nobody has taken it yet
+        assert [each.name for each in (await trainer.asked(0, within_s=5)).parameters] == ["w"]
+        assert trainer.made == 1
+        trainer.sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_drill_that_was_taken_is_not_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path)
+        trainer.may_end.set()
+        trainer.sender.published(FIRST)
+        await asyncio.gather(*(trainer.asked(engine, within_s=5) for engine in (0, 1)))
+        assert trainer.made == 1
+        trainer.sender.published(LATER)
+        await trainer.asked(2, within_s=5)
+        assert trainer.made == 2
+        trainer.sender.close()
+
+    asyncio.run(scenario())
