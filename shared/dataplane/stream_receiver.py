@@ -150,6 +150,8 @@ class Receiver:
         self._asked_bytes = 0
         self._turn = 0
         self._closing = self._failed = False
+        self._ordering = threading.Lock()
+        """Nobody gives an order once the thread is to end: the descriptor that wakes it is soon somebody else's."""
         self._log = structlog.get_logger("stream")
         self._thread: threading.Thread | None = None
         self._checks: SimpleQueue[tuple[Incoming, int] | None] = SimpleQueue()
@@ -157,13 +159,8 @@ class Receiver:
 
     def add(self, incoming: Incoming) -> None:
         """Begin to ask for what `incoming` lacks."""
-        if self._failed or self._closing:
+        if not self._order("add", incoming):
             incoming.settle(Outcome.FAILED, "the receiving thread was closed, or ended with an error (see the log)")
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="stream-receiver", daemon=True)
-            self._thread.start()
-        self._order("add", incoming)
 
     def cancel(self, incoming: Incoming) -> None:
         """Stop; `settle` is called with LOST unless it was called before, and nothing is written after that."""
@@ -171,16 +168,27 @@ class Receiver:
 
     def close(self) -> None:
         """End the thread; streams that are not complete settle as LOST."""
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
+        with self._ordering:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
         if self._thread is not None:
             self._thread.join()
         self._epoll.close()
         os.close(self._wake)
 
-    def _order(self, what: str, incoming: Incoming) -> None:
-        self._orders.append((what, incoming))
-        os.eventfd_write(self._wake, 1)
+    def _order(self, what: str, incoming: Incoming) -> bool:
+        """False: nobody obeys any more, and streams that were added are settled, or will be without being told."""
+        with self._ordering:
+            if self._closing or self._failed:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="stream-receiver", daemon=True)
+                self._thread.start()
+            self._orders.append((what, incoming))
+            os.eventfd_write(self._wake, 1)
+            return True
 
     # ---- the checking thread
 
@@ -233,7 +241,8 @@ class Receiver:
                         self._serve(self._by_descriptor[descriptor], events)
                 self._look_for_stalls()
         except Exception as error:
-            self._failed = True
+            with self._ordering:
+                self._failed = True
             self._log.error("receiver ended", exc_info=error)
         finally:
             self._checks.put(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -448,6 +449,28 @@ def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_c
                 assert said[-1] - said[0] > 3 * 0.4
                 assert all(later - one < 2 * 0.4 for one, later in pairwise(said))
                 data.close()
+
+    line = slowed(store, 10e6)
+    with_peer(store, body)
+
+
+def test_reader_closed_in_the_midst_of_a_stream_writes_to_nobody_elses_descriptor(store: TcpStoreProcess) -> None:
+    async def body(peer: Peer) -> None:
+        async with line.open():
+            tasks = block(0, 8, 130_000)
+            await peer.data.put(tasks, store=STORE, deadline_s=10)
+            data = remote(peer)
+            coming = asyncio.create_task(fetch(data, tasks))
+            await until(lambda: data.streams.counts.chunks >= 1, "1 chunk")
+            data.close()
+            others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]  # in the place of what it has closed
+            with pytest.raises(RpcError, match="this reader was closed") as caught:
+                await coming
+            assert caught.value.code == ErrorCode.DRAINING
+            for each in others:
+                with pytest.raises(BlockingIOError):
+                    os.eventfd_read(each)
+                os.close(each)
 
     line = slowed(store, 10e6)
     with_peer(store, body)
