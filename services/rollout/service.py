@@ -21,6 +21,7 @@ from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.partial import PartialJournal
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
+from services.rollout.shared_source import SharedSource
 from services.rollout.tasks import TaskSets
 from services.rollout.transfer import Receiver, Transfers
 from services.rollout.weights_source import SHARDS, ShardSource, TransferSource, WeightsSource
@@ -98,7 +99,7 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
             )
         )
-        source = self._weights_source(settings, engine)
+        source = SharedSource(self._weights_source(settings, engine))
         sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
         self.progress = lambda: engine.progress
 

@@ -57,7 +57,7 @@ class Delivery(Protocol):
         """Set them. Raises WeightsMismatch, RpcError; TransferFailed when they do not come, the engine is as it was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Arrays:
     """Weights that are here, by parameter name."""
 
@@ -176,7 +176,7 @@ class TransferSource:
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _IntoEngine:
     """Weights that the engine itself will receive, between two steps."""
 
