@@ -10,9 +10,22 @@ from weakref import WeakValueDictionary
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.weights_source import Delivery, Entry, WeightsSource
+from shared.moved import Moved, nobody
 
 Key = tuple[int, int, int]
 """Lineage, step and fence."""
+
+
+class _Fetching:
+    """Those that wait for one version; what comes of it has come for all of them."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.waiting: list[Moved] = []
+
+    def moved(self) -> None:
+        for each in list(self.waiting):
+            each()
 
 
 class SharedSource:
@@ -22,18 +35,23 @@ class SharedSource:
     def __init__(self, source: WeightsSource) -> None:
         self._source = source
         self._here: WeakValueDictionary[Key, Delivery] = WeakValueDictionary()
-        self._fetching: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
+        self._fetching: WeakValueDictionary[Key, _Fetching] = WeakValueDictionary()
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
         key = (ref.lineage, ref.step, ref.fence)
-        async with self._fetching.setdefault(key, asyncio.Lock()):  # who waits fetches itself if that fails
-            delivery = self._here.get(key)
-            if delivery is None:
-                delivery = self._here[key] = await self._source.fetch(ref)
-            return delivery
+        fetching = self._fetching.setdefault(key, _Fetching())
+        fetching.waiting.append(moved)
+        try:
+            async with fetching.lock:  # who waits fetches itself if that fails
+                delivery = self._here.get(key)
+                if delivery is None:
+                    delivery = self._here[key] = await self._source.fetch(ref, fetching.moved)
+                return delivery
+        finally:
+            fetching.waiting.remove(moved)
 
-    async def from_store(self, ref: WeightsRef) -> Delivery:
-        return await self._source.from_store(ref)
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+        return await self._source.from_store(ref, moved)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         return await self._source.drill(engine, ref, entry)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from proto.messages import ErrorCode, WeightsRef
 from services.rollout.shared_source import SharedSource
 from services.rollout.tasks import PreparedTasks
 from services.rollout.weights_source import Arrays, Delivery
+from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
 from tests.unit.test_rollout_versions import FIRST, FRESH, lease_of, ref_of, rig, tasks, weights_of, worker_of
 
@@ -25,9 +27,10 @@ class Store:
         self.fetched: list[int] = []
         self.failing = failing
 
-    async def fetch(self, ref: WeightsRef) -> Delivery:
+    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
         self.fetched.append(ref.step)
         await asyncio.sleep(0)
+        moved()
         if len(self.fetched) <= self.failing:
             raise RpcError(ErrorCode.DEADLINE, "the store is away")
         return Arrays(weights_of(ref.step))
@@ -88,5 +91,15 @@ def test_who_waits_for_a_fetch_that_fails_fetches_itself() -> None:
             await first
         assert isinstance(await second, Arrays)
         assert store.fetched == [5, 5]
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_of_a_version_has_come_for_all_who_wait_for_it() -> None:
+    async def scenario() -> None:
+        source = shared(Store())
+        came: list[str] = []
+        await asyncio.gather(*(source.fetch(ref_of(5), partial(came.append, name)) for name in ("one", "two")))
+        assert came == ["one", "two"]
 
     asyncio.run(scenario())
