@@ -1,19 +1,28 @@
-"""Leases: who gets which block of tasks with which version, and what happens when a lease is lost. Pure."""
+"""Leases: who gets which block of tasks with which version, and what happens when a lease is lost. Pure.
+
+Generation never stands still through an evaluation: engines sample blocks of both in turn. An engine that holds the
+version which is measured samples training blocks with it too, as long as their step may be; where it may not be, the
+engine leaves it after as many leases as a step has, and comes back after as many, so that it seldom loads weights to
+and fro. Only when a second version waits to be measured does evaluation go first: nothing may pile up. In deterministic
+mode it always does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from proto.messages import (
     ErrorCode,
     LeaseGrant,
     LeaseRequest,
 )
+from services.scheduler.evaluations import Evaluation
 from services.scheduler.fixed import Fixed
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import FAILURE, TRAIN_SPLIT
 from services.scheduler.plan import stage_index
 from services.scheduler.tasks import EVALUATION, TaskState
+from services.scheduler.versions import Version
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
@@ -38,19 +47,45 @@ class Granting(Fixed):
             return None
         if stage > 0:
             return self._lease_later_stage(stage, request, call)
-        return self._lease_evaluation(request, call) or self._lease_rollout(request, call)
+        waiting = [each for each in self.evaluations.open.values() if each.waiting and self.versions.get(each.version)]
+        version = self._training_version(request, {each.version for each in waiting})
+        if waiting and (version is None or self._evaluation_goes_first(waiting, version, request)):
+            return self._lease_evaluation(waiting[0], request, call)
+        return self._lease_rollout(version, request, call) if version is not None else None
 
-    def _lease_evaluation(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
-        for one in self.evaluations.open.values():
-            if one.waiting and self.versions.get(one.version) is not None:
-                rows = self.plan.block_rows or request.max_tasks * self.plan.group_size
-                most = max(rows // one.samples, 1)  # as many rows as a training block has
-                if self.plan.deterministic:
-                    slots = self._evaluation_block(one, most)
-                else:
-                    slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
-                return self._grant(0, request, call, slots, one.version)
-        return None
+    def _evaluation_goes_first(self, waiting: Sequence[Evaluation], version: Version, request: LeaseRequest) -> bool:
+        """Before a training block that would be sampled with `version`."""
+        measured = waiting[0].version
+        if self.plan.deterministic or any(each.version != measured for each in waiting):
+            return True
+        leaves = self._stands_at(request) == measured != version
+        return self.owed < (self._leases_a_step(request) if leaves else 1)
+
+    def _leases_a_step(self, request: LeaseRequest) -> int:
+        return -(-self.plan.tasks_per_step // request.max_tasks)
+
+    def _stands_at(self, request: LeaseRequest) -> Version:
+        """What the engine will hold when it comes to the lease that it asks for."""
+        holds = (request.holds_lineage, request.holds_step)
+        last = self.leases.last_of((request.service, request.instance))
+        if last is None or last.version is None:
+            return holds
+        return last.version if self.measures(last) else max(holds, last.version)
+
+    def measures(self, lease: Lease) -> bool:
+        """Whether it is one of an evaluation, which wants exactly its version."""
+        slot = next((slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id), None)
+        return slot is not None and self.tasks.admission[slot] == EVALUATION
+
+    def _lease_evaluation(self, one: Evaluation, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant:
+        rows = self.plan.block_rows or request.max_tasks * self.plan.group_size
+        most = max(rows // one.samples, 1)  # as many rows as a training block has
+        if self.plan.deterministic:
+            slots = self._evaluation_block(one, most)
+        else:
+            slots = [one.waiting.popleft() for _ in range(min(most, len(one.waiting)))]
+        self.owed = min(self.owed + 1, self._leases_a_step(request))
+        return self._grant(0, request, call, slots, one.version)
 
     def _lease_later_stage(self, stage: int, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
         """Tasks that stand under one version of the reference; None too while it is not published yet.
@@ -68,22 +103,28 @@ class Granting(Fixed):
         slots = self._pop_ready(stage, request.max_tasks)
         return self._grant(stage, request, call, slots, version) if slots else None
 
-    def _lease_rollout(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
+    def _training_version(self, request: LeaseRequest, measured: set[Version]) -> Version | None:
+        """What the oldest task that waits is to be sampled with; None: nothing waits, or its version is not there yet.
+
+        `measured`: versions that an engine which holds one of them had better keep.
+        """
         first = self._peek(0)
         if first is None:
             return None
-        step = self._step_of(first)
-        oldest = max(0, step - 1 - self.plan.staleness)
+        oldest = max(0, self._step_of(first) - 1 - self.plan.staleness)
         if self.plan.deterministic:
-            version = None if self._evaluates(oldest) else self.versions.at_step(oldest)
-        else:
-            version = self.versions.newest
-            if version is not None and version[1] < oldest:
-                version = None
-        if version is None:
-            return None
+            return None if self._evaluates(oldest) else self.versions.at_step(oldest)
+        if measured and (stands := self._stands_at(request)) in measured and stands[1] >= oldest:
+            return stands
+        newest = self.versions.newest
+        return newest if newest is not None and newest[1] >= oldest else None
+
+    def _lease_rollout(self, version: Version, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
         slots = self._pop_ready(0, request.max_tasks)
-        return self._grant(0, request, call, slots, version) if slots else None
+        if not slots:
+            return None
+        self.owed = max(self.owed - 1, 0)
+        return self._grant(0, request, call, slots, version)
 
     def _peek(self, stage: int) -> int | None:
         """The oldest admission number that waits for `stage`."""
@@ -129,7 +170,7 @@ class Granting(Fixed):
         request: LeaseRequest,
         call: tuple[int, int],
         slots: list[int],
-        version: tuple[int, int] | None,
+        version: Version | None,
     ) -> LeaseGrant:
         holder = (request.service, request.instance)
         lease = self.leases.add(stage, holder, request.incarnation, slots, version, call)
@@ -144,8 +185,7 @@ class Granting(Fixed):
         stage = self.plan.stages[lease.stage]
         slots = [slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id]
         split = self.tasks.split[slots[0]] if slots else TRAIN_SPLIT
-        evaluated = bool(slots) and self.tasks.admission[slots[0]] == EVALUATION
-        evaluation = self._evaluation_of(slots[0]) if evaluated else None
+        evaluation = self._evaluation_of(slots[0]) if slots and self.measures(lease) else None
         # An engine may still hold a later version of that lineage, which was taken back.
         outlived = lease.version is not None and lease.version[0] < self.lineage
         exact = self.plan.deterministic or evaluation is not None or lease.stage > 0 or outlived

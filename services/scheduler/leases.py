@@ -89,6 +89,11 @@ class Leases:
     def held_by(self, holder: Holder) -> list[Lease]:
         return [self._live[lease_id] for lease_id in self._of.get(holder, ())]
 
+    def last_of(self, holder: Holder) -> Lease | None:
+        """The live lease that it was given last."""
+        lease_id = next(reversed(self._of.get(holder, {})), None)
+        return None if lease_id is None else self._live[lease_id]
+
     def answering(self, holder: Holder, call: tuple[int, int]) -> Lease | None:
         """The live lease that this very request was given before, if any."""
         lease = self._live.get(self._answered.get(call, 0))

@@ -87,6 +87,8 @@ class Ledger(Stores):
         """Deterministic mode: why the run cannot go on with the same bits."""
         self.uncovered: dict[str, int] = {}
         self.gone: dict[str, str] = {}
+        self.owed = 0
+        """Leases that evaluations have had more than training, up to those of a step."""
         self.dropped = 0
         self.dropped_in_a_row = 0
         """Train tasks dropped since the last one that had enough samples, in this life; no verb depends on it ..."""

@@ -25,7 +25,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 9
+LAYOUT = 10
 """Raised with every change of what `begin` writes; another layout is refused by name."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
@@ -43,6 +43,7 @@ _PLAIN = (
     "broken",
     "uncovered",
     "gone",
+    "owed",
     "dropped",
     "filtered",
     "filtered_samples",

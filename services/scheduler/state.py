@@ -351,9 +351,12 @@ class Scheduler:
         self._out.append(Answer(asked.ref, ack))
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
-        """The newest version, for an engine that holds an older one (a restarting one gets its first with a lease)."""
+        """The newest version, for an engine that holds an older one (a restarting one gets its first with a lease) and
+        has no lease to measure that with."""
         newest = self.core.versions.newest
         if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
+            return None
+        if any(self.core.measures(lease) for lease in self.core.leases.held_by((beat.service, beat.instance))):
             return None
         return self.core.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 

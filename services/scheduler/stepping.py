@@ -79,8 +79,8 @@ class Stepping(Freshness):
         begun = self.plan.reference_version(self.committed_step + 1)
         self.batched_step = self.committed_step = min(step, self.committed_step)
         for lease in list(self.leases):
-            trains = self.tasks.admission[lease.slots[0]] != EVALUATION  # maybe under newer weights than it names
-            if trains or (lease.version is not None and lease.version[1] > step):
+            # one that trains may have newer weights than it names
+            if not self.measures(lease) or (lease.version is not None and lease.version[1] > step):
                 self._give_up(lease, 0)
         if self.plan.deterministic:
             self._reopen()  # the versions to come have the bits of those taken back, and so have their scores
