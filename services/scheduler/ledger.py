@@ -285,7 +285,9 @@ class Ledger(Stores):
     def _free_versions(self) -> None:
         if len(self.versions) < 2:
             return
-        named = self.leases.versions() | self.evaluations.named()
+        # by completion a lease may outlive its use: what is sampled with an older version is dropped
+        useful = self.batched_step - self.plan.staleness if self.plan.by_completion else 0
+        named = {version for version in self.leases.versions() if version[1] >= useful} | self.evaluations.named()
         oldest = max(0, self.batched_step - self.plan.staleness) if self.plan.deterministic else None
         for ref in self.versions.unnamed(named, oldest, self._reference_steps()):
             self._clear_weights(ref)

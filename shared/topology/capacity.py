@@ -25,8 +25,8 @@ _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 # `lengths` and `sample_index` are shards too; what they hold is in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# The version in use, the one being written, and the one a live task or a slow engine still names.
-WEIGHT_VERSIONS = 3
+# Named by none of the leases that count: of an evaluation that they left behind, or of the lineage before a reload.
+_SPARE_VERSIONS = 1
 # Deterministic mode: beside the version being written, those of all steps that may still be sampled, and one that a
 # reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
@@ -91,12 +91,29 @@ def held_tasks(topology: Topology) -> int:
     return steps * topology.algorithm.tasks_per_step + rollout.instances * rollout.block_tasks
 
 
+def live_versions(staleness: int) -> int:
+    """Versions that train leases name, the newest and the one that is being written, at most.
+
+    A lease of step s names version s - 1 - staleness or a later one, and while it lives the run does not get past step
+    s - 1 (by completion it does, and then the scheduler lets the version go). So all of them are within `staleness` of
+    the one being written; beside that there is always the newest.
+    """
+    return max(staleness, 1) + 1
+
+
 def weight_versions(topology: Topology) -> int:
-    """Weight versions that the batch-store may have to hold at once."""
-    exact = topology.staleness + _EXACT_VERSIONS if topology.run.deterministic else 0
-    kl = topology.algorithm.kl
+    """Weight versions that the batch-store may have to hold at once.
+
+    A transformers engine on a CPU of the trainer's host computes with the mapped version itself, which counts until it
+    takes another: all but the one that was given a lease last may hold older ones than any lease names.
+    """
+    rollout, kl = topology.services.rollout, topology.algorithm.kl
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
-    return max(WEIGHT_VERSIONS, exact) + reference
+    if topology.run.deterministic:  # copies them
+        return topology.staleness + _EXACT_VERSIONS + reference
+    maps = rollout.engine == "transformers" and rollout.device == "cpu"
+    mapped = rollout.instances - 1 if maps and rollout.host == topology.store_hosts()[0] else 0
+    return live_versions(topology.staleness) + _SPARE_VERSIONS + mapped + reference
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:

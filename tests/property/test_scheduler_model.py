@@ -42,6 +42,7 @@ from services.scheduler.events import (
 from services.scheduler.plan import Plan
 from services.scheduler.state import STORE_GONE_S, Scheduler
 from shared.stages import train_graph
+from shared.topology.capacity import live_versions
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
@@ -111,6 +112,8 @@ class Model:
         )
 
     def publish(self, step: int) -> None:
+        written = 1  # its shards are put before it is published
+        assert len(self.machine.core.versions) + written <= live_versions(self.plan.staleness)
         ref = WeightsRef(
             lineage=self.lineage,
             step=step,
@@ -265,7 +268,7 @@ class Model:
 @settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=150),
-    st.integers(0, 2),
+    st.integers(0, 4),
     st.integers(0, 1000),
     st.booleans(),
     st.booleans(),

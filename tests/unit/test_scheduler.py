@@ -59,6 +59,7 @@ from services.scheduler.ledger import FAILURE
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import train_graph
+from shared.topology.capacity import live_versions
 
 LEASE_S = 10.0
 STORE = "batch-store/0"
@@ -596,6 +597,25 @@ def test_a_version_goes_when_no_lease_and_no_evaluation_names_it() -> None:
     bench.complete(old)
     assert ("weights/0/0", 1) in bench.acknowledge()
     assert bench.machine.core.versions.newest == (0, 1)
+
+
+def test_slow_leases_name_as_many_versions_as_the_staleness_lets_live_and_no_more() -> None:
+    """Of each of the steps 5 to 9 a task does not end, each leased under another version; steps 1 to 4 are trained."""
+    bench = Bench(plan(staleness=4, tasks_per_step=2), Configure(20, 3, 2, False)).start()
+    slow: list[LeaseGrant] = []
+    for newest in range(5):
+        grants = [bench.granted(most=1) for _ in range(2 if newest else 10)]
+        slow.append(grants[-1])
+        for grant in grants[:-1]:
+            bench.complete(grant)
+        if newest < 4:
+            bench.step(newest + 1)
+    assert [grant.weights.step for grant in slow if grant.weights is not None] == [0, 1, 2, 3, 4]
+    assert bench.ask(NextBatch(driver=1, step=5)) is None
+    assert len(bench.machine.core.versions) == live_versions(4) == 5
+    bench.complete(slow[0])
+    bench.ask(CommitStep(driver=1, step=5, metrics={}))
+    assert len(bench.machine.core.versions) + 1 == 5  # version 5 is being written
 
 
 # ------------------------------------------------------------------------------------------------ evaluations, rows

@@ -80,6 +80,20 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
     assert row["rollout/tasks_checked"] >= 8
 
 
+def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_on() -> None:
+    bench = begun()
+    slow, fast = bench.granted(), bench.granted()
+    complete(bench, fast, (0, 0))
+    assert batched(bench, 1) == ids(fast)
+    trained(bench, 1)
+    newer = bench.granted()
+    assert bench.machine.core.versions.get((0, 0)) is not None  # step 2 may take the slow one's
+    complete(bench, newer, (1, 1))
+    assert batched(bench, 2) == ids(newer)
+    assert bench.machine.core.leases.get(slow.lease_id) is not None
+    assert bench.machine.core.versions.get((0, 0)) is None
+
+
 def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:
     bench = begun()
     slow, fast = bench.granted(), bench.granted()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.capacity import weight_versions
 from tests.unit.small_topology import BASE, WEIGHTS, edited, make, problems, write
 
 
@@ -448,7 +449,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     held = 3 * 6 + 2 * block
     # proximal log-probs of one step are put again when it is replayed, and the former ones go only afterwards
     again = 6 * 4 * 40 * 4
-    rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 3 * 2 * WEIGHTS
+    rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
     # a step of one update takes its log-probs from the pass it trains on, and puts none
     once = load(write(folder))
@@ -461,6 +462,29 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200
     block = lean.services.rollout.block_tasks
     assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
+
+
+@pytest.mark.parametrize(
+    ("versions", "overrides"),
+    [
+        (3, ["staleness=0", "services.rollout.instances=1"]),
+        (3, ["staleness=1", "services.rollout.instances=1"]),
+        (6, ["staleness=4", "services.rollout.instances=1"]),
+        (9, ["staleness=4", "services.rollout.instances=4"]),  # which compute in versions that they have mapped
+        (6, ["staleness=4", "services.rollout.instances=4", "services.rollout.gpus=1"]),
+        (7, ["staleness=4", "run.deterministic=true"]),
+        (5, ["staleness=1", "services.rollout.instances=1", "checkpoint.every=2", "algorithm.kl.refresh_every=2"]),
+    ],
+)
+def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
+    folder: Path, versions: int, overrides: list[str]
+) -> None:
+    topology = load(write(folder), overrides, check_supported=False)
+    assert weight_versions(topology) == versions
+    needed = worst_case_bytes(topology, 32, weight_bytes(str(folder / "model"), "bfloat16"))
+    [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}", check_supported=False)
+    assert f" {versions} weight versions of " in line
+    assert f"set at least {needed} (" in line
 
 
 def test_memory_too_small_names_the_number_that_would_do(folder: Path) -> None:
