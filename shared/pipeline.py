@@ -6,6 +6,7 @@ wait for ever for a computation that hangs.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +18,43 @@ FINISHING_BLOCKS = 2
 DRAIN_FINISH_S = 4.0
 STOP_S = 4.0
 """For a computation to end that is cancelled."""
+PREPARE_S = 30.0
+PREPARE_ATTEMPTS = 4
+"""So long, and so often, one lease after the other may be refused its preparation, all with the same weights."""
 P = TypeVar("P")
 C = TypeVar("C")
+
+
+class _Refused:
+    """Preparations that failed in a row."""
+
+    def __init__(self) -> None:
+        self._of = ("", 0)
+        self._times = 0
+        self._since = 0.0
+
+    def count(self, lease: Lease, error: RpcError) -> None:
+        """Raises RpcError(internal) when there is no hope left that the next lease of the same version can be prepared:
+        nothing of it counts as an attempt, so that the run would stand for ever.
+        """
+        weights, now = lease.grant.weights, time.monotonic()
+        of = (weights.task_id, weights.fence) if weights is not None else ("", 0)
+        if not self._times or of != self._of:
+            self._of, self._times, self._since = of, 0, now
+        self._times += 1
+        if self._times < PREPARE_ATTEMPTS or now - self._since < PREPARE_S:
+            return
+        what, remedy = "", ""
+        if weights is not None:
+            what = f" with version {weights.step} of lineage {weights.lineage} ({weights.task_id} in {weights.store})"
+            remedy = (
+                "; if its weights are lost or damaged there: end the run and --resume it, which publishes them again"
+            )
+        raise RpcError(
+            ErrorCode.INTERNAL,
+            f"no lease{what} could be prepared in {now - self._since:.0f} s and {self._times} attempts "
+            f"(limits {PREPARE_S:g} s, {PREPARE_ATTEMPTS}), the last: {error}{remedy}",
+        )
 
 
 class LeasePipeline(Generic[P, C]):
@@ -26,7 +62,8 @@ class LeasePipeline(Generic[P, C]):
 
     `acquire` waits for a lease; `prepare` makes it ready to compute; `compute` returns None when it has ended the
     lease itself, and not before the compute thread is free again; `finish` completes it. LeaseLost from any of them
-    forgets the block. RpcError from `compute` and bad_request from `prepare` end the service.
+    forgets the block. RpcError from `compute` and bad_request from `prepare` end the service, and so does a preparation
+    that fails again and again.
     """
 
     def __init__(
@@ -79,6 +116,7 @@ class LeasePipeline(Generic[P, C]):
         await asyncio.gather(*back)
 
     async def _next(self) -> tuple[Lease, P]:
+        refused = _Refused()
         while True:
             lease = await self._acquire()
             try:
@@ -90,6 +128,7 @@ class LeasePipeline(Generic[P, C]):
                     raise
                 # What it lacks (the weights of a version, most often) is not there again at once.
                 await self._book.hand_back(lease, f"not prepared: {error}", untouched=True)
+                refused.count(lease, error)
                 await asyncio.sleep(BACKOFF_S)
             else:
                 self._book.behind.add(lease)  # until there is room among those that are computed

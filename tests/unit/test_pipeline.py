@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from proto.messages import BatchMeta, Complete, CompleteAck, LeaseGrant
+from proto.messages import BatchMeta, Complete, CompleteAck, ErrorCode, LeaseGrant
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
+from shared.rpc.errors import RpcError
+from tests.unit.told_engine import ref_of
 
 
 class Rig:
@@ -188,3 +191,29 @@ def test_a_drain_is_no_attempt_of_tasks_that_were_not_computed(monkeypatch: pyte
         return made.handed_back
 
     assert asyncio.run(scenario()) == {1: False, 2: True, 3: True}
+
+
+@pytest.mark.parametrize("versions", [[1, 1, 1, 1], [1, 1, 1, 2, 2, 2, 2]])
+def test_weights_that_are_never_to_be_had_end_the_service_aloud(
+    versions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.pipeline.PREPARE_S", 0.0)
+    monkeypatch.setattr("shared.pipeline.BACKOFF_S", 0.0)
+
+    async def scenario() -> Rig:
+        made, steps = Rig(1), iter(versions)
+
+        async def prepare(lease: Lease) -> int:
+            lease.grant = msgspec.structs.replace(lease.grant, weights=ref_of(next(steps)))
+            raise RpcError(ErrorCode.MISSING, "batch-store/0: damaged shards: a checksum differs")
+
+        made.pipeline._prepare = prepare
+        with pytest.raises(RpcError, match="--resume") as failed:
+            await asyncio.wait_for(made.pipeline.run(), 20)
+        assert f"version {versions[-1]} of lineage 0 (weights/0/{versions[-1]} in batch-store/0)" in str(failed.value)
+        assert "4 attempts" in str(failed.value)
+        assert "a checksum differs" in str(failed.value)
+        return made
+
+    made = asyncio.run(scenario())
+    assert made.handed_back == {number: True for number in range(1, len(versions) + 1)}
