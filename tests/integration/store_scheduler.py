@@ -160,6 +160,8 @@ class Actor:
     life: int = field(default_factory=new_incarnation)
     store: str = STORE
     """Of its host: what it makes goes there."""
+    spread: bool = False
+    """Whether the rewards of a group differ; else they are all 1."""
 
     def __post_init__(self) -> None:
         self.clients: dict[tuple[str, int], Client] = {}
@@ -226,7 +228,8 @@ class Actor:
 
     async def complete(self, grant: LeaseGrant, results: list[TaskResult]) -> CompleteAck:
         samples = sum(result.samples for result in results if result.outcome == Outcome.DONE)
-        scalars = {"reward": np.ones(samples, np.float32)} if grant.stage == "rollout" else {}
+        rewards = np.arange(samples, dtype=np.float32) % GROUP if self.spread else np.ones(samples, np.float32)
+        scalars = {"reward": rewards} if grant.stage == "rollout" else {}
         request = Complete(
             lease_id=grant.lease_id, stage=grant.stage, incarnation=self.life, results=results, scalars=scalars
         )

@@ -30,6 +30,7 @@ from tests.integration.store_scheduler import (
     STORE,
     TASKS_PER_STEP,
     Actor,
+    DriverActor,
     bench_of,
     make_run,
     rollout_shards,
@@ -50,6 +51,14 @@ async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], b
         while not condition(found := await held(actor)):
             await asyncio.sleep(0.05)
     return found
+
+
+async def until_collected(driver: DriverActor, tasks: int) -> dict[str, int]:
+    """The store lets go before the scheduler hears of it."""
+    async with asyncio.timeout(20):
+        while (counts := await driver.counts())["COLLECTED"] != tasks:
+            await asyncio.sleep(0.05)
+    return counts
 
 
 def names(grant: LeaseGrant) -> set[str]:
@@ -102,6 +111,41 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
                 while (now := await driver.stats()).tasks > 1:
                     await asyncio.sleep(0.05)
             assert (now.shards, now.files, now.zombie_bytes, now.bytes - now.spare_bytes) == (1, 1, 0, 4096)
+
+    asyncio.run(main())
+
+
+def test_filtered_tasks_go_at_once_and_what_takes_their_place_goes_when_it_is_trained(tmp_path: Path) -> None:
+    run = make_run(tmp_path, store=STORE_ROOM, steps=1, gc="commit", filter_zero_variance=True)
+
+    async def main() -> None:
+        async with bench_of(run) as bench:
+            driver = await bench.driver()
+            await driver.publish(0)
+            rollout = await bench.actor("rollout")
+            reference = await bench.actor("reference")
+            grant = await granted(rollout)
+            results = await rollout.make(grant)
+            filtered = {(task.task_id, task.fence) for task in grant.batch.tasks}
+            assert await held(driver) == filtered
+            ack = await rollout.complete(grant, results)  # every sample of a group has the same reward
+            assert ack.refused == []
+            await until_held(driver, lambda left: not left)
+            await until_collected(driver, len(filtered))
+            with pytest.raises(RpcError) as caught:
+                await rollout.make(grant)
+            assert caught.value.code == ErrorCode.COLLECTED
+            rollout.spread = True
+            assert await rollout.work() == TASKS_PER_STEP
+            assert await reference.work() == TASKS_PER_STEP
+            batch = await driver.train(1)
+            assert not {(task.task_id, task.fence) for task in batch.batch.tasks} & filtered
+            await driver.ask(FinishRun(driver=driver.life), Ack)
+            await until_held(driver, lambda left: not left)
+            gc.collect()
+            counts = await until_collected(driver, TASKS_PER_STEP + len(filtered))
+            assert sum(number for state, number in counts.items() if state != "COLLECTED") == 0
+            assert (await driver.stats()).zombie_bytes == 0
 
     asyncio.run(main())
 
