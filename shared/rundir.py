@@ -43,6 +43,12 @@ def parse_service_name(name: str) -> tuple[str, int]:
     return service, int(number) if number else -1
 
 
+def folder_id(folder: Path) -> str:
+    """The same for all who see this folder on this host, under whatever path; no other folder's, no other host's."""
+    status = folder.stat()
+    return f"{_BOOT_ID.read_text().strip()}/{status.st_dev:x}/{status.st_ino:x}"
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. `sockets` is a short private directory because ipc paths end at 107 bytes."""
@@ -88,8 +94,7 @@ class RunDir:
     @property
     def host_id(self) -> str:
         """The same for all who see these sockets, in whatever container or network they are; no other host's."""
-        folder = self.sockets.stat()
-        return f"{_BOOT_ID.read_text().strip()}/{folder.st_dev:x}/{folder.st_ino:x}"
+        return folder_id(self.sockets)
 
     def log_file(self, service: str, instance: int) -> Path:
         return self.logs / f"{service}-{instance}.jsonl"

@@ -52,6 +52,8 @@ REAP_S = 0.25
 EMIT_S = 1.0
 ANSWER_S = 1.0
 """A long poll is answered so long before its caller gives up."""
+AGAIN_S = 0.05
+"""Between two looks for a file that has left the name under which it was found."""
 
 
 class StoreService(Service):
@@ -89,7 +91,7 @@ class StoreService(Service):
     def bind(self) -> str:
         """Take the directory first: its identity is part of the registration."""
         folder = f"{self.NAME}-{self.instance}"
-        spill = spill_folder(self._spill_root, self.run, folder) if self._spill_root is not None else None
+        spill = spill_folder(self.name, self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
         self._ended = Retirement(self.name, self.index, self._files, self.loop.time)
         if spill is not None:
@@ -263,9 +265,15 @@ class StoreService(Service):
 
     async def _locate(self, request: Locate, call: Call) -> Located:
         files = await self._ready()
-        put_ids, places = self.index.locate(request.tasks)
-        paths = [files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids]
-        return Located(files=paths, places=places)
+        while True:
+            put_ids, places = self.index.locate(request.tasks)
+            paths = {put_id: files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids}
+            lost = [put_id for put_id in put_ids if self.index.place(put_id) is Place.DISK and _gone(paths[put_id])]
+            if not lost:
+                return Located(files=list(paths.values()), places=places)
+            for put_id in lost:
+                self.log.error("spilled file deleted by somebody else, its shards are missing", file=paths[put_id])
+                self._ended.take(self.index.lose(put_id))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
         files = await self._ready()
@@ -310,7 +318,8 @@ class StoreService(Service):
                     self._mappings,
                 )
             except FileNotFoundError:
-                continue  # collected between the answer and the mapping; the index now says so
+                await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the index now says so
+                continue
             return self._streams.open(source)
 
     async def _cleared(self, request: GetCleared, call: Call) -> Cleared:
@@ -321,3 +330,14 @@ class StoreService(Service):
 
     async def _where(self, request: GetStorePlace, call: Call) -> StorePlace:
         return write_place((await self._ready()).path("place"))
+
+
+def _gone(path: str) -> bool:
+    """Whether nothing has that name; a disk that does not answer says nothing about it."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -17,30 +17,47 @@ from proto.errors import WireError
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import Retirement
 from services.batch_store.state import StoreState
-from shared.rundir import RunDir
+from shared.rundir import RunDir, folder_id
 
 PAUSE_S = 1.0
 """A disk that refused (full, broken) is left alone for so long: puts are BUSY meanwhile."""
-_ALIVE = "shm"
+_OWNER = "owner"
 
 
-def spill_folder(spill: str, run: RunDir, instance: str) -> Path:
-    """The folder of one store of one run under `spill`; what dead runs left there is deleted.
+def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
+    """The folder of one store of one run under `spill`; what dead runs of this host left there is deleted.
 
-    A link in the run's part of `spill` leads to the run's shared memory: it dangles when the run is over. Another one
-    leads back, so that whoever removes the shared memory finds what was spilled (`RunDir.remove_volatile`).
+    The run's part of `spill` is named as its shared memory, and a file there says in which folder of which host that
+    lies: only who sees that same folder knows whether the run is over. What others left is theirs, it is only told.
+    A link leads back, so that whoever removes the shared memory finds what was spilled (`RunDir.remove_volatile`).
     """
-    root = Path(spill)
-    for folder in root.iterdir() if root.exists() else ():
-        mark = folder / _ALIVE
-        if mark.is_symlink() and not mark.exists():
+    root, here = Path(spill), folder_id(run.shm.parent)
+    foreign: list[str] = []
+    for mark in root.glob(f"*/{_OWNER}"):
+        folder = mark.parent
+        if _read(mark) != here:
+            foreign.append(folder.name)
+        elif not (run.shm.parent / folder.name).exists():
             shutil.rmtree(folder, ignore_errors=True)
+    if foreign:
+        structlog.get_logger(name).info(
+            "spilled by other hosts, or by this one before it was started anew: left alone, delete what no run uses",
+            spill=spill,
+            folders=sorted(foreign)[:64],
+        )
     mine = root / run.shm.name
     mine.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for link, target in ((mine / _ALIVE, run.shm), (run.spill_link, mine)):
-        if not link.is_symlink():
-            link.symlink_to(target)
+    (mine / _OWNER).write_text(here)
+    if not run.spill_link.is_symlink():
+        run.spill_link.symlink_to(mine)
     return mine / instance
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:  # deleted by its owner meanwhile
+        return ""
 
 
 class Spiller:

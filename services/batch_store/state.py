@@ -211,6 +211,21 @@ class StoreState(Room):
         """Where a sealed file lies."""
         return self._sealed[put_id].place
 
+    def lose(self, put_id: str) -> list[Retire]:
+        """Somebody deleted this sealed file: what was in it is missing from here on."""
+        table = self._sealed[put_id].table
+        effects: list[Retire] = []
+        for index in sorted(self._sealed[put_id].alive):
+            task_id, fence = table.task_ids[index], table.fences[index]
+            files = self._tasks[task_id].files
+            files[fence].remove(put_id)
+            if not files[fence]:
+                del files[fence]
+            if not files:
+                del self._tasks[task_id]
+            effects.extend(self._kill(put_id, task_id, fence))
+        return effects
+
     def inventory(self, cursor: int) -> tuple[list[PutTask], int]:
         """One page of (task, fence) that are sealed, and the cursor of the next one (0: none)."""
         page: list[PutTask] = []

@@ -53,6 +53,8 @@ LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """What most shards are; the rest is looked at one by one."""
 FULL_RETRY_S = 0.5
+AGAIN_S = 0.05
+"""Between two looks for a file that has left the name under which it was found."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 
@@ -260,8 +262,9 @@ class DataClient:
             except RpcError as error:
                 raise with_shard_names(error, wants.tasks, wants.keys or ()) from None
             found = await loop.run_in_executor(self._threads, self._read, located, wants)
-            if found is not None:  # else collected between the answer and the mapping; the store now says so
+            if found is not None:
                 return found
+            await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the store now says so
 
     def _read(self, located: Located, wants: _Wants) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]

@@ -119,7 +119,7 @@ class Rollout(Placed):
 class BatchStore(Section):
     memory: Size = Field(default=1024**3, description="bytes of shared memory, as 64GiB")
     spill: LocalPath | None = Field(
-        default=None, description="folder on disk for what does not fit; left out: no spill"
+        default=None, description="folder on disk for what does not fit, which hosts may share; left out: no spill"
     )
     spill_limit: Size | None = Field(
         default=None, description="bytes of the spill folder, as 500GiB; needed with spill"

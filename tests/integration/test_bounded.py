@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -43,7 +44,7 @@ from shared.dataplane.client import TaskShards
 from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
-from shared.rundir import RunDir
+from shared.rundir import RunDir, folder_id
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of, small_mount
 
 MIB = 1 << 20
@@ -385,21 +386,81 @@ def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
     assert not list((tmp_path / "folder").iterdir())
 
 
-def test_what_a_dead_run_spilled_is_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
-    orphan = tmp_path / "spill" / "rlbus-old"
-    orphan.mkdir(parents=True)
-    (orphan / "shm").symlink_to(tmp_path / "is-gone")
-    foreign = tmp_path / "spill" / "something"
-    foreign.mkdir()
+def test_what_a_dead_run_of_this_host_spilled_is_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
+    spill, here = tmp_path / "spill", folder_id(run.shm.parent)
+    owners = {
+        "rlbus-dead": here,
+        "rlbus-other-host": here.replace(here[:8], "01234567"),
+        "rlbus-other-container": here.rpartition("/")[0] + "/fffff",
+    }
+    for name, owner in owners.items():
+        (spill / name / "batch-store-0").mkdir(parents=True)
+        (spill / name / "batch-store-0" / "shards.blk").write_bytes(b"x")
+        (spill / name / "owner").write_text(owner)
+    (spill / "something").mkdir()
+    (spill / "file").touch()
 
     async def main() -> None:
         async with served(run) as (_, peer):
             await put(peer, shard(1))
-            assert not orphan.exists()
 
     asyncio.run(main())
-    assert foreign.exists()
-    assert [path.name for path in (tmp_path / "spill").iterdir()] == ["something"]  # ours went with the run
+    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # ours went with the run
+    assert sorted(path.name for path in spill.iterdir()) == left
+    assert len(list(spill.rglob("*.blk"))) == 2
+
+
+def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -> None:
+    """Each sees its own shared memory only, so the other's seems to be gone."""
+    spill = tmp_path / "spill"
+    for host in ("a", "b"):
+        (tmp_path / host / "shm").mkdir(parents=True)
+    (a, b) = (
+        make_run(tmp_path / host, memory=MEMORY, shm_root=tmp_path / host / "shm", spill=spill, spill_limit=SPILL)
+        for host in ("a", "b")
+    )
+    tasks = [shard(i) for i in range(6)]
+
+    async def main() -> None:
+        async with served(a) as (_, peer):
+            for task in tasks:
+                await put(peer, task)
+            hidden = a.shm.rename(tmp_path / "hidden")
+            async with served(b) as (_, other):
+                await put(other, shard(1))
+            hidden.rename(a.shm)
+            assert await places(peer, tasks) == ["disk"] * 2 + ["memory"] * 4
+            await check(peer, tasks)
+
+    asyncio.run(main())
+
+
+def test_a_spilled_file_that_somebody_deleted_is_missing_and_the_store_goes_on(run: RunDir) -> None:
+    tasks = [shard(i) for i in range(7)]
+
+    async def main() -> None:
+        async with served(run) as (store, peer):
+            for task in tasks:
+                await put(peer, task)
+            located = await peer.store.call(Locate(tasks=[PutTask("train/0/0", 1)]), Located, deadline_s=10)
+            os.unlink(located.files[0])
+            with pytest.raises(RpcError, match="train/0/0#a") as caught:
+                await check(peer, tasks)
+            assert caught.value.code == ErrorCode.MISSING
+            await check(peer, tasks[1:])
+            now = await stats(peer)
+            assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (12 * MIB, 6, 6, 0)
+            located = await peer.store.call(Locate(tasks=[PutTask("train/0/1", 1)]), Located, deadline_s=10)
+            os.unlink(located.files[0])
+            await clear(peer, tasks)
+            gc.collect()
+            now = await stats(peer)
+            assert now.bytes == now.spare_bytes
+            assert store.process is not None
+            assert store.process.poll() is None
+            await put(peer, shard(8))
+
+    asyncio.run(main())
 
 
 @pytest.fixture
