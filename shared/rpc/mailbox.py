@@ -27,6 +27,7 @@ from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
 from shared.rpc.replies import Key, Replies, fingerprint
+from shared.rpc.sender import Sender, sender
 from shared.rpc.transport import Pump, open_socket
 from shared.rpc.unread import Unread
 from shared.security.connections import Connections
@@ -40,7 +41,7 @@ MAX_RUNNING = 65_536
 """Requests being handled or held back at once; more are told to come again."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
-"""Offences of one connection that are logged one by one."""
+"""Offences of one account that are logged one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,18 @@ class Door:
     connections: Connections | None = None
     unread: Unread | None = None
 
-    def send(self, peer: bytes, role: Role, frames: list[Buffer]) -> bool:
+    def send(self, to: Sender, frames: list[Buffer]) -> bool:
         """Without blocking. False: the peer is gone, or has left too much unread."""
         if self.pump is None:
             return False
         nbytes = sum(map(len, frames))
-        if self.unread is None or not self.unread.counts(role, nbytes):
-            return self.pump.send([peer, *frames])
-        if not self.unread.takes(peer, role, nbytes):
+        if self.unread is None or not self.unread.counts(to, nbytes):
+            return self.pump.send([to.peer, *frames])
+        if not self.unread.takes(to, nbytes):
             return False
-        tracker = self.pump.send_tracked([peer, *frames])
+        tracker = self.pump.send_tracked([to.peer, *frames])
         if tracker is not None:
-            self.unread.sent(peer, role, nbytes, tracker)
+            self.unread.sent(to, nbytes, tracker)
         return tracker is not None
 
     def close(self) -> None:
@@ -98,15 +99,11 @@ class Door:
 class Call:
     """One request being handled."""
 
-    def __init__(
-        self, mailbox: Mailbox, door: Door, peer: bytes, role: Role, head: Envelope, request: int, now: float
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, door: Door, sender: Sender, head: Envelope, request: int, now: float) -> None:
         self._mailbox = mailbox
         self.door = door
-        self.peer = peer
-        """Routing id to answer to, and where; both follow a client that reconnected and retried."""
-        self.role = role
-        """What the sender has proved to be."""
+        self.sender = sender
+        """Whom to answer, and where; both follow a client that reconnected and retried."""
         self.request = request
         """Fingerprint of what it asks."""
         self.incarnation = head.incarnation
@@ -118,6 +115,11 @@ class Call:
         self.one_way = bool(head.flags & FLAG_ONE_WAY)
         self.answered = False
         self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def role(self) -> Role:
+        """What the sender has proved to be."""
+        return self.sender.role
 
     def reply(self, body: Message, arrays: Sequence[Array] = ()) -> None:
         """Answer, once; a second answer is ignored."""
@@ -284,11 +286,11 @@ class Mailbox:
         )
 
     def _transmit(self, call: Call, frames: list[Buffer]) -> None:
-        if not call.door.send(call.peer, call.role, frames):
+        if not call.door.send(call.sender, frames):
             self.lost_replies += 1
 
     def _on_trusted(self, door: Door, frames: list[bytes]) -> None:
-        self._on_message(door, Role.SERVICE, frames[0], frames[1:])
+        self._on_message(door, sender(door.number, Role.SERVICE, frames[0]), frames[1:])
 
     def _on_authenticated(self, door: Door, frames: list[bytes]) -> None:
         """The gate named the sender's role at the handshake; libzmq puts it on every message."""
@@ -297,11 +299,11 @@ class Mailbox:
         except ValueError:
             self.offenders.forbidden += 1
             return
-        self._on_message(door, role, frames[1], frames[2:])
+        self._on_message(door, sender(door.number, role, frames[2], frames[1]), frames[3:])
 
-    def _on_message(self, door: Door, role: Role, peer: bytes, parts: list[bytes]) -> None:
+    def _on_message(self, door: Door, who: Sender, parts: list[bytes]) -> None:
         now = asyncio.get_running_loop().time()
-        if self.offenders.unheard((door.number, peer), now):
+        if self.offenders.unheard(who.account, now):
             return
         try:
             head = codec.check(parts, self._limits)
@@ -309,13 +311,13 @@ class Mailbox:
             if head.flags & FLAG_REPLY:
                 raise WireError(f"{kind.__name__} flagged as a reply: a mailbox takes requests")
         except WireError as error:
-            self._refuse(door, peer, role, parts, error, now)
+            self._refuse(door, who, parts, error, now)
             return
-        call = Call(self, door, peer, role, head, fingerprint(head.type, parts), now)
-        if role < Role.SERVICE and role < least_role(kind):
+        call = Call(self, door, who, head, fingerprint(head.type, parts), now)
+        if who.is_guest and who.role < least_role(kind):
             self._forbid(call, kind, now)
             return
-        key = Key(role, head.incarnation, head.request_id)
+        key = Key(who.role, head.incarnation, head.request_id)
         if not call.one_way and self._is_known(key, call):
             return
         handler = self._handlers.get(kind)
@@ -326,7 +328,7 @@ class Mailbox:
         try:
             decoded = codec.decode_checked(head, parts, self._limits)
         except WireError as error:
-            self._refuse(door, peer, role, parts, error, now)
+            self._refuse(door, who, parts, error, now)
             return
         call.arrays = decoded.tensors
         if not call.one_way:
@@ -386,7 +388,7 @@ class Mailbox:
             if running.request != call.request:
                 self._conflict(call)
             else:
-                running.door, running.peer = call.door, call.peer
+                running.door, running.sender = call.door, call.sender
             return True
         known = self._replies[call.role].get(key)
         if known is None:
@@ -404,19 +406,19 @@ class Mailbox:
 
     def _forbid(self, call: Call, kind: type[Message], now: float) -> None:
         self.offenders.forbidden += 1
-        self._strike(call.door, call.peer, f"{kind.__name__} sent by role {call.role.label}", now)
+        self._strike(call.sender, f"{kind.__name__} sent by role {call.role.label}", now)
         if not call.one_way:
             text = f"{self._name}: {kind.__name__} needs role {least_role(kind).label}, you are {call.role.label}"
             error = RpcError(ErrorCode.BAD_REQUEST, text).to_message()
             self._transmit(call, self._encode(call, error, ()))
 
-    def _strike(self, door: Door, peer: bytes, what: str, now: float) -> None:
-        if self.offenders.strike((door.number, peer), now):
-            self._log.warning("connection in quarantine", peer=peer.hex(), why=what)
-        elif self.offenders.strikes((door.number, peer)) <= LOGGED_STRIKES:
-            self._log.warning("message refused", peer=peer.hex(), why=what)
+    def _strike(self, who: Sender, what: str, now: float) -> None:
+        if self.offenders.strike(who.account, now):
+            self._log.warning("sender in quarantine", peer=str(who), why=what)
+        elif self.offenders.strikes(who.account) <= LOGGED_STRIKES:
+            self._log.warning("message refused", peer=str(who), why=what)
 
-    def _refuse(self, door: Door, peer: bytes, role: Role, parts: list[bytes], error: WireError, now: float) -> None:
+    def _refuse(self, door: Door, who: Sender, parts: list[bytes], error: WireError, now: float) -> None:
         self.offenders.malformed += 1
         try:
             head = envelope.unpack(parts[0], self._limits) if parts else None
@@ -424,8 +426,8 @@ class Mailbox:
             head = None
         if head is None or head.type in self._known_types:
             # a number that only a later minor version knows is no offence
-            self._strike(door, peer, str(error), now)
+            self._strike(who, str(error), now)
         if head is not None and not head.flags & (FLAG_ONE_WAY | FLAG_REPLY):
             reply = RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {error}").to_message()
             frames = codec.encode(reply, request_id=head.request_id, incarnation=self._incarnation, flags=FLAG_REPLY)
-            self.lost_replies += not door.send(peer, role, frames)
+            self.lost_replies += not door.send(who, frames)

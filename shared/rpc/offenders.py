@@ -1,18 +1,18 @@
-"""Which connections send what they must not, and which of them are not listened to for a while. Bounded, pure."""
+"""Who sends what it must not, and who of them is not listened to for a while. Bounded, pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-Peer = tuple[int, bytes]
-"""A connection: which socket of the mailbox, and the routing id there."""
+from shared.rpc.sender import Account
+
 STRIKES = 32
-"""So many offences within `WINDOW_S` put a connection into quarantine."""
+"""So many offences within `WINDOW_S` put an account into quarantine."""
 WINDOW_S = 60.0
 QUARANTINE_S = 10.0
 MAX_PEERS = 1024
-"""Connections remembered; the one whose last offence is longest ago is forgotten first."""
+"""Accounts remembered; the one whose last offence is longest ago is forgotten first."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Record:
 
 
 class Offenders:
-    """Counts offences by connection. Times are of any steady clock, in seconds."""
+    """Counts offences by account. Times are of any steady clock, in seconds."""
 
     def __init__(self) -> None:
         self.malformed = 0
@@ -31,28 +31,28 @@ class Offenders:
         self.forbidden = 0
         """Messages that the sender's role may not send, in all."""
         self.unread = 0
-        """Messages dropped unread because their connection was in quarantine, in all."""
+        """Messages dropped unread because their sender was in quarantine, in all."""
         self.quarantines = 0
-        self._records: OrderedDict[Peer, _Record] = OrderedDict()
+        self._records: OrderedDict[Account, _Record] = OrderedDict()
         self._held = 0.0
         """No quarantine is longer than until then."""
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def strikes(self, peer: Peer) -> int:
-        """Offences of this connection since its count began."""
-        record = self._records.get(peer)
+    def strikes(self, account: Account) -> int:
+        """Offences of this account since its count began."""
+        record = self._records.get(account)
         return record.strikes if record is not None else 0
 
-    def strike(self, peer: Peer, now: float) -> bool:
-        """One more offence. True: the connection is in quarantine from now on."""
-        record = self._records.get(peer)
+    def strike(self, account: Account, now: float) -> bool:
+        """One more offence. True: the account is in quarantine from now on."""
+        record = self._records.get(account)
         if record is None or now - record.since > WINDOW_S:
-            record = self._records[peer] = _Record(0, now)
+            record = self._records[account] = _Record(0, now)
             if len(self._records) > MAX_PEERS:
                 self._records.popitem(last=False)
-        self._records.move_to_end(peer)
+        self._records.move_to_end(account)
         record.strikes += 1
         if record.strikes < STRIKES:
             return False
@@ -61,11 +61,11 @@ class Offenders:
         self.quarantines += 1
         return True
 
-    def unheard(self, peer: Peer, now: float) -> bool:
-        """Whether a message of this connection is to be dropped unread; counts it if so."""
+    def unheard(self, account: Account, now: float) -> bool:
+        """Whether a message of this account is to be dropped unread; counts it if so."""
         if now >= self._held:
             return False
-        record = self._records.get(peer)
+        record = self._records.get(account)
         if record is None or now >= record.until:
             return False
         self.unread += 1

@@ -20,13 +20,14 @@ from proto.tensors import Buffer
 HIGH_WATER_MESSAGES = 4096
 LINGER_MS = 200
 DRAIN_MESSAGES = 256
-EXTRA_FRAMES = 5
-"""What a message has besides its raw frames, at most: user, routing id, envelope, body, table."""
+EXTRA_FRAMES = 6
+"""What a message has besides its raw frames, at most: user, address, routing id, envelope, body, table."""
 SKIP_FRAMES = 20_000
 """Frames of an endless message thrown away in one go; others on the loop come in between."""
 CURVE_BYTES = 33
 """What encryption adds to a frame (RFC 26, MESSAGE): libzmq measures the frame with it."""
 USER_PROPERTY = "User-Id"
+ADDRESS_PROPERTY = "Peer-Address"
 # Plain integers and pyzmq's compiled methods: its Python wrappers turn every option into an enum, and a mailbox that
 # wakes with cold caches pays 20 microseconds a round trip for that.
 _send = cast("Callable[[zmq.Socket[bytes], Buffer | zmq.Frame, int], None]", Raw.send)
@@ -80,14 +81,14 @@ class Pump:
         `on_writable` runs when a send that was refused would be taken now (the peer connected, or reads again).
         `limits`: of a message with more frames or bytes only the beginning is handed over, a frame or the frame that
         is too much included, so that what it announces does not fit what came. `on_source`: told by which descriptor
-        each message came in; then the sender's authenticated name (ZAP User-Id; empty when there is none) is handed
-        over too, as an additional first frame.
+        each message came in; then the sender's authenticated name (ZAP User-Id; empty when there is none) and the
+        address of its host are handed over too, as additional first frames.
         """
         self._socket = socket
         self._on_message = on_message
         self._on_drained = on_drained
         self._on_writable = on_writable
-        self._receive = self._receive_frames if on_source is None else self._receive_with_user
+        self._receive = self._receive_frames if on_source is None else self._receive_with_origin
         self._on_source = on_source
         self._max_frames = limits.frames + EXTRA_FRAMES
         self._max_bytes = limits.total_bytes + limits.body_bytes
@@ -200,14 +201,10 @@ class Pump:
             frames.append(frame)
         return frames
 
-    def _receive_with_user(self) -> list[bytes]:
+    def _receive_with_origin(self) -> list[bytes]:
         first = _recv_frame(self._socket, _DONTWAIT, False)
-        try:
-            user = str(first.get(USER_PROPERTY)).encode()
-        except zmq.ZMQError:
-            user = b""
         descriptor = first.get(_SRCFD)
-        frames = [user, first.bytes]
+        frames = [_property(first, USER_PROPERTY), _property(first, ADDRESS_PROPERTY), first.bytes]
         if first.more:
             frames += self._receive_frames()
         if self._on_source is not None and isinstance(descriptor, int):
@@ -227,3 +224,11 @@ class Pump:
         if self._on_writable is not None and _get(self._socket, _EVENTS) & _POLLOUT:
             self._refused = False
             self._on_writable()
+
+
+def _property(frame: zmq.Frame, name: str) -> bytes:
+    """What libzmq knows of the connection that a frame came from; empty if nothing."""
+    try:
+        return str(frame.get(name)).encode()
+    except zmq.ZMQError:
+        return b""

@@ -175,6 +175,28 @@ def test_a_peer_of_a_lesser_role_that_insists_is_put_into_quarantine(server: Ser
         assert server.counts()["malformed"] == 0
 
 
+def test_a_guest_that_connects_again_is_still_the_same_one_and_others_are_heard(server: Server) -> None:
+    elsewhere = server.tcp.replace("tcp://", "tcp://127.0.0.2:0;")
+    for connection in range(4):
+        with raw_dealer(server.tcp, Role.OBSERVER) as peer:
+            for number in range(STRIKES // 4 + 2):
+                peer.send_multipart(request(100 * connection + number + 1))
+            until(lambda done=(connection + 1) * (STRIKES // 4 + 2): sum(offences(server)) == done)  # type: ignore[misc]
+    assert offences(server) == (STRIKES, 8)
+    with raw_dealer(server.tcp, Role.OBSERVER) as peer:
+        peer.send_multipart(next(snapshots(1)))
+        until(lambda: offences(server) == (STRIKES, 9))
+    asyncio.run(take_snapshots(elsewhere, Role.OBSERVER, 1))
+    asyncio.run(take_snapshots(server.tcp, Role.OPERATOR, 1))
+    server.answers()
+
+
+def offences(server: Server) -> tuple[int, int]:
+    """What was forbidden, and what was not even looked at."""
+    counts = server.counts()
+    return counts["forbidden"], counts["unread"]
+
+
 def test_many_connections_with_garbage_leave_a_bounded_table(server: Server) -> None:
     with growth(server):
         for _ in range(6):
@@ -223,6 +245,18 @@ async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
             assert len(str(answer.rows[0].values["text"])) == 200_000
 
 
+def settled(server: Server, least: int) -> int:
+    """How many answers are lost, more than `least`, once there are no more of them."""
+    lost: list[int] = []
+
+    def still() -> bool:
+        lost.append(server.counts()["lost_replies"])
+        return lost[-1] > least and lost[-20:].count(lost[-1]) == 20
+
+    until(still)
+    return lost[-1]
+
+
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
 def test_large_answers_that_nobody_reads_are_bounded_in_bytes_and_others_get_theirs(server: Server, role: Role) -> None:
     """1,500 answers of 200 kB each to one peer: what is kept for it and for retries is bounded, the rest is lost."""
@@ -237,29 +271,26 @@ def test_large_answers_that_nobody_reads_are_bounded_in_bytes_and_others_get_the
                 peer.send_multipart(frames)
                 if number % 500 == 0:
                     ask()
-            lost = [0]
-
-            def settled() -> bool:
-                lost.append(server.counts()["lost_replies"])
-                return lost[-1] > 1000 and lost[-20:].count(lost[-1]) == 20
-
-            until(settled)
+            lost = settled(server, 1000)
             asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))
             asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8))
-            assert server.counts()["lost_replies"] == lost[-1]
+            assert server.counts()["lost_replies"] == lost
             assert server.rss_bytes() - before < bound + (48 << 20)
 
 
-def test_connections_of_one_observer_key_share_what_is_kept_unread(server: Server) -> None:
+def test_connections_of_one_observer_share_what_is_kept_unread_and_others_get_theirs(server: Server) -> None:
     before = server.rss_bytes()
     with ExitStack() as stack:
         for asker in range(12):
             peer = stack.enter_context(raw_dealer(server.tcp, Role.OBSERVER, RCVHWM=1, RCVBUF=4096))
             for frames in snapshots(100, asker):
                 peer.send_multipart(frames)
-        until(lambda: server.counts()["lost_replies"] > 300)
+        lost = settled(server, 300)
         assert server.rss_bytes() - before < GUESTS_BYTES + CACHED_REPLY_BYTES + (48 << 20)
         asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 8))
+        asyncio.run(take_snapshots(server.tcp, Role.OPERATOR, 8))
+        asyncio.run(take_snapshots(server.tcp.replace("tcp://", "tcp://127.0.0.2:0;"), Role.OBSERVER, 8))
+        assert server.counts()["lost_replies"] == lost
     # gone, they are forgotten
     until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
@@ -393,15 +424,15 @@ def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> No
 
 def test_quarantine_begins_at_the_limit_ends_in_time_and_forgets_slow_offenders() -> None:
     offenders = Offenders()
-    bad, good = (0, b"bad"), (1, b"bad")
+    bad, good = (0, Role.SERVICE, b"bad"), (1, Role.SERVICE, b"bad")
     assert [offenders.strike(bad, 0.0) for _ in range(STRIKES)] == [False] * (STRIKES - 1) + [True]
     assert offenders.unheard(bad, 1.0)
     assert not offenders.unheard(good, 1.0)
     assert not offenders.unheard(bad, QUARANTINE_S)
     assert offenders.unread == 1
-    slow = (0, b"slow")
+    slow = (0, Role.OBSERVER, b"10.0.0.1")
     for number in range(10 * STRIKES):
         assert not offenders.strike(slow, number * WINDOW_S / (STRIKES - 2))
     for number in range(3 * MAX_PEERS):
-        offenders.strike((0, number.to_bytes(4, "little")), 1e6)
+        offenders.strike((0, Role.SERVICE, number.to_bytes(4, "little")), 1e6)
     assert len(offenders) == MAX_PEERS

@@ -434,7 +434,7 @@ def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
                 socket.send_multipart(codec.encode(Ping(), request_id=1, incarnation=2, remaining_s=9.0))
                 await eventually(lambda: held)
             answer = Pong(service="echo", instance=0, incarnation=1, state="READY")
-            probe = [held[0].peer, b""]
+            probe = [held[0].sender.peer, b""]
             pump = mailbox._doors[0].pump
             assert pump is not None
             await eventually(lambda: not pump.send(probe))
