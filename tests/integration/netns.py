@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pytest
+from tests.integration.unavailable import unavailable
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,21 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[byte
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=20)
 
 
-def unavailable() -> str:
-    """Why there can be no namespaces here; empty when there can."""
+def _check() -> None:
+    """Whether there can be namespaces here."""
     if shutil.which("ip") is None:
-        return "no `ip` command (iproute2)"
+        unavailable("no `ip` command (apt package iproute2)")
     name = f"rlbus-try-{os.getpid()}"
     made = _ip("netns", "add", name, check=False)
     if made.returncode:
-        return f"network namespaces cannot be made: {made.stderr.decode().strip()}"
+        unavailable(f"network namespaces cannot be made: {made.stderr.decode().strip()}")
     _ip("netns", "del", name)
-    return ""
 
 
 @contextmanager
 def two_hosts() -> Iterator[Sequence[Host]]:
-    """Skips the test, with the reason, where namespaces cannot be made."""
-    reason = unavailable()
-    if reason:
-        pytest.skip(reason)
+    """Made for one test."""
+    _check()
     number = os.getpid() % 65536
     network = f"10.{200 + number // 16384}.{number // 64 % 256}"
     hosts = [Host(f"rlbus-{side}-{number}", f"{network}.{1 + number % 64 * 2 + side}") for side in (0, 1)]

@@ -20,7 +20,8 @@ from shared.dataplane.client import TaskShards
 from shared.rundir import RunDir
 from shared.security import keys
 from tests.integration.store_process import REPOSITORY, STORE, make_run, peer_of
-from tests.integration.two_hosts import STORE_ADDRESS, Hosts, command, inside, two_hosts, unavailable, with_own_memory
+from tests.integration.two_hosts import STORE_ADDRESS, Hosts, command, inside, two_hosts, with_own_memory
+from tests.integration.unavailable import unavailable
 
 MEMORY = 128 << 20
 PORT = 17_301

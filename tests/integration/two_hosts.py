@@ -1,6 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces joined by one line. Where they cannot be made a test is
-skipped, but never in CI: there it fails.
-"""
+"""Two hosts on one machine, for tests: network namespaces joined by one line."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import pytest
+from tests.integration.unavailable import unavailable
 
 STORE_ADDRESS, READER_ADDRESS = "10.203.77.1", "10.203.77.2"
 OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
@@ -54,13 +52,6 @@ class Hosts:
         """Packets that did not arrive."""
         listings = [command(*inside(host), "iptables", "-nvxL", "INPUT") for host in (self.store, self.reader)]
         return sum(int(count) for text in listings for count in re.findall(r"^\s*(\d+)\s+\d+\s+DROP", text, re.M))
-
-
-def unavailable(why: str) -> None:
-    """Skip the test; in CI nothing of it may be left out."""
-    if os.environ.get("CI"):
-        pytest.fail(f"two hosts cannot be made: {why}")
-    pytest.skip(why)
 
 
 @contextlib.contextmanager
