@@ -3,23 +3,28 @@ the next decode step (`services.rollout.in_flight`), with the keys and values th
 those of the new version (`recompute`). Must never let a token out that was sampled with weights that were not proved,
 nor touch a block that wants one exact version (evaluations).
 
-Generation stands still for the swap and its proof only, not while the weights are fetched.
+Generation stands still for the swap and its proof only: never while the weights are fetched, nor while the trainer is
+asked to send them. What it sends right into an engine (vLLM) is part of the swap. A trainer that does not send costs
+its time once, and the shards are taken for `SHARDS_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import WeightsSource
+from services.rollout.weights_source import Delivery, WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
+
+SHARDS_S = 60.0
+"""After a transfer that failed newer weights are taken from the store for so long."""
 
 
 class InFlight:
@@ -42,6 +47,8 @@ class InFlight:
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
         self._under_way: dict[BlockVersions, bool] = {}
         """Leases that are being sampled, and whether they want one exact version."""
+        self._sent_from = 0.0
+        """When the trainer is to send again, by the loop's clock."""
 
     @asynccontextmanager
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
@@ -95,26 +102,52 @@ class InFlight:
             await self._update(await self._announced.get())
 
     async def _update(self, ref: WeightsRef) -> None:
-        try:
-            delivery = await self._source.fetch(ref)
-        except RpcError as error:
-            self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})  # superseded meanwhile
-            return
-        async with self.settled():
-            if not self._swappable or not self._sync.needs(ref, exact=False):
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._sent_from:
+            if await self._comes(ref, self._source.fetch):
                 return
-            if not self._sync.is_drilled(delivery.entry):
-                return  # samples are not to take steps with the drill's weights
+            self._sent_from = clock() + SHARDS_S
+        await self._comes(ref, self._source.from_store)
+
+    async def _comes(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
+        """False: it was to be sent and did not come; the samples go on as they did."""
+        try:
+            delivery = await fetch(ref)
+        except RpcError as error:
+            self._missed(ref, error)  # superseded meanwhile
+            return True
+        if not self._can_use(ref, delivery):
+            return True
+        try:
+            await delivery.begin()
+            await self._swap(ref, delivery)
+        except TransferFailed as error:
+            self._missed(ref, error)
+            return False
+        return True
+
+    def _can_use(self, ref: WeightsRef, delivery: Delivery) -> bool:
+        """Samples are not to take steps with the drill's weights."""
+        return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(delivery.entry)
+
+    async def _swap(self, ref: WeightsRef, delivery: Delivery) -> None:
+        """Raises TransferFailed: the engine goes on as it was."""
+        async with self.settled():
+            if not self._can_use(ref, delivery):
+                delivery.decline()
+                return
             began, held = time.perf_counter(), self._sync.holds
             await self._engine.pause()
             try:
                 await self._sync.load(ref, delivery)
-            except TransferFailed as error:
+            except TransferFailed:
                 self._sync.stays(held)
                 await self._engine.resume()
-                self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})
-                return
+                raise
             for versions in self._under_way:
                 versions.replaced(ref.step, self._engine.swaps)
             await self._engine.resume()  # not after another failure: the service ends
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})
+
+    def _missed(self, ref: WeightsRef, error: Exception) -> None:
+        self._emit("weights/in_flight", {"step": ref.step, "missed": str(error)[:200]})

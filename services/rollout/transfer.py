@@ -59,6 +59,9 @@ class Transfers:
         self._incarnation = incarnation
         self._deadline_s = deadline_s
         self._busy = asyncio.Lock()
+        self._offer: TransferOffer | None = None
+        """What was offered last, until it is taken or declined."""
+        self._asked = 0
         self._telling: set[asyncio.Task[bool]] = set()
         self.communicator = 0
         """The one that is held; 0 for none."""
@@ -67,31 +70,62 @@ class Transfers:
         """The weights of `ref`, or of its start-up drill, to `receiver`. Raises TransferFailed, and what that raises of
         RpcError."""
         async with self._busy:
-            try:
-                offer = await self._trainer.call(
-                    self._ask(ref, receiver.ranks, drill), TransferOffer, deadline_s=self._deadline_s
-                )
-            except (RpcError, WireError) as error:
-                raise TransferFailed(str(error)) from None
-            self.communicator = offer.communicator
-            try:
-                received = await receiver.receive(offer, self._run.sockets / Path(offer.meeting).name)
-            except BaseException as error:
-                self.communicator = 0
-                receiver.leave()
-                if isinstance(error, asyncio.CancelledError):
-                    raise
-                why = str(error) or type(error).__name__
-                telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
-                self._telling.add(telling)
-                telling.add_done_callback(self._telling.discard)
-                if isinstance(error, RpcError):
-                    raise
-                raise TransferFailed(why) from None
-            if not await self._end(offer, ""):
-                self.communicator = 0
-                receiver.leave()
-            return received
+            return await self.take(await self._offered(ref, receiver.ranks, drill), receiver)
+
+    async def ask(self, ref: WeightsRef, receiver: Receiver[R]) -> TransferOffer:
+        """The first half of `bring`, for who then waits for its turn: to be taken, or declined, within the deadline.
+
+        Whoever brings something meanwhile overtakes it. Raises TransferFailed.
+        """
+        async with self._busy:  # not in the midst of a transfer: the trainer would give that up
+            pass
+        return await self._offered(ref, receiver.ranks, drill=False)
+
+    async def take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
+        """The second half. Raises as `bring`."""
+        if offer is not self._offer:
+            raise TransferFailed("another transfer came between")
+        self._offer = None
+        try:
+            received = await receiver.receive(offer, self._run.sockets / Path(offer.meeting).name)
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            self._leave(offer, receiver, "" if isinstance(error, asyncio.CancelledError) else why)
+            if isinstance(error, asyncio.CancelledError | RpcError):
+                raise
+            raise TransferFailed(why) from None
+        if not await self._end(offer, ""):
+            self.communicator = 0
+            receiver.leave()
+        return received
+
+    def decline(self, offer: TransferOffer, receiver: Receiver[R]) -> None:
+        """Nobody is going to take it."""
+        if offer is self._offer:
+            self._offer = None
+            self._leave(offer, receiver, "no longer needed")
+
+    async def _offered(self, ref: WeightsRef, ranks: int, drill: bool) -> TransferOffer:
+        self._offer = None
+        self._asked += 1
+        number = self._asked
+        try:
+            offer = await self._trainer.call(self._ask(ref, ranks, drill), TransferOffer, deadline_s=self._deadline_s)
+        except (RpcError, WireError) as error:
+            raise TransferFailed(str(error)) from None
+        if number != self._asked:
+            raise TransferFailed("another transfer was asked for meanwhile")
+        self.communicator = offer.communicator
+        self._offer = offer
+        return offer
+
+    def _leave(self, offer: TransferOffer, receiver: Receiver[R], why: str) -> None:
+        self.communicator = 0
+        receiver.leave()
+        if why:
+            telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     def _ask(self, ref: WeightsRef, ranks: int, drill: bool) -> AskTransfer:
         return AskTransfer(

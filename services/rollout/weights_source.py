@@ -53,8 +53,14 @@ class Delivery(Protocol):
     def entry(self) -> Entry:
         """How it means to get in."""
 
+    async def begin(self) -> None:
+        """What can be done while the engine goes on: then `load` or `decline`. Raises TransferFailed."""
+
     async def load(self, engine: Engine) -> Loaded:
         """Set them. Raises WeightsMismatch, RpcError; TransferFailed when they do not come, the engine is as it was."""
+
+    def decline(self) -> None:
+        """Nobody is going to load them."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -67,6 +73,12 @@ class Arrays:
     @property
     def entry(self) -> Entry:
         return Entry.SET
+
+    async def begin(self) -> None:
+        """They are here."""
+
+    def decline(self) -> None:
+        """Nobody waits for them to be taken."""
 
     async def load(self, engine: Engine) -> Loaded:
         await engine.set_weights(self.weights)
@@ -176,7 +188,7 @@ class TransferSource:
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True)
 class _IntoEngine:
     """Weights that the engine itself will receive, between two steps."""
 
@@ -184,17 +196,35 @@ class _IntoEngine:
     receiver: Receiver[TransferOffer]
     ref: WeightsRef
     is_drill: bool
+    _offer: TransferOffer | None = None
 
     @property
     def entry(self) -> Entry:
         return Entry.RECEIVE
 
+    async def begin(self) -> None:
+        """Ask the trainer: it reads the version and stands ready to send. Between two steps it would be waited for."""
+        try:
+            self._offer = await self.source.transfers.ask(self.ref, self.receiver)
+        except TransferFailed as error:
+            self.source.failed(self.ref, error)
+            raise
+
+    def decline(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            self.source.transfers.decline(offer, self.receiver)
+
     async def load(self, engine: Engine) -> Loaded:
         from shared.transfer.table import nbytes
 
-        began = time.perf_counter()
+        transfers, began = self.source.transfers, time.perf_counter()
+        offer, self._offer = self._offer, None
         try:
-            offer = await self.source.transfers.bring(self.ref, self.receiver, drill=self.is_drill)
+            if offer is None:
+                offer = await transfers.bring(self.ref, self.receiver, drill=self.is_drill)
+            else:
+                offer = await transfers.take(offer, self.receiver)
         except TransferFailed as error:
             self.source.failed(self.ref, error)
             if not self.is_drill:

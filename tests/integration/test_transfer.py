@@ -18,7 +18,7 @@ import pytest
 
 from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, StoreProcess, make_run
-from tests.integration.transfer_process import digest, made
+from tests.integration.transfer_process import DEADLINE_S, digest, made
 
 pytestmark = pytest.mark.timeout(240)
 ANSWER_S = 90.0
@@ -171,6 +171,25 @@ def test_an_engine_killed_in_the_midst_is_noticed_at_once_and_its_next_life_is_s
     again = killed.receives(5)
     assert again["digest"] == published
     assert again["communicator"] not in (0, held)
+
+
+def test_samples_go_on_until_weights_are_sent_and_take_the_shards_of_a_trainer_that_is_stopped(ends: Ends) -> None:
+    engine = ends.engines[1]
+    ends.publish(8)
+    engine.tell(samples_with=8)
+    engine.hears("samples")
+    ends.publish(9)
+    engine.tell(goes_on_with=9, within_s=30)
+    sent = engine.hears("stood_still_s")
+    ends.publish(10)
+    ends.trainer.process.send_signal(signal.SIGSTOP)
+    try:
+        engine.tell(goes_on_with=10, within_s=30)
+        taken = engine.hears("stood_still_s")
+    finally:
+        ends.trainer.process.send_signal(signal.SIGCONT)
+    assert [sent["route"], taken["route"]] == ["gloo", "shards"]
+    assert max(sent["stood_still_s"], taken["stood_still_s"]) < DEADLINE_S / 2
 
 
 def test_a_trainer_killed_in_the_midst_leaves_an_engine_with_nothing_new(ends: Ends) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ import zmq
 from torch import Tensor
 
 from proto.ids import new_incarnation
-from proto.messages import AskTransfer, Canary, EndTransfer, WeightsRef
+from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.transfer import WeightsSender
+from services.rollout.in_flight import InFlight
 from services.rollout.transfer import HostMemory, TransferFailed, Transfers
+from services.rollout.weights_source import ShardSource, TransferSource
+from services.rollout.weights_sync import WeightsSync
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
@@ -34,8 +37,10 @@ from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_torch
 from shared.transfer import gloo
 from tests.integration.store_process import STORE
+from tests.unit.told_engine import ToldEngine
 
 DEADLINE_S = 4.0
+HEARTBEAT_S = 0.2
 TENSORS, ROWS = 12, 1 << 18
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
 
@@ -128,14 +133,85 @@ async def trainer(run: RunDir) -> None:
             say(published=step, digest=digest(weights))
 
 
+class Sampler(ToldEngine):
+    """Takes what is sent between two steps, as vLLM does, and samples without end."""
+
+    ranks = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = HostMemory()
+        self.longest_s = 0.0
+        """Between two steps."""
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+        await self.set_weights(await self._memory.receive(offer, meeting))
+        return offer
+
+    def leave(self) -> None:
+        self._memory.leave()
+
+    async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        self.swaps += 1
+
+    async def score(self, token_ids: Array) -> Array:
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    async def sample(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            await self._running.wait()
+            self.longest_s = max(self.longest_s, time.monotonic() - last)
+            last = time.monotonic()
+
+
+class UnderWay:
+    """A block that is sampled while newer weights are announced with every heartbeat."""
+
+    def __init__(self, transfers: Transfers, data: DataClient) -> None:
+        self._engine = Sampler()
+        self._source = TransferSource(
+            transfers, ShardSource(data), route="gloo", emit=lambda *_: None, engine=self._engine
+        )
+        self._sync = WeightsSync(self._engine, "rollout/0", lambda *_: None, self._source)
+        self._in_flight = InFlight(self._engine, self._sync, self._source, lambda *_: None)
+        self._work: list[asyncio.Task[None]] = []
+
+    async def begin(self, step: int) -> None:
+        """With version `step`, which has come by both ways."""
+        for fetch in (self._source.from_store, self._source.fetch):
+            await self._sync.load(reference(step), await fetch(reference(step)))
+        self._in_flight.begin(step, exact=False)
+        self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._in_flight.run())]
+
+    async def go_on(self, newest: int, within_s: float) -> dict[str, Any]:
+        """Once it goes on with `newest`: the longest that it stood still, and by which way that came."""
+        self._engine.longest_s = 0.0
+        async with asyncio.timeout(within_s):
+            while self._sync.holds.step != newest or self._engine.is_held:
+                self._in_flight.announce(reference(newest))
+                await asyncio.sleep(HEARTBEAT_S)
+        await asyncio.sleep(HEARTBEAT_S)
+        route = self._sync.last.route if self._sync.last is not None else ""
+        return {"stood_still_s": self._engine.longest_s, "route": route}
+
+
 async def engine(run: RunDir, instance: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = new_incarnation()
     peer = client_of(run, context, "policy-trainer-worker", incarnation)
     transfers = Transfers(run, peer, instance=instance, incarnation=incarnation, deadline_s=DEADLINE_S)
     memory = HostMemory()
+    store = client_of(run, context, "batch-store", incarnation)
+    under_way = UnderWay(transfers, DataClient(lambda service, number: store))
     say(ready=True)
     async for command in commands():
+        if "samples_with" in command:
+            await under_way.begin(command["samples_with"])
+            say(samples=True)
+        if "goes_on_with" in command:
+            say(**await under_way.go_on(command["goes_on_with"], command["within_s"]))
         if "step" not in command:
             continue
         began = time.monotonic()

@@ -62,6 +62,10 @@ class Rig:
             await asyncio.sleep(0)
         assert self.sync.holds.step == step
 
+    async def swapped_to(self, step: int) -> None:
+        while self.sync.holds.step != step or self.engine.is_held:
+            await asyncio.sleep(0)
+
     async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Answer]]:
         sampler = AnswerSampler(self.engine, journal)
         versions = self.in_flight.begin(self.sync.holds.step, exact=False)
@@ -349,6 +353,12 @@ class Lost:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
 
+    async def begin(self) -> None:
+        """The sender said yes."""
+
+    def decline(self) -> None:
+        raise AssertionError("they were wanted")
+
     async def load(self, engine: Any) -> Loaded:
         raise TransferFailed("the sender is gone")
 
@@ -372,26 +382,86 @@ def lease_of(step: int) -> Lease:
     return Lease(grant, lambda: 0)
 
 
-@pytest.mark.parametrize("entry", list(Entry))
-def test_an_update_that_does_not_come_leaves_a_running_lease_as_it_was(entry: Entry, tmp_path: Path) -> None:
+async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Answer]]:
+    async def before_step(number: int) -> None:
+        if number == 3:
+            made.in_flight.announce(ref_of(FIRST + 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    made.engine.before_step = before_step
+    return await made.sample(PartialJournal(folder, 1e9), [FRESH])
+
+
+def test_an_update_that_does_not_come_is_taken_from_the_store(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Answer]]:
         async with rig() as made:
-            made.in_flight._source = Source(entry)
+            made.in_flight._source = Source(Entry.SET)
+            return await announced_at_step_3(made, tmp_path)
+
+    [versions] = versions_of(asyncio.run(scenario())).values()
+    assert versions == [FIRST] * 2 + [FIRST + 1] * (NEW_TOKENS - 2)
+
+
+def test_an_update_by_a_way_that_was_not_drilled_leaves_a_running_lease_as_it_was(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Answer]]:
+        async with rig() as made:
+            made.in_flight._source = Source(Entry.RECEIVE)
             swaps = made.engine.swaps
-
-            async def before_step(number: int) -> None:
-                if number == 3:
-                    made.in_flight.announce(ref_of(FIRST + 1))
-                    for _ in range(20):
-                        await asyncio.sleep(0)
-
-            made.engine.before_step = before_step
-            answers = await made.sample(PartialJournal(tmp_path, 1e9), [FRESH])
+            answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
             assert made.engine.swaps == swaps  # nor was a drill of that way begun under the samples
             return answers
 
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
+
+
+class Silent(Lost):
+    """Weights of a sender that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(Entry.SET)
+        self.asked = asyncio.Event()
+        self.given_up = asyncio.Event()
+
+    async def begin(self) -> None:
+        self.asked.set()
+        await self.given_up.wait()
+        raise TransferFailed("no answer")
+
+
+def test_nothing_stands_still_while_the_trainer_is_asked_and_it_is_not_asked_again_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            silent = Silent()
+            source = Source(Entry.SET)
+            source.fetch = lambda ref: _ready(silent)  # type: ignore[assignment,method-assign,return-value]
+            made.in_flight._source = source
+            held: list[bool] = []
+
+            async def before_step(number: int) -> None:
+                if number == 2:
+                    made.in_flight.announce(ref_of(FIRST + 1))
+                    await silent.asked.wait()
+                held.append(made.engine.is_held)
+                if number == 5:
+                    silent.given_up.set()
+                    await made.swapped_to(FIRST + 1)
+                    silent.asked.clear()
+                    made.in_flight.announce(ref_of(FIRST + 2))
+                    await made.swapped_to(FIRST + 2)
+
+            made.engine.before_step = before_step
+            answers = await made.sample(PartialJournal(tmp_path, 1e9), [FRESH])
+            assert not any(held)
+            assert versions_of(answers) == {FRESH: [FIRST] * 4 + [FIRST + 2] * (NEW_TOKENS - 4)}
+            assert not silent.asked.is_set()
+
+    asyncio.run(scenario())
+
+
+async def _ready(delivery: Silent) -> Silent:
+    return delivery
 
 
 @pytest.mark.parametrize("entry", list(Entry))
