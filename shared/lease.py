@@ -1,12 +1,14 @@
 """The worker's side of leases: acquire, renew by progress, complete, hand back. It must never do the work itself.
 
-A scheduler or store that is away is waited for: every call has a deadline and is repeated, while the lease is held.
+A scheduler or store that is away is waited for: every call has a limit and is repeated, while the lease is held. A call
+within its limit renews the lease, however short `lease_s` is; one that outlives it hangs in this process, and does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from proto.messages import (
 )
 from proto.tensors import Array
 from shared.actor.service import CALL_S, Service
+from shared.moved import Moved
 from shared.rpc.errors import RpcError
 
 POLL_S = 20.0
@@ -52,6 +55,7 @@ class Lease:
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
+        self._waits_until = 0.0
 
     @property
     def progress(self) -> int:
@@ -69,6 +73,15 @@ class Lease:
     def advance(self) -> None:
         """Some of the rest of the work has been done."""
         self._advanced += 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a peer, who has time left."""
+        return time.monotonic() < self._waits_until
+
+    def wait(self, limit_s: float) -> None:
+        """It waits for a peer, who has so long from now on; 0: it does not, any more."""
+        self._waits_until = time.monotonic() + limit_s
 
     def give_up(self) -> None:
         """Its work must stop. Loop thread only."""
@@ -122,6 +135,9 @@ class LeaseBook:
 
     def progress(self) -> list[LeaseProgress]:
         """For the heartbeat."""
+        for lease in self._held.values():
+            if lease.waits:
+                lease.advance()
         if self.stands():
             for lease in self.uncomputed:
                 lease.advance()
@@ -175,24 +191,34 @@ class LeaseBook:
             self._held[grant.lease_id] = lease
             return lease
 
-    async def persist(self, lease: Lease, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def persist(
+        self, lease: Lease, what: str, attempt: Callable[[Moved], Coroutine[Any, Any, T]], limit_s: float
+    ) -> T:
         """Repeat `attempt` while its peer is away and the lease is held.
 
-        Raises LeaseLost, or the RpcError that repeating cannot help.
+        `limit_s`: within which the attempt ends, counted anew whenever something `Moved`. So long it renews the
+        lease. Raises LeaseLost at once when that is lost, or the RpcError that repeating cannot help.
         """
-        while True:
-            lease.check()
-            try:
-                result = await attempt()
-            except RpcError as error:
-                if error.code not in _AWAY:
-                    raise
-                self._service.log.warning(f"{what}: trying again", code=error.code, error=str(error))
-                await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
-                lease.advance()  # waiting for a restarting store is not hanging
-                continue
+        return await lease.while_held(self._repeat(lease, what, attempt, limit_s))
+
+    async def _repeat(self, lease: Lease, what: str, attempt: Callable[[Moved], Awaitable[T]], limit_s: float) -> T:
+        def moved() -> None:
+            lease.wait(limit_s)
+
+        try:
+            while True:
+                lease.check()
+                lease.wait(limit_s)
+                try:
+                    return await attempt(moved)
+                except RpcError as error:
+                    if error.code not in _AWAY:
+                        raise
+                    self._service.log.warning(f"{what}: trying again", code=error.code, error=str(error))
+                    await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
+        finally:
+            lease.wait(0.0)
             lease.advance()
-            return result
 
     async def complete(
         self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array] | None = None
@@ -200,8 +226,12 @@ class LeaseBook:
         """End the lease with `results`; tasks that are not in them go back. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            ack = await self.persist(
-                lease, "complete", lambda: self._service.scheduler.call(request, CompleteAck, deadline_s=CALL_S)
+            # not given up with the lease: a heartbeat between the acceptance and its answer finds the lease ended
+            ack = await self._repeat(
+                lease,
+                "complete",
+                lambda _: self._service.scheduler.call(request, CompleteAck, deadline_s=CALL_S),
+                CALL_S,
             )
         except RpcError as error:
             if error.code != ErrorCode.LOST:

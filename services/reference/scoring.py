@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from proto.messages import Ack, ErrorCode, ScoreTogether, WeightsRef
 from proto.tensors import Array
@@ -22,6 +22,7 @@ from shared.dataplane.client import DataClient
 from shared.devices import REFERENCE as WEIGHTS
 from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.moved import Moved, nobody
 from shared.ranks.group import Group, GroupEnded
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -32,7 +33,7 @@ from shared.turns import Turns
 T = TypeVar("T")
 Weights = Mapping[str, Array]
 Asked = asyncio.Queue[tuple[ScoreTogether, Call]]
-Fetch = Callable[[], Awaitable[list[dict[str, Array]]]]
+Fetch = Callable[[Moved], Coroutine[Any, Any, list[dict[str, Array]]]]
 
 TOGETHER_S = 3600.0
 """Longest that a block may take, the others' turns on shared devices included."""
@@ -72,7 +73,9 @@ class Scoring:
         )
         following = [asyncio.ensure_future(each.call(request, Ack, deadline_s=TOGETHER_S)) for each in self._others]
         try:
-            weights = await self._ready(request, self._weights(ref, lambda get: leases.persist(lease, "weights", get)))
+            weights = await self._ready(
+                request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
+            )
             await self._come()
             if not self._others:  # with others nobody may stay away any more
                 lease.check()
@@ -113,7 +116,7 @@ class Scoring:
 
         async def prepare() -> tuple[Sequence[dict[str, Array]], Weights | None]:
             shards = await self._data.fetch(request.batch, REFERENCE.needs, deadline_s=DATA_CALL_S)
-            return shards, await self._weights(ref, lambda get: get())
+            return shards, await self._weights(ref, lambda get: get(nobody))
 
         shards, weights = await self._ready(request, prepare())
         await self._come()
@@ -122,14 +125,23 @@ class Scoring:
 
     # ---- every rank
 
-    async def _ready(self, request: ScoreTogether, preparation: Awaitable[T]) -> T:
-        """The result of `preparation` once every rank has its own. Raises RpcError when another rank failed."""
+    async def _ready(self, request: ScoreTogether, preparation: Awaitable[T], lease: Lease | None = None) -> T:
+        """The result of `preparation` once every rank has its own. Raises RpcError when another rank failed.
+
+        Others' fetches take their time, too: the `lease` waits for them.
+        """
         try:
             prepared = await preparation
         except (RpcError, LeaseLost) as error:
             await self._group.meet(_name(request), str(error) or type(error).__name__)
             raise
-        await self._group.meet(_name(request))
+        if lease is not None:
+            lease.wait(self._group.deadline_s)
+        try:
+            await self._group.meet(_name(request))
+        finally:
+            if lease is not None:
+                lease.wait(0.0)
         return prepared
 
     async def _come(self) -> None:
@@ -142,7 +154,9 @@ class Scoring:
         """Those of version `ref` when they have to be taken."""
         if ref is None or self._scorer.version == _wanted(ref):
             return None
-        (weights,) = await attempt(lambda: self._data.fetch(weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S))
+        (weights,) = await attempt(
+            lambda moved: self._data.fetch(weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S, moved=moved)
+        )
         return weights
 
     async def _compute(

@@ -185,7 +185,10 @@ class ReferenceWorker:
         meta = lease.grant.batch
         try:
             return await self.leases.persist(
-                lease, "fetch", lambda: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S)
+                lease,
+                "fetch",
+                lambda moved: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S, moved=moved),
+                DATA_CALL_S,
             )
         except RpcError as error:
             # Shards that are gone do not come back under this fence: say so, for the tasks to be rolled out again.
@@ -220,7 +223,7 @@ class ReferenceWorker:
             TaskShards(task.task_id, task.fence, {_MAKES: values}) for task, values in zip(tasks, logprobs, strict=True)
         ]
         receipts = await self.leases.persist(
-            lease, "put", lambda: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
+            lease, "put", lambda _: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S), DATA_CALL_S
         )
         scalars: dict[str, Array] = {}
         if self._reward_kl:

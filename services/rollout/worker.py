@@ -25,14 +25,15 @@ from services.rollout.tasks import PreparedTasks, TaskSets
 from services.rollout.trajectory import rolled
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import Delivery, WeightsSource
+from services.rollout.weights_source import FETCH_S, Delivery, WeightsSource
 from services.rollout.weights_sync import SyncReport, Version, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
-from shared.dataplane.client import DataClient, TaskShards
+from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
+from shared.moved import Moved
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
@@ -264,10 +265,10 @@ class RolloutWorker:
         ]
 
     async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self.leases.persist(lease, "weights", lambda: self._source.fetch(ref))
+        return await self.leases.persist(lease, "weights", functools.partial(self._source.fetch, ref), FETCH_S)
 
     async def _from_store(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self.leases.persist(lease, "weights", lambda: self._source.from_store(ref))
+        return await self.leases.persist(lease, "weights", functools.partial(self._source.from_store, ref), FETCH_S)
 
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
         """Score, put, complete."""
@@ -288,12 +289,13 @@ class RolloutWorker:
         results = list(block.results)
         for file in in_files(block, filters=self._filters) if results else ():
             puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
-            receipts = await self.leases.persist(
-                lease, "put", functools.partial(self._data.put, puts, store=self._store, deadline_s=DATA_CALL_S)
-            )
+            receipts = await self.leases.persist(lease, "put", functools.partial(self._put_file, puts), DATA_CALL_S)
             for i, receipt in zip(file, receipts, strict=True):
                 results[i] = with_receipt(results[i], receipt)
         return results
+
+    async def _put_file(self, puts: list[TaskShards], _: Moved) -> list[Receipt]:
+        return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:
         """What reward functions read of single answers, decoded while the next lease is sampled."""

@@ -63,14 +63,14 @@ class Group:
         *,
         deadline_s: float,
     ) -> None:
-        """`names`: of the ranks' processes, by rank; `client_of`: the mailbox of a rank; `deadline_s`: longest wait of
-        one rank for another."""
+        """`names`: of the ranks' processes, by rank; `client_of`: the mailbox of a rank."""
         self.rank = rank
         self.world_size = len(names)
         self._names = names
         self.generation = 0
         self._client_of = client_of
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        """The longest wait of one rank for another."""
         self._round = ""
         self._lives: dict[int, int] = {}
         self._rendezvous = Rendezvous(names, incarnation, deadline_s=deadline_s) if rank == 0 else None
@@ -140,7 +140,7 @@ class Group:
             return
         self._round = round_name
         try:
-            met = await self._ask(self._meet(round_name, failure), 2 * self._deadline_s)
+            met = await self._ask(self._meet(round_name, failure), 2 * self.deadline_s)
         except DeadlineExceeded as error:
             raise GroupEnded(f"{round_name}: rank 0 does not answer: {error}") from None
         except RpcError as error:
@@ -153,7 +153,7 @@ class Group:
     async def withdraw(self, cause: str) -> None:
         """Give up the round that this rank waits in, if any: it fails on every rank, unless all have met already."""
         if self._round:
-            await self._ask(self._meet(self._round, cause), self._deadline_s)
+            await self._ask(self._meet(self._round, cause), self.deadline_s)
 
     async def together(self, name: str, work: Awaitable[T]) -> T:
         """The result of collective `work`, which every rank has begun. An RpcError is raised on all ranks alike.

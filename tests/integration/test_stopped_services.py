@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ class Seen:
     status: int = -1
     rows_at: dict[str, int] = field(default_factory=dict)
     """Rows written when it was stopped."""
+    stopped_at: dict[str, str] = field(default_factory=dict)
+    """Of each, as logs tell the time."""
 
 
 def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
@@ -55,6 +58,7 @@ def _stop(run: Cluster, name: str, seen: Seen) -> None:
     """Stop it in the midst of its work; wait until another stands in its place and the run has gone on."""
     pid, restarts = run.wait_for(f"a ready {name}", lambda: _ready(run, name))
     os.kill(pid, signal.SIGSTOP)
+    seen.stopped_at[name] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
     seen.rows_at[name] = len(run.rows())
     try:
         found = run.wait_for(
@@ -100,6 +104,15 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
     assert {state for state, _ in steps.values()} == {"TRAINED"}
     trained = [task for _, tasks in steps.values() for task in tasks]
     assert len(trained) == len(set(trained)) == STEPS * TASKS
+
+
+def test_no_task_is_dropped_and_whoever_waits_for_the_store_keeps_its_leases(seen: Seen) -> None:
+    assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
+    # the next one's leases may end over its answer: a completion that was accepted before the stop is asked again
+    since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
+    for waiting in ("rollout", "reference"):
+        lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]
+        assert not [line for line in lines if line["event"] == "lease lost"]
 
 
 def _causes(seen: Seen) -> dict[str, list[str]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from proto.messages import BatchMeta, LeaseGrant
-from shared.lease import Lease, LeaseLost
+from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.moved import Moved
 
 
 def grant() -> LeaseGrant:
@@ -31,3 +35,65 @@ def test_a_cancelled_lease_says_so() -> None:
     lease.cancel.set()
     with pytest.raises(LeaseLost, match="lease 7"):
         lease.check()
+
+
+def book_of(lease: Lease) -> LeaseBook:
+    log = SimpleNamespace(warning=lambda *_, **__: None)
+    book = LeaseBook(SimpleNamespace(log=log), "rollout", lambda: 0)  # type: ignore[arg-type]
+    book._held[7] = lease
+    return book
+
+
+def gets_on(book: LeaseBook) -> bool:
+    """Whether the next heartbeat says more than this one."""
+    [first], [second] = book.progress(), book.progress()
+    return second.progress > first.progress
+
+
+def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_does_not() -> None:
+    lease = Lease(grant(), lambda: 0)
+    book = book_of(lease)
+    calls: list[Moved] = []
+
+    async def scenario() -> None:
+        async def attempt(moved: Moved) -> None:
+            calls.append(moved)
+            await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(book.persist(lease, "put", attempt, 0.2))
+        assert not gets_on(book)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert gets_on(book)
+        await asyncio.sleep(0.25)  # the call should have ended by itself: it hangs
+        assert not gets_on(book)
+        calls[0]()
+        assert gets_on(book)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not gets_on(book)
+
+    asyncio.run(scenario())
+
+
+def test_a_call_for_a_lease_that_is_lost_ends_at_once() -> None:
+    lease = Lease(grant(), lambda: 0)
+    book = book_of(lease)
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        async def attempt(_: Moved) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("attempt")
+
+        waiting = asyncio.create_task(book.persist(lease, "weights", attempt, 60))
+        await asyncio.sleep(0.01)
+        book.lost([7])
+        with pytest.raises(LeaseLost, match="lease 7"):
+            async with asyncio.timeout(5):
+                await waiting
+        assert ended == ["attempt"]
+
+    asyncio.run(scenario())

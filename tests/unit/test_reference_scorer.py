@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +17,19 @@ from transformers import AutoModelForCausalLM
 from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import FrozenTorch
-from services.reference.scorer import Scorer
+from services.reference.scorer import BEGINNING, Scorer
+from services.reference.scoring import Scoring
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from services.rollout.versions import BlockVersions
-from shared.lease import LeaseLost
+from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.turns import OwnDevices
 from tests.unit.rollout_engine import MODEL
+from tests.unit.test_lease import book_of, gets_on, grant
 
 
 def tasks() -> list[dict[str, Array]]:
@@ -153,3 +159,42 @@ def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) ->
         assert not (tmp_path / "reference-0.bin").exists()
 
     asyncio.run(run())
+
+
+def test_a_lease_lives_while_its_rank_waits_for_another_that_still_fetches() -> None:
+    lease = Lease(grant(), lambda: 0)
+    book = book_of(lease)
+
+    async def scenario() -> None:
+        there = asyncio.Event()
+
+        class Group:
+            rank, world_size, generation, deadline_s = 0, 2, 1, 5.0
+
+            async def meet(self, round_name: str, failure: str = "") -> None:
+                await there.wait()
+
+            async def together(self, name: str, work: Awaitable[Any]) -> Any:
+                return await work
+
+        class NoModel:
+            version = BEGINNING
+
+            async def come_back(self) -> None:
+                assert not gets_on(book)  # nobody is waited for now
+
+            async def score(self, shards: Any, cancel: Any) -> list[Any]:
+                return []
+
+        async def call(*_: Any, **__: Any) -> None:
+            await there.wait()
+
+        parts: list[Any] = [None, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)]]
+        made = Scoring(*parts)
+        leading = asyncio.create_task(made.lead(lease, book, []))
+        await asyncio.sleep(0.01)
+        assert gets_on(book)
+        there.set()
+        await leading
+
+    asyncio.run(scenario())

@@ -1,0 +1,133 @@
+"""Leases whose data calls take longer than `lease_s`: real stores, real lines, the scheduler's own clock of leases."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from proto.messages import BatchMeta, LeaseGrant
+from services.rollout import weights_source
+from services.rollout.weights_source import Arrays, ShardSource
+from services.scheduler.pace import Paces
+from shared.dataplane.client import TaskShards
+from shared.lease import Lease, LeaseBook
+from shared.moved import Moved
+from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of
+from tests.integration.stream_line import TcpLine, TcpStoreProcess, remote
+from tests.unit.told_engine import ref_of
+
+T = TypeVar("T")
+LEASE_S, BEAT_S = 0.6, 0.1
+
+
+class Holder:
+    """A service that holds one lease, and the scheduler that hears its heartbeats."""
+
+    def __init__(self) -> None:
+        log = SimpleNamespace(warning=lambda *_, **__: None)
+        self.book = LeaseBook(SimpleNamespace(log=log), "rollout", lambda: 0)  # type: ignore[arg-type]
+        grant = LeaseGrant(lease_id=1, stage="rollout", split="train", lease_s=LEASE_S, batch=BatchMeta(tasks=[]))
+        self.lease = Lease(grant, lambda: 0)
+        self.book._held[1] = self.lease
+        self.paces = Paces(LEASE_S)
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """Meanwhile the lease lives from its heartbeats, or is lost."""
+
+        async def beat() -> None:
+            clock = asyncio.get_running_loop().time
+            self.paces.begin(1, clock())
+            while not (lost := self.paces.expired(clock())):
+                for each in self.book.progress():
+                    self.paces.told(each.lease_id, each.progress, clock())
+                await asyncio.sleep(BEAT_S)
+            self.book.lost(lost)
+
+        task = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def in_time(work: Coroutine[Any, Any, T]) -> T:
+    async def main() -> T:
+        async with asyncio.timeout(30):
+            return await work
+
+    return asyncio.run(main())
+
+
+def test_weights_that_come_slower_than_their_lease_lasts_arrive_and_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_source, "FETCH_S", LEASE_S)
+    weights = {"w": np.random.default_rng(0).standard_normal(2_000_000)}
+    ref = ref_of(7)
+    store = TcpStoreProcess(make_run(tmp_path, memory=64 << 20))
+    line = TcpLine(store.port, 6e6)  # 2.7 s
+    store.advertised = f"tcp://127.0.0.1:{line.port}"
+
+    async def scenario() -> None:
+        holder = Holder()
+        async with line.open(), peer_of(store.run) as peer:
+            await peer.data.put([TaskShards(ref.task_id, ref.fence, weights)], store=STORE, deadline_s=10)
+            data = remote(peer)
+
+            async def fetch(moved: Moved) -> Any:
+                return await ShardSource(data).fetch(ref, moved)
+
+            async with holder.beating():
+                found = await holder.book.persist(holder.lease, "weights", fetch, LEASE_S)
+            assert isinstance(found, Arrays)
+            np.testing.assert_array_equal(found.weights["w"], weights["w"])
+            assert not holder.lease.cancel.is_set()
+            assert data.streams.counts.received_bytes < 1.1 * weights["w"].nbytes
+            data.close()
+
+    store.start()
+    try:
+        in_time(scenario())
+    finally:
+        store.kill()
+        store.run.remove_volatile()
+
+
+def test_a_store_that_is_away_for_several_terms_costs_its_waiters_no_lease(tmp_path: Path) -> None:
+    store = StoreProcess(make_run(tmp_path, memory=64 << 20))
+    shards = [TaskShards("train/0/0", 1, {"a": np.arange(1000, dtype=np.int32)})]
+
+    async def scenario() -> None:
+        holder = Holder()
+        async with peer_of(store.run) as peer:
+            assert store.process is not None
+            os.kill(store.process.pid, signal.SIGSTOP)
+
+            async def put(_: Moved) -> Any:
+                return await peer.data.put(shards, store=STORE, deadline_s=20)
+
+            async with holder.beating():
+                putting = asyncio.create_task(holder.book.persist(holder.lease, "put", put, 20))
+                await asyncio.sleep(4 * LEASE_S)
+                os.kill(store.process.pid, signal.SIGCONT)
+                [receipt] = await putting
+            assert receipt.task_id == "train/0/0"
+            assert not holder.lease.cancel.is_set()
+
+    store.start()
+    try:
+        in_time(scenario())
+    finally:
+        store.kill()
+        store.run.remove_volatile()
