@@ -36,7 +36,8 @@ class Register(Request, frozen=True, kw_only=True):
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
-    """How far the working thread is with one lease; only that thread advances `progress`."""
+    """How far the work on one lease is. `progress` stands still where that hangs, not while a peer that is waited for
+    may take its time."""
 
     lease_id: int
     progress: int
