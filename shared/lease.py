@@ -52,6 +52,8 @@ class Lease:
         self.grant = grant
         self.cancel = threading.Event()
         self.given_up = asyncio.Event()
+        self.untouched = False
+        """It only waits for its turn: whatever ends it now, its tasks are not to blame."""
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
@@ -146,7 +148,7 @@ class LeaseBook:
             for lease in self.behind:
                 lease.advance()
         self._others = others
-        return [LeaseProgress(lease_id, lease.progress) for lease_id, lease in self._held.items()]
+        return [LeaseProgress(number, lease.progress, lease.untouched) for number, lease in self._held.items()]
 
     def lost(self, lease_ids: Sequence[int]) -> None:
         """The scheduler has taken these leases away."""

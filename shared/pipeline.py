@@ -97,6 +97,7 @@ class LeasePipeline(Generic[P, C]):
                     self._reap()
                 lease, prepared = ahead.result()
                 self._book.behind.discard(lease)
+                lease.untouched = False
                 ahead = asyncio.create_task(self._next())
                 self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
         finally:
@@ -132,6 +133,7 @@ class LeasePipeline(Generic[P, C]):
                 await asyncio.sleep(BACKOFF_S)
             else:
                 self._book.behind.add(lease)  # until there is room among those that are computed
+                lease.untouched = True
                 return lease, prepared
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:

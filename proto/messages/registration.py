@@ -37,10 +37,13 @@ class Register(Request, frozen=True, kw_only=True):
 
 class LeaseProgress(Record, frozen=True, array_like=True):
     """How far the work on one lease is. `progress` stands still where that hangs, not while a peer that is waited for
-    may take its time."""
+    may take its time. `untouched`: it only waits for its turn, and if it ends so that counts as no attempt of its
+    tasks.
+    """
 
     lease_id: int
     progress: int
+    untouched: bool = False
 
 
 @message(22)

@@ -67,7 +67,7 @@ class Core(Accepting, StoreLoss):
             case Cleared():
                 return self.cleared(event.store, event.count)
             case LeaseExpired():
-                return self.expire(event.lease_id)
+                return self.expire(event)
             case StoreGone():
                 return self.part_with(event.store)
             case NextBatch():

@@ -37,9 +37,10 @@ class Leased(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """No progress for `lease_s`: the lease's tasks go to others."""
+    """No progress for `lease_s`: the lease's tasks go to others. `untouched`: it only waited for its turn."""
 
     lease_id: int
+    untouched: bool = False
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from proto.messages import (
     LeaseRequest,
 )
 from services.scheduler.evaluations import Evaluation
+from services.scheduler.events import LeaseExpired
 from services.scheduler.fixed import Fixed
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import FAILURE, TRAIN_SPLIT
@@ -207,11 +208,11 @@ class Granting(Fixed):
             weights=self.versions.get(lease.version) if lease.version is not None else None,
         )
 
-    def expire(self, lease_id: int) -> bool:
-        """No progress: the tasks go back, and it counts as a failed attempt of theirs."""
-        lease = self.leases.get(lease_id)
+    def expire(self, event: LeaseExpired) -> bool:
+        """No progress: the tasks go back, and it counts as a failed attempt of theirs if it was their turn."""
+        lease = self.leases.get(event.lease_id)
         if lease is not None:
-            self._give_up(lease, FAILURE)
+            self._give_up(lease, 0 if event.untouched else FAILURE)
         return lease is not None
 
     def _give_up(self, lease: Lease, cost: int) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from proto.messages import LeaseProgress
+from services.scheduler.events import LeaseExpired
+
 
 @dataclass
 class _Pace:
     deadline: float
     progress: int = -1
+    untouched: bool = False
 
 
 class Paces:
@@ -25,11 +29,12 @@ class Paces:
         pace = self._of[lease_id] = _Pace(now + self._lease_s)
         heapq.heappush(self._expiries, (pace.deadline, lease_id))
 
-    def told(self, lease_id: int, progress: int, now: float) -> None:
+    def told(self, told: LeaseProgress, now: float) -> None:
         """The holder's heartbeat says how far it is."""
-        pace = self._of[lease_id]
-        if progress > pace.progress:
-            pace.progress = progress
+        pace = self._of[told.lease_id]
+        pace.untouched = told.untouched
+        if told.progress > pace.progress:
+            pace.progress = told.progress
             pace.deadline = now + self._lease_s
 
     def result(self, lease_id: int, now: float) -> None:
@@ -41,9 +46,9 @@ class Paces:
         """It is no longer held."""
         self._of.pop(lease_id, None)
 
-    def expired(self, now: float) -> list[int]:
+    def expired(self, now: float) -> list[LeaseExpired]:
         """Remove and return the leases whose deadline is over; some may have ended otherwise."""
-        found: list[int] = []
+        found: list[LeaseExpired] = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heapq.heappop(self._expiries)
             pace = self._of.get(lease_id)
@@ -53,5 +58,5 @@ class Paces:
                 heapq.heappush(self._expiries, (pace.deadline, lease_id))
             else:
                 del self._of[lease_id]
-                found.append(lease_id)
+                found.append(LeaseExpired(lease_id, pace.untouched))
         return found

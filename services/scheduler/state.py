@@ -57,7 +57,6 @@ from services.scheduler.events import (
     Event,
     Fail,
     Leased,
-    LeaseExpired,
     Listed,
     Persist,
     ProcessGone,
@@ -264,11 +263,12 @@ class Scheduler:
                 waiting.open = False
                 kind = type(waiting.asked.request).__name__
                 self._out.append(Fail(waiting.asked.ref, ErrorCode.NOT_READY, f"scheduler: nothing yet for {kind}"))
-        for lease_id in self._paces.expired(self._now):
-            lease = self.core.leases.get(lease_id)
+        for expired in self._paces.expired(self._now):
+            lease = self.core.leases.get(expired.lease_id)
             if lease is not None:
-                self._tell("scheduler/lost_lease", {"holder": service_name(*lease.holder), "lease": float(lease_id)})
-                self._durable(LeaseExpired(lease_id))
+                lost: dict[str, float | str] = {"holder": service_name(*lease.holder), "lease": float(lease.lease_id)}
+                self._tell("scheduler/lost_lease", lost)
+                self._durable(expired)
         for holder in self._silent_stores():
             store = service_name(*holder)
             self._durable(StoreGone(store))
@@ -339,12 +339,12 @@ class Scheduler:
         self._seen[holder] = Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards)
         self._devices.beat(beat, self._now)
         lost: list[int] = []
-        for lease_id, progress in ((each.lease_id, each.progress) for each in beat.leases):
-            lease = self.core.leases.get(lease_id)
+        for told in beat.leases:
+            lease = self.core.leases.get(told.lease_id)
             if lease is None or lease.holder != holder or lease.incarnation != beat.incarnation:
-                lost.append(lease_id)
+                lost.append(told.lease_id)
                 continue
-            self._paces.told(lease_id, progress, self._now)
+            self._paces.told(told, self._now)
         ack = HeartbeatAck(
             scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
         )

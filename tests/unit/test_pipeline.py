@@ -72,6 +72,9 @@ class Rig:
         await self.may_finish.wait()
         self.finished.append(computed)
 
+    def untouched(self) -> set[int]:
+        return {each.lease_id for each in self.book.progress() if each.untouched}
+
     def progress(self) -> dict[int, int]:
         return {each.lease_id: each.progress for each in self.book.progress()}
 
@@ -134,6 +137,7 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
             made.computing[number].set()
         await settle()
         assert (sorted(made.finishing), made.computing, made.leased) == ([1, 2], {}, 4)
+        assert made.untouched() == {4}
         made.progress()
         before = made.progress()
         assert made.progress() == before  # nobody gets on: none of them is renewed
@@ -144,6 +148,7 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
         await settle()
         assert made.finished == [1, 2, 3]
         assert sorted(made.computing) == [4]
+        assert made.untouched() == {5}
         made.progress()
         before = made.progress()
         made.book._held[2].advance()

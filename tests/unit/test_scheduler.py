@@ -321,6 +321,23 @@ def test_leases_handed_back_count_as_attempts_unless_nothing_was_made_of_their_t
     assert (ids(bench.granted(most=1)) == ["train/0/0"]) == untouched
 
 
+@pytest.mark.parametrize("untouched", [True, False])
+def test_leases_that_expire_count_as_attempts_unless_they_only_waited_for_their_turn(untouched: bool) -> None:
+    bench = Bench().start()
+    bench.register("rollout", 0, 7)
+    for _ in range(3):
+        grant = bench.granted(most=1)
+        assert ids(grant) == ["train/0/0"]
+        leases = [LeaseProgress(grant.lease_id, 1, untouched)]
+        bench.ask(Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", leases=leases))
+        bench.event(Tick(), after_s=LEASE_S + 1)
+    assert (ids(bench.granted(most=1)) == ["train/0/0"]) == untouched
+    replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
+    for event in bench.journal:
+        replayed.replay(event)
+    assert snapshot.dump(replayed.core) == snapshot.dump(bench.machine.core)
+
+
 def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_it() -> None:
     bench = Bench().start()
     for attempt in range(3):
