@@ -20,7 +20,7 @@ from proto.ids import new_incarnation
 from proto.messages import Ping, Pong
 from shared.dataplane.client import DataClient
 from shared.rpc.client import Client
-from shared.rundir import RunDir
+from shared.rundir import RunDir, service_name
 
 STORE = "batch-store/0"
 REPOSITORY = Path(__file__).parents[2]
@@ -51,15 +51,19 @@ def make_run(
 
 @dataclass
 class StoreProcess:
-    """Start, kill and restart instance 0 of the store of `run`."""
+    """Start, kill and restart one instance of the store of `run`."""
 
     run: RunDir
     process: subprocess.Popen[bytes] | None = None
     killed: int = field(default=0)
+    instance: int = 0
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.batch_store", "--run", str(self.run.path)],
+            [
+                *(sys.executable, "-m", "services.batch_store"),
+                *("--run", str(self.run.path), "--instance", str(self.instance)),
+            ],
             cwd=REPOSITORY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -92,10 +96,11 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer_of(run: RunDir) -> AsyncIterator[Peer]:
+async def peer_of(run: RunDir, instance: int = 0) -> AsyncIterator[Peer]:
     """A client that waits until the store answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    client = Client(context, run.endpoint("batch-store", 0), STORE, new_incarnation())
+    name = service_name("batch-store", instance)
+    client = Client(context, run.endpoint("batch-store", instance), name, new_incarnation())
     data = DataClient(lambda service, instance: client)
     try:
         await client.call(Ping(), Pong, deadline_s=20)

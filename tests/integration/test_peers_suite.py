@@ -132,25 +132,6 @@ def test_of_more_missing_shards_than_an_answer_names_it_says_how_many_more(store
     asyncio.run(main())
 
 
-def test_a_store_that_dies_in_the_middle_of_a_fetch_is_waited_for(store: StoreProcess) -> None:
-    async def main() -> None:
-        async with peer_of(store.run) as peer:
-            tasks = [TaskShards(f"train/0/{i}", 1, {"a": np.full(1000, i)}) for i in range(4)]
-            await peer.data.put(tasks, store=STORE, deadline_s=20)
-            store.kill()
-            fetching = asyncio.ensure_future(peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=30))
-            await asyncio.sleep(0.3)
-            assert not fetching.done()
-            store.start()
-            assert [int(each["a"][9]) for each in await fetching] == [0, 1, 2, 3]
-            store.kill()
-            with pytest.raises(RpcError) as caught:
-                await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=0.5)
-            assert caught.value.code == ErrorCode.DEADLINE
-
-    asyncio.run(main())
-
-
 def test_concurrent_puts_fetches_and_clears_end_in_exact_counts(store: StoreProcess) -> None:
     rounds, width = 30, 6
 
