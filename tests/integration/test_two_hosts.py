@@ -25,6 +25,7 @@ from tests.integration.unavailable import unavailable
 
 MEMORY = 128 << 20
 PORT = 17_301
+LINE_BYTES_PER_S = 10_000_000
 KEYS = ["tokens", "logprobs"]
 
 
@@ -108,6 +109,14 @@ def digests(tasks: list[TaskShards]) -> list[dict[str, int]]:
     return [{key: checksum(task.shards[key]) for key in KEYS} for task in tasks]
 
 
+def shape_line(hosts: Hosts) -> None:
+    """What the store's host sends: `LINE_BYTES_PER_S`."""
+    if shutil.which("tc") is None:
+        unavailable("tc is not installed (apt package iproute2)")
+    shape = f"root tbf rate {LINE_BYTES_PER_S * 8} burst 64kb latency 50ms"
+    command(*inside(hosts.store), "tc", "qdisc", "add", "dev", "rlb0", *shape.split())
+
+
 def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, run: RunDir) -> None:
     tasks = made_tasks(64, 50_000)  # 38 MB
     put(run, tasks)
@@ -124,14 +133,10 @@ def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, r
 
 
 def test_line_that_goes_silent_for_seconds_delays_and_damages_nothing(hosts: Hosts, run: RunDir) -> None:
-    if shutil.which("tc") is None:
-        unavailable("tc is not installed (apt package iproute2)")
     tasks = made_tasks(64, 50_000)
     put(run, tasks)
     hosts.lose_packets(0.02)
-    # 10 MB/s: the transfer takes seconds, so that the silence falls into it
-    shaped = "root tbf rate 80mbit burst 64kb latency 50ms"
-    command(*inside(hosts.store), "tc", "qdisc", "add", "dev", "rlb0", *shaped.split())
+    shape_line(hosts)  # the transfer takes seconds, so that the silence falls into it
     with reader(hosts, run, len(tasks)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
@@ -144,3 +149,23 @@ def test_line_that_goes_silent_for_seconds_delays_and_damages_nothing(hosts: Hos
     result = json.loads(out.splitlines()[-1])
     assert result["digests"] == digests(tasks)
     assert result["seconds"] > silent_s + 1.0
+
+
+@pytest.mark.long
+def test_readers_share_the_line_fairly(hosts: Hosts, run: RunDir) -> None:
+    """Three processes that want the same at the same time: none is left behind, and nothing is sent for nobody."""
+    tasks = made_tasks(64, 50_000)
+    nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
+    put(run, tasks)
+    shape_line(hosts)
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(reader(hosts, run, len(tasks))) for _ in range(3)]
+        results = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+    assert all(result["digests"] == digests(tasks) for result in results)
+    assert all(nbytes <= result["counts"]["received_bytes"] < 1.01 * nbytes for result in results)
+    seconds = [result["seconds"] for result in results]
+    assert max(seconds) < 1.5 * min(seconds), seconds
+    assert max(seconds) > 0.8 * 3 * nbytes / LINE_BYTES_PER_S, seconds  # it is the line that they wait for
+    print(
+        f"{[round(each, 1) for each in seconds]} s for {nbytes / 1e6:.0f} MB each at {LINE_BYTES_PER_S / 1e6:.0f} MB/s"
+    )
