@@ -82,17 +82,17 @@ def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library:
 
 
 def test_a_row_that_never_comes_is_a_bad_row(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym_process, "ANSWER_S", 1.0)
+    monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
-    with pytest.raises(DataError, match=r"row 4: its process gave no answer within 1 s, 2 times") as caught:
+    with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s, 2 times") as caught:
         maker.entry(4)  # the next one raises, which is an answer
     assert not isinstance(caught.value, SourceLost)
 
 
 def test_a_source_whose_process_makes_no_row_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym_process, "ANSWER_S", 1.0)
+    monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
-    with pytest.raises(SourceLost, match="died of SIGKILL over row 3, and gave no answer within 1 s over row 4"):
+    with pytest.raises(SourceLost, match=r"died of SIGKILL over row 3, and gave no answer within 0\.5 s over row 4"):
         maker.entry(3)  # and 4 never comes
 
 

@@ -321,13 +321,13 @@ def test_progress_is_told_while_a_call_takes_the_time_that_it_has(folder: Path) 
     told: list[float] = []
 
     async def scenario() -> None:
-        async with pool(Line("my_rewards:slow"), timeout_s=1.5) as made:
+        async with pool(Line("my_rewards:slow"), timeout_s=1) as made:
             told.append(time.monotonic())
             ((hung,),) = await made.score([[sample("hang")]], lambda: told.append(time.monotonic()))
             assert hung.kind == "timeout"
 
     asyncio.run(scenario())
-    assert told[-1] - told[0] > 1.5
+    assert told[-1] - told[0] > 1
     assert max(later - before for before, later in pairwise(told)) < 1.0
 
 
