@@ -44,6 +44,7 @@ def mixed(sample, *, folder):
 """
 TWO_TURNS = """
 import json, time, urllib.request
+from shared.workflow import ContextFull
 
 def ask(base_url, messages):
     body = json.dumps({"model": "any", "messages": messages}).encode()
@@ -58,6 +59,12 @@ async def workflow(row, llm, ctx, *, hint):
         await ctx.call(ask, ctx.base_url, messages)
         return llm.trajectory()
     turn = await llm.chat(messages)
+    if ctx.sample == 2:                          # a request longer than the context costs nothing
+        try:
+            await llm.chat([{"role": "user", "content": "1+" * 300}])
+            raise ValueError("it was not refused")
+        except ContextFull as error:
+            assert "the model's context of 512" in str(error)
     if ctx.sample == 3:
         await ctx.call(time.sleep, 600)          # a tool that never answers
     messages += [turn.message, {"role": "tool", "content": hint}]

@@ -1,5 +1,5 @@
-"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill and refuses wrong weights, which
-are sent to it over gloo.
+"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill, refuses wrong weights, which are
+sent to it over gloo, and loses a prompt that is longer than its context, by name.
 
 One run serves all but the last test. This process never imports vLLM.
 """
@@ -7,6 +7,7 @@ One run serves all but the last test. This process never imports vLLM.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.data import open_source
 from tests.integration.second_model import save_llama
 from tests.integration.whole_cluster import Cluster, cluster, first_matrix, overwrite
 
@@ -26,6 +28,7 @@ TOPOLOGIES = Path(__file__).resolve().parents[2] / "launch" / "topologies"
 STEPS = 48
 TASKS = 64
 HURT_AFTER = 5
+LONG_ROW = 1000
 
 
 @dataclass
@@ -49,6 +52,14 @@ def _overrides(engine: str, steps: int) -> list[str]:
         # The difference of log-probs is then of one and the same version.
         "staleness=0",
     ]
+
+
+def _write_rows(file: Path) -> None:
+    """Additions, one of which is longer than the model's context of 512 tokens."""
+    source = open_source("builtin:addition", where="test")
+    rows = [source.row(index) for index in range(STEPS * TASKS + 1)]
+    rows[LONG_ROW]["prompt"] = "1+" * 300
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
@@ -83,7 +94,9 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("vllm")
-    overrides = [*_overrides("vllm", STEPS), "services.rollout.weights=gloo"]
+    _write_rows(folder / "rows.jsonl")
+    rows = [f"data.train.source=jsonl:{folder}/rows.jsonl", "data.train.shuffle=false"]
+    overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo"]
     with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
         run.wait_for("the first steps", lambda: len(run.rows()) >= HURT_AFTER)
@@ -106,7 +119,15 @@ def test_engine_killed_in_the_middle_of_a_group_costs_no_task_and_trains_none_tw
     assert {state for state, _ in steps.values()} == {"TRAINED"}
     trained = [task for _, tasks in steps.values() for task in tasks]
     assert len(trained) == len(set(trained)) == STEPS * TASKS
-    assert sum(row["rollout/tasks_dropped"] for row in seen.run.rows()) == 0
+
+
+def test_a_prompt_longer_than_the_context_is_lost_by_name_and_another_task_takes_its_place(seen: Seen) -> None:
+    (lost,) = [each for each in seen.run.log("rollout") if each["event"] == "task dropped"]
+    assert lost["task_id"] == f"train/0/{LONG_ROW}"
+    assert "prompt of 600 tokens: the limit is 504 (the model's context of 512 less 8 new tokens)" in lost["reason"]
+    assert sum(row["rollout/tasks_dropped"] for row in seen.run.rows()) == 1
+    trained = {task for _, tasks in seen.run.journaled_steps().values() for task in tasks}
+    assert trained == {f"train/0/{row}" for row in range(STEPS * TASKS + 1) if row != LONG_ROW}
 
 
 def test_log_probs_of_engine_and_trainer_agree_throughout(seen: Seen) -> None:
