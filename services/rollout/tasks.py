@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from proto.ids import split_task_id
 from proto.messages import ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder
 from shared.data import DataError, Row, Source, SourceLost, open_source
+from shared.lease import Lease
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN
 
 if TYPE_CHECKING:
+    from services.rollout.workflows.calls import OnText
     from shared.topology import Topology
+
+TASKS_A_TURN = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,24 @@ class PreparedTasks:
     dropped: list[TaskResult]
     sampling: SamplingParams
     min_survivors: int
+
+
+async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
+    """Those of a lease, a few at a time: between them others have the thread of texts, and rows that take their time
+    to be made keep the lease. Raises like `TaskSets.prepare`, and LeaseLost."""
+    grant = lease.grant
+    parts: list[PreparedTasks] = []
+    for first in range(0, max(len(grant.batch.tasks), 1), TASKS_A_TURN):
+        lease.check()
+        batch = replace(grant.batch, tasks=grant.batch.tasks[first : first + TASKS_A_TURN])
+        parts.append(await on_text(partial(sets.prepare, replace(grant, batch=batch))))
+        lease.advance()
+    return PreparedTasks(
+        [task for part in parts for task in part.ready],
+        [result for part in parts for result in part.dropped],
+        parts[0].sampling,
+        parts[0].min_survivors,
+    )
 
 
 class TaskSets:

@@ -21,7 +21,7 @@ from services.rollout.in_flight import InFlight
 from services.rollout.prompts import messages_of
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
-from services.rollout.tasks import PreparedTasks, TaskSets
+from services.rollout.tasks import PreparedTasks, TaskSets, prepare
 from services.rollout.trajectory import rolled
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
@@ -133,8 +133,7 @@ class RolloutWorker:
         ref, weights = grant.weights, None
         if ref is not None and self._sync.needs(ref, exact=grant.exact):
             weights = await self._fetch(lease, ref)
-        tasks: PreparedTasks = await self._on_text(lambda: self._tasks.prepare(grant))
-        return _Prepared(tasks, weights)
+        return _Prepared(await prepare(self._tasks, lease, self._on_text), weights)
 
     async def _sample(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Have the devices, load the version if need be and generate. None: the lease was handed back."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, Outcome, TaskHandle
 from services.rollout.prompts import PromptBuilder, messages_of
-from services.rollout.tasks import TaskSets
+from services.rollout.tasks import TaskSets, prepare
+from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
 from shared.topology import load
 from tests.unit.rollout_engine import MODEL
@@ -112,3 +116,22 @@ def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts:
     ids = prompts.token_ids({"prompt": "90+12"})
     sampling = sets.prepare(grant("train", 0)).sampling
     assert sets.texts([ids], sampling) == ["90+"]
+
+
+def test_a_lease_is_prepared_a_few_tasks_at_a_time_each_of_which_is_progress(sets: TaskSets) -> None:
+    lease = Lease(grant("train", 0, 1, 2, 0, 1, 3, 0, 1, 0), lambda: 0)
+    seen: list[int] = []
+
+    async def on_text(work: Callable[[], Any]) -> Any:
+        seen.append(lease.progress)
+        return work()
+
+    prepared = asyncio.run(prepare(sets, lease, on_text))
+    assert seen == [0, 1, 2]
+    at_once = sets.prepare(lease.grant)
+    assert prepared == at_once
+    assert [len(prepared.ready), len(prepared.dropped)] == [7, 2]
+    lease.give_up()
+    with pytest.raises(LeaseLost):
+        asyncio.run(prepare(sets, lease, on_text))
+    assert len(seen) == 3
