@@ -4,7 +4,11 @@ ipc, every connection of another host has two, and a batch may map thousands of 
 
 from __future__ import annotations
 
+import errno
 import resource
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+"""None is left for this process, or on this machine: later there may be."""
 
 
 def raise_descriptor_limit() -> int:

@@ -25,6 +25,7 @@ from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
 from services.batch_store.room import Place, Retire, held_bytes
 from shared.dataplane.mapping import lock_named
+from shared.descriptors import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"
@@ -86,9 +87,10 @@ class StoreFiles:
         self._sealed_ns = 0
         self._zombies: dict[str, tuple[str, int]] = {}
         """Name -> path and our descriptor, by which we learn that nobody else has one."""
-        self._spares: dict[str, str] = {}
+        self._shut: dict[str, str] = {}
+        """Name -> path of what we have not open: spares, of which there may be more than descriptors, and zombies."""
         self._claimed: dict[str, int] = {}
-        """Name -> path, and our descriptor while a put takes it: there may be more spares than descriptors."""
+        """Spare -> our descriptor while a put takes it."""
 
     @staticmethod
     def _identify(path: Path) -> str:
@@ -149,8 +151,15 @@ class StoreFiles:
         os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
-        """Does the producer of a grant still hold its lock?"""
-        descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
+        """Does the producer of a grant still hold its lock? It does while no descriptor is left to find out."""
+        try:
+            descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # somebody deleted it
+            return False
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                return True
+            raise
         try:
             return not _try_lock(descriptor)
         finally:
@@ -200,13 +209,14 @@ class StoreFiles:
     def retire(self, effect: Retire) -> None:
         """Rename: from here on nobody can find the file. Raises OSError: it has its name still, or was gone before."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
+        self._on_retire(source)  # a mapping that is kept of it may have the last descriptor
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.rename(source, target)
         except BaseException:
             os.close(descriptor)
             raise
-        self._on_retire(source)
+        self._on_retire(source)  # one that was made meanwhile would never go
         self._zombies[effect.target] = (target, descriptor)
 
     def unmapped(self) -> list[str]:
@@ -218,7 +228,26 @@ class StoreFiles:
         path, descriptor = self._zombies.pop(name)
         # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
         os.close(descriptor)
-        self._spares[name] = path
+        self._shut[name] = path
+
+    def open_zombies(self) -> list[str]:
+        """Those that cost a descriptor, the longest opened first."""
+        return list(self._zombies)
+
+    def shut(self, name: str) -> None:
+        """Let go of the descriptor of a zombie, until `open_again`."""
+        path, descriptor = self._zombies.pop(name)
+        os.close(descriptor)
+        self._shut[name] = path
+
+    def open_again(self, name: str) -> None:
+        """A zombie that was shut, or a spare, which is a zombie now. Raises OSError (no descriptor)."""
+        try:
+            descriptor = os.open(self._shut[name], os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            del self._shut[name]
+            raise
+        self._zombies[name] = (self._shut.pop(name), descriptor)
 
     def delete(self, name: str) -> None:
         """Raises OSError: it is a zombie still."""
@@ -233,15 +262,9 @@ class StoreFiles:
 
     # ---- spares
 
-    def give_up_spare(self, name: str) -> None:
-        """It is a zombie again. Raises OSError (no descriptor): it is a spare still."""
-        path = self._spares[name]
-        self._zombies[name] = (path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        del self._spares[name]
-
     def claim(self, name: str) -> bool:
         """Whether nobody has a spare open. True: it is locked until `reuse` or `release`."""
-        descriptor = os.open(self._spares[name], os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(self._shut[name], os.O_RDWR | os.O_CLOEXEC)
         if _try_lock(descriptor):
             self._claimed[name] = descriptor
             return True
@@ -253,7 +276,7 @@ class StoreFiles:
 
         Raises OSError (no room for it or its name): the spare was deleted.
         """
-        source, descriptor = self._spares.pop(name), self._claimed.pop(name)
+        source, descriptor = self._shut.pop(name), self._claimed.pop(name)
         path = self.path(f"{put_id}.tmp")
         try:
             os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
@@ -353,7 +376,7 @@ class StoreFiles:
         os.close(self._journal)
         os.close(self._lock)
         self._zombies.clear()
-        self._spares.clear()
+        self._shut.clear()
 
 
 def _replace(path: Path, text: str) -> int:

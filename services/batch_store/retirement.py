@@ -4,7 +4,6 @@ the index has let go of it already, so what finds no descriptor, or is refused b
 
 from __future__ import annotations
 
-import errno
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -14,11 +13,14 @@ import structlog
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
 from services.batch_store.state import StoreState
+from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 
-AT_ONCE = 256
-"""Each zombie keeps a descriptor until it is deleted: after so many those that nobody maps are."""
+AT_ONCE = 128
+"""Each zombie keeps a descriptor until it is deleted: after so many of either sort those that nobody maps are."""
+ZOMBIE_SHARE = 4
+"""At most the limit on descriptors by this: connections, mailboxes' and streams', need theirs. Of the zombies past it
+some are opened each time, and closed again if somebody maps them."""
 T = TypeVar("T")
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Retirement:
@@ -31,7 +33,9 @@ class Retirement:
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
-        self._spares: deque[str] = deque()
+        self._shut: deque[str] = deque()
+        """Zombies to be opened: spares that were given up, and those past `most_open`."""
+        self._most_open = raise_descriptor_limit() // ZOMBIE_SHARE
         self._refused: set[str] = set()
         """What the disk refused to let go, and was said already."""
 
@@ -43,18 +47,22 @@ class Retirement:
 
     def free(self, names: Iterable[str]) -> None:
         """Delete these, which the index has given up as spares, as far as descriptors go."""
-        self._spares.extend(names)
-        if self._spares:
+        self._shut.extend(names)
+        if self._shut:
             self.settle()
 
     def settle(self) -> None:
         """Go on with what is due, and delete what nobody maps any more."""
         while True:
             opened = self._open(self._due, self._files.retire, _target)
-            opened += self._open(self._spares, self._files.give_up_spare, str)
+            opened += self._open(self._shut, self._files.open_again, str)
             reaped = self._reap()
-            if not (self._due or self._spares) or not opened + reaped:
-                return
+            excess = self._files.open_zombies()[self._most_open :]
+            if excess or not (self._due or self._shut) or not opened + reaped:
+                break
+        for name in excess:
+            self._files.shut(name)
+        self._shut.extend(excess)
 
     def is_due(self, source: str) -> bool:
         """Whether a file of this name still waits for its end: the name cannot be used again yet."""
@@ -71,7 +79,7 @@ class Retirement:
                 self._log.error("a file was deleted by somebody else", error=str(error))
                 self._index.reaped(name_of(one))
             except OSError as error:
-                if error.errno in _NO_DESCRIPTOR:
+                if error.errno in NO_DESCRIPTOR:
                     due.appendleft(one)
                     break
                 due.append(one)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +33,7 @@ from proto.messages import (
     StoreStats,
     StreamOpened,
 )
+from proto.registry import Message
 from services.batch_store.files import Found, StoreFiles
 from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Place
@@ -44,10 +47,13 @@ from shared.actor.service import Service
 from shared.dataplane.full import FULL
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.reach import write_place
+from shared.descriptors import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 
+M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
 ANSWER_S = 1.0
@@ -73,8 +79,8 @@ class StoreService(Service):
         self._ended: Retirement
         self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
         handle = self.mailbox.handle
-        handle(PutBegin, self._begin)
-        handle(PutSeal, self._seal)
+        handle(PutBegin, self._later(self._begin))
+        handle(PutSeal, self._later(self._seal))
         handle(Locate, self._locate)
         handle(Clear, self._clear)
         handle(GetInventory, self._inventory)
@@ -82,9 +88,9 @@ class StoreService(Service):
         self._clears = ClearLog(self.incarnation)
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=self.plain_streams(loaded))
-        handle(OpenStream, self._open_stream)
+        handle(OpenStream, self._later(self._open_stream))
         handle(GetCleared, self._cleared)
-        handle(GetStorePlace, self._where)
+        handle(GetStorePlace, self._later(self._where))
 
     # ---- life-cycle
 
@@ -182,6 +188,25 @@ class StoreService(Service):
         return await asyncio.shield(self._scanned)
 
     # ---- requests
+
+    def _later(self, answer: Callable[[M, Call], Awaitable[A]]) -> Callable[[M, Call], Awaitable[A]]:
+        """`answer`, but busy when it finds no descriptor: mappings that are only kept go, and it is asked again."""
+
+        async def asked(request: M, call: Call) -> A:
+            try:
+                return await answer(request, call)
+            except OSError as error:
+                if error.errno not in NO_DESCRIPTOR:
+                    raise
+                self.index.count_busy()
+                self._mappings.clear()
+                text = (
+                    f"{self.name}: {type(request).__name__}: no descriptor is left now ({error}); if that lasts, raise "
+                    "ulimit -n or put more tasks in one put"
+                )
+                raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
+
+        return asked
 
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
         files = await self._ready()

@@ -19,6 +19,9 @@ from proto.messages import ErrorCode, Located, PutTask
 from shared.dataplane.mapping import MappingCache
 from shared.rpc.errors import RpcError
 
+STREAM_SHARE = 4
+"""One stream: at most the files that may be mapped by this."""
+
 
 class StreamSource:
     """The block file that a stream is, as pieces of others. Immutable: any thread."""
@@ -74,8 +77,11 @@ def pin(
 ) -> StreamSource:
     """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
 
-    Raises FileNotFoundError when a file was collected meanwhile (locate again), RpcError(missing) naming the shards.
+    As many of the first tasks as are in few enough files. Raises FileNotFoundError when a file was collected meanwhile
+    (locate again), RpcError(missing) naming the shards, OSError (EMFILE) when other streams have too many files.
     """
+    count, files = _few(located, cache.most_files // STREAM_SHARE)
+    tasks, located = tasks[:count], Located(files=located.files[:files], places=located.places[:count])
     mappings = [cache.get(path) for path in located.files]
     tables = [mapping.table for mapping in mappings]
     picks = _picks(tables, tasks, located.places)
@@ -85,6 +91,17 @@ def pin(
         some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
         raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names)
     return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
+
+
+def _few(located: Located, most_files: int) -> tuple[int, int]:
+    """How many of the first tasks are in so many files (one task at least), and in how many they are."""
+    files = 0
+    for count, places in enumerate(located.places):
+        needed = max(files, max(places) + 1)
+        if count and needed > most_files:
+            return count, files
+        files = needed
+    return len(located.places), files
 
 
 def _picks(tables: Sequence[Table], tasks: Sequence[PutTask], places: Sequence[Sequence[int]]) -> Picks:

@@ -7,10 +7,12 @@ array over the mapping goes or the process dies, and only then the store gives t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -21,9 +23,12 @@ from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
 from shared.dataplane.reread import Rereads
+from shared.descriptors import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 CACHED_FILES = 1024
+DESCRIPTOR_SHARE = 4
+"""A store's mappings: at most the limit on descriptors by this."""
 TOUCH_BYTES = 64 << 10
 """The kernel maps so many bytes around a page that is read for the first time."""
 
@@ -87,30 +92,47 @@ class SharedMapping:
 class MappingCache:
     """Read-only mappings of the files that were read last, because half of what it costs to send a file is mapping it.
 
-    At most `CACHED_FILES`. Whoever retires a file must `drop` it here, or it is never deleted. Any thread.
+    At most `CACHED_FILES`, and with those that streams still send `most_files`, which leaves descriptors for all else.
+    Whoever retires a file must `drop` it here, or it is never deleted. Any thread.
     """
 
     def __init__(self) -> None:
+        self.most_files = raise_descriptor_limit() // DESCRIPTOR_SHARE
         self._lock = threading.Lock()
         self._tables = TableCache()
         self._mapped: OrderedDict[str, SharedMapping] = OrderedDict()
+        self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def get(self, path: str) -> SharedMapping:
-        """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
+        """Raises FileNotFoundError when the file was collected, WireError when it is no block file, OSError (EMFILE)
+        when streams have too many mapped.
+        """
         with self._lock:
             mapping = self._mapped.get(path)
             if mapping is not None:
                 self._mapped.move_to_end(path)
                 return mapping
+            full = len(self._alive) >= self.most_files
+        if full:
+            self.clear()
+            if len(self._alive) >= self.most_files:
+                raise OSError(errno.EMFILE, f"{self.most_files} files are mapped for streams", path)
         mapping = SharedMapping(path, self._tables)
         with self._lock:
             self._mapped[path] = mapping
+            self._alive.add(mapping.data)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
         del oldest  # outside of the lock: unmapping takes its time
         if not os.path.exists(path):  # retired meanwhile, perhaps before it stood here
             self.drop(path)
             raise FileNotFoundError(path)
         return mapping
+
+    def clear(self) -> None:
+        """Keep none; streams that send them go on."""
+        with self._lock:
+            mapped, self._mapped = self._mapped, OrderedDict()
+        mapped.clear()
 
     def drop(self, path: str) -> None:
         """The file has lost that name; streams that send it go on."""

@@ -1,17 +1,37 @@
-"""A shared-memory mount that something else fills: puts wait and then say so, and clearing still makes room."""
+"""A shared-memory mount that something else fills, a store without descriptors: puts wait and then say so, and clearing
+still makes room.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, PutTask, StoreStats
+from proto.messages import (
+    Ack,
+    Clear,
+    ErrorCode,
+    GetStorePlace,
+    GetStoreStats,
+    OpenStream,
+    PutBegin,
+    PutGrant,
+    PutSeal,
+    PutSealed,
+    PutTask,
+    StorePlace,
+    StoreStats,
+    StreamOpened,
+)
+from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
@@ -31,6 +51,55 @@ async def busy(peer: Peer) -> int:
     """How often producers had to wait, as the store's telemetry says it too."""
     stats: StoreStats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
     return stats.busy
+
+
+def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(tmp_path: Path) -> None:
+    store = StoreProcess(make_run(tmp_path, memory=MEMORY))
+    store.start()
+    assert store.process is not None
+    pid = store.process.pid
+
+    def limit(soft: int | None) -> None:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard if soft is None else soft, hard))
+
+    async def refused(peer: Peer, request: Request, reply: type[Message]) -> None:
+        with pytest.raises(RpcError, match="ulimit -n") as caught:
+            await peer.store.call(request, reply, deadline_s=10)
+        assert caught.value.code == ErrorCode.BUSY
+
+    def task(number: int) -> TaskShards:
+        return TaskShards(f"t/0/{number}", 1, {"a": np.full(1 << 18, number, np.uint8)})
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            begun = PutBegin(put_id="a" * 32, nbytes=1 << 18, tasks=[PutTask("t/0/8", 1)])
+            await peer.store.call(begun, PutGrant, deadline_s=10)
+            await peer.data.put([task(0)], store=STORE, deadline_s=10)
+            await peer.data.put([task(1)], store=STORE, deadline_s=10)
+            await peer.store.call(Clear(tasks=[PutTask("t/0/0", 1)]), Ack, deadline_s=10)  # a spare
+            taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+            limit(next(number for number in range(len(taken) + 1) if number not in taken))
+            begin = PutBegin(put_id="b" * 32, nbytes=1 << 18, tasks=[PutTask("t/0/9", 1)])
+            await refused(peer, begin, PutGrant)  # with a spare
+            await refused(peer, msgspec.structs.replace(begin, nbytes=1 << 13), PutGrant)  # and without
+            await refused(peer, PutSeal(put_id=begun.put_id), PutSealed)
+            await refused(peer, GetStorePlace(), StorePlace)
+            await refused(peer, OpenStream(tasks=[PutTask("t/0/1", 1)]), StreamOpened)
+            before = await busy(peer)
+            waiting = asyncio.ensure_future(peer.data.put([task(2)], store=STORE, deadline_s=20))
+            while await busy(peer) < before + 2:
+                await asyncio.sleep(0.01)
+            limit(None)
+            await waiting
+            assert store.process is not None
+            assert store.process.poll() is None
+
+    try:
+        asyncio.run(main())
+    finally:
+        store.kill()
+        store.run.remove_volatile()
 
 
 def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:

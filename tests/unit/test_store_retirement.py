@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -15,13 +16,17 @@ import numpy as np
 import pytest
 
 from proto.blockfile import Layout
-from proto.messages import PutTask
+from proto.messages import Located, PutTask
+from services.batch_store import retirement
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import AT_ONCE, Retirement
 from services.batch_store.room import Place, held_bytes
 from services.batch_store.spill import Spiller
 from services.batch_store.state import StoreState
+from services.batch_store.stream_source import STREAM_SHARE, pin
+from shared.dataplane.mapping import MappingCache, lock_named
 from shared.dataplane.write import write_block
+from shared.descriptors import raise_descriptor_limit
 
 
 def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) -> str:
@@ -93,6 +98,83 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
         ended.settle()
     assert index.stats().bytes == 0
     assert not [entry for entry in os.listdir(tmp_path / "store") if entry.endswith(".dead")]
+    files.close()
+
+
+def test_a_file_whose_mapping_is_kept_for_streams_goes_without_another_descriptor(tmp_path: Path) -> None:
+    index, cache = StoreState("store", 1 << 24, 1), MappingCache()
+    files = StoreFiles("store", tmp_path / "store", on_retire=cache.drop)
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put_id = put(index, files, "train/0/0")
+    cache.get(files.path(f"{put_id}.blk"))
+    with descriptors_left(0):
+        ended.take(index.clear([PutTask("train/0/0", 1)]))
+    assert index.stats().bytes == 0
+    files.close()
+
+
+def test_a_producer_counts_as_alive_while_no_descriptor_is_left_to_find_out(tmp_path: Path) -> None:
+    files = StoreFiles("store", tmp_path / "store")
+    files.create("p", 100)
+    with descriptors_left(0):
+        assert files.in_use("p")
+    assert not files.in_use("p")
+    os.unlink(files.path("p.tmp"))
+    assert not files.in_use("p")
+    files.close()
+
+
+def test_mapped_zombies_take_a_share_of_the_descriptors_and_keep_no_others_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # three
+    monkeypatch.setattr(retirement, "AT_ONCE", 2)
+    index = StoreState("store", 1 << 24, 1)
+    files = StoreFiles("store", tmp_path / "store")
+    ended = Retirement("store", index, files, lambda: 0.0)
+    put_ids = [put(index, files, f"train/0/{i}") for i in range(12)]
+    readers = [lock_named(files.path(f"{put_id}.blk"), os.O_RDONLY) for put_id in put_ids]
+    before = descriptors()
+    ended.take(index.clear(PutTask(f"train/0/{i}", 1) for i in range(12)))
+    for _ in range(12):
+        ended.settle()
+        assert descriptors() <= before + 3
+    assert not any(ended.is_due(f"{put_id}.blk") for put_id in put_ids)  # nobody finds them any more
+    left = 12
+    for number in (11, 5, 0, 6):
+        reader = readers[number]
+        assert reader is not None
+        os.close(reader)
+        for _ in range(6):
+            ended.settle()
+        left -= 1
+        assert index.stats().zombie_bytes == index.stats().bytes == left * 4096
+    for reader in readers[1:5] + readers[7:11]:
+        assert reader is not None
+        os.close(reader)
+    ended.settle()
+    assert index.stats().bytes == 0
+    files.close()
+
+
+def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
+    index, cache = StoreState("store", 1 << 24, 1), MappingCache()
+    files = StoreFiles("store", tmp_path / "store")
+    put_ids = [put(index, files, f"train/0/{i}") for i in range(9)]
+    tasks = [PutTask(f"train/0/{i}", 1) for i in range(9)]
+    located = Located(files=[files.path(f"{put_id}.blk") for put_id in put_ids], places=[[at] for at in range(9)])
+    cache.most_files = 4 * STREAM_SHARE
+    first = pin("store", located, tasks, (), 1 << 30, 1 << 16, cache)
+    assert first.covered == 4
+    cache.most_files = 6
+    for at in (4, 5, 6):
+        cache.get(located.files[at])  # what no stream sends makes room
+    cache.most_files = 4
+    with pytest.raises(OSError, match="mapped for streams") as caught:
+        cache.get(located.files[7])
+    assert caught.value.errno == errno.EMFILE
+    del first
+    cache.get(located.files[7])
     files.close()
 
 
