@@ -17,7 +17,7 @@ from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared import topology as topologies
-from shared.actor.own_store import own_store
+from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.devices import REFERENCE as WEIGHTS
@@ -106,6 +106,7 @@ class ReferenceService(Service):
         topology = self._topology
         host = topology.services.reference.host if topology.services.reference is not None else None
         store = await own_store(self, service_name("batch-store", topology.store_hosts().index(host)))
+        self.keep(own_store_stays(self, store))
         kl = topology.algorithm.kl
         reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
         refreshed = kl is not None and kl.refresh_every is not None

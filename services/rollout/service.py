@@ -29,7 +29,7 @@ from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import WorkflowRunner
-from shared.actor.own_store import own_store
+from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.devices import ENGINE, WEIGHTS, Parts
@@ -126,6 +126,8 @@ class RolloutService(Service):
                 on_text=self._on_text,
                 max_tokens=chosen.max_tokens,
             )
+        store = await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host)))
+        self.keep(own_store_stays(self, store))
         every_s = settings.partial_s
         journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None
         self._answers = AnswerSampler(engine, journal)
@@ -143,7 +145,7 @@ class RolloutService(Service):
             source=source,
             in_flight=in_flight,
             turns=turns,
-            store=await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host))),
+            store=store,
             block_tasks=settings.block_tasks,
             filters=topology.algorithm.filter_zero_variance is not None,
             on_text=self._on_text,

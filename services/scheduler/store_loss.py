@@ -69,7 +69,8 @@ class StoreLoss(Stepping):
     def part_with(self, store: str) -> bool:
         """A store that joined is gone for good; False (and no change): it is not here.
 
-        What it owes is done, its room is nobody's, unfinished tasks with shards there are rolled again.
+        What it owes is done, its room is nobody's, unfinished tasks with shards there are rolled again. So are those
+        leased on its host, if that has no other store: their results could be put nowhere.
         """
         row = self.registry.pop(parse_service_name(store), None)
         if row is None:
@@ -83,6 +84,9 @@ class StoreLoss(Stepping):
         if any(self._lies_in(slot, store) for slot in wanted):  # by a step that is open: its shards are read now
             self.lose_store(store, "is gone")
             return True
+        bereft = self._without_store(row.host_id)
+        for lease in [each for each in self.leases if each.holder in bereft]:
+            self._give_up(lease, 0)
         self._roll_without(store, "is gone")
         again = sum(not self.tasks.done[slot] for slot in members)
         cause = f"{store} is gone: {again} tasks wait for a rollout now; steps since the checkpoint are saved next"

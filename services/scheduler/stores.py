@@ -66,6 +66,11 @@ class Stores:
         same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
         return same or set(every)
 
+    def _without_store(self, host_id: str) -> set[Holder]:
+        """Everybody on that host, unless it has a store."""
+        there = {holder for holder, row in self.registry.items() if row.host_id == host_id}
+        return set() if any(service == STORE for service, _ in there) else there
+
     def _lies_in(self, slot: int, store: str) -> bool:
         """Whether the store has accepted shards of a task."""
         return any(self.store_names[self.tasks.store[i][slot]] == store for i in self._made(slot))

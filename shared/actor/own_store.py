@@ -1,4 +1,6 @@
-"""Finds the batch store that a service puts into: that of its own host, because a put is written into shared memory."""
+"""Finds the batch store that a service puts into: that of its own host, because a put is written into shared memory. A
+service whose store is gone for good must not go on: it would lease tasks whose results it can put nowhere.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ import asyncio
 from proto.messages import ErrorCode, GetStatus, Status
 from shared.actor.service import CALL_S, Service
 from shared.rpc.errors import RpcError
-from shared.rundir import service_name
+from shared.rundir import parse_service_name, service_name
 
 STORE = "batch-store"
 WAIT_S = 60.0
 """A host that joins may start its services in any order."""
 RETRY_S = 0.5
+LOOK_S = 5.0
 
 
 async def own_store(service: Service, placed: str) -> str:
@@ -30,9 +33,27 @@ async def own_store(service: Service, placed: str) -> str:
             if row.service == STORE and (await service.resolve(STORE, row.instance)).host_id == service.run.host_id:
                 return service_name(STORE, row.instance)
         if loop.time() >= until:
-            raise RpcError(
-                ErrorCode.MISSING,
-                f"{service.name}: no batch-store runs on this host; start one: python -m services.batch_store "
-                f"--run {service.run.path} --instance N --listen tcp://ADDRESS:0",
-            )
+            raise _missing(service, "no batch-store runs on this host")
         await asyncio.sleep(RETRY_S)
+
+
+async def own_store_stays(service: Service, store: str) -> None:
+    """For `Service.keep`: returns for a store where the topology puts it, which is started again.
+
+    Raises RpcError(missing) once the scheduler has given up `store` of a host that joined.
+    """
+    while service.run.scheduler:
+        await asyncio.sleep(LOOK_S)
+        try:
+            await service.resolve(*parse_service_name(store))
+        except RpcError as error:
+            if error.code == ErrorCode.MISSING:
+                raise _missing(service, f"{store} of this host is gone") from None
+
+
+def _missing(service: Service, what: str) -> RpcError:
+    return RpcError(
+        ErrorCode.MISSING,
+        f"{service.name}: {what}; start one: python -m services.batch_store --run {service.run.path} --instance N "
+        "--listen tcp://ADDRESS:0, then this service",
+    )

@@ -10,6 +10,7 @@ from proto.messages import (
     GetRunInfo,
     GetStatus,
     Heartbeat,
+    LeaseProgress,
     NextBatch,
     PutTask,
     StepBatch,
@@ -39,6 +40,12 @@ class TwoHosts(Bench):
         self.ask(GetRunInfo(driver=1))
         self.publish(0)
         return self
+
+    def beat(self, service: str, instance: int, life: int, *leases: LeaseProgress) -> list[int]:
+        """Which leases it hears are lost."""
+        beat = Heartbeat(service=service, instance=instance, incarnation=life, state="READY", leases=list(leases))
+        lost: list[int] = self.ask(beat).lost_leases
+        return lost
 
     def acknowledges(self, store: str) -> None:
         """All that it was told so far."""
@@ -207,6 +214,38 @@ def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> 
     assert bench.granted("reference", most=4).batch.tasks[0].task_id == ids(here)[1]
     assert bench.machine.core.committed_step == 0
     assert replays_alike(bench)
+
+
+def test_leases_on_the_host_of_a_gone_store_go_to_others_though_their_holder_lives() -> None:
+    bench = TwoHosts().begin()
+    here = bench.granted(most=2)
+    there = bench.granted(most=2, instance=1, life=8)
+    for progress in range(1, 10):  # its put never comes to an end, and each attempt counts as progress
+        bench.now += STORE_GONE_S / 8
+        bench.beat("batch-store", 0, 1)
+        bench.beat("rollout", 0, 7, LeaseProgress(here.lease_id, progress))
+        lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
+        bench.event(Tick())
+    assert not lost
+    assert bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, 10)) == [there.lease_id]
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
+    assert replays_alike(bench)
+
+
+def test_a_host_with_another_store_keeps_its_leases() -> None:
+    bench = TwoHosts().begin()
+    bench.register("batch-store", 2, 9, limit_bytes=1 << 30, host_id="away", data_id="second of away")
+    there = bench.granted(most=2, instance=1, life=8)
+    for progress in range(1, 10):
+        bench.now += STORE_GONE_S / 8
+        for instance, life in ((0, 1), (2, 9)):
+            bench.beat("batch-store", instance, life)
+        lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
+        bench.event(Tick())
+    assert not lost
+    assert bench.machine.core.clears.stores == [STORE, "batch-store/2"]
+    assert bench.machine.core.leases.get(there.lease_id) is not None
 
 
 def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
