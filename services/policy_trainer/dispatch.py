@@ -29,7 +29,8 @@ R = TypeVar("R", bound=Message)
 Divided = messages.Forward | messages.ForwardBackward
 """Calls whose batch is divided over the data-parallel ranks; of all others every rank gets the same."""
 
-_RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING])
+_RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
+"""Deadlines are a worker's: it waited for a store."""
 COMPUTE_S = 3600.0
 """Longest that one call to a worker may take, its place in the queue included."""
 TAKE_OVER_S = 120.0
@@ -41,7 +42,8 @@ _NOT_YET = 0
 
 
 class WorkersLost(RpcError):
-    """A worker died, or shards it needed were gone: the group must be brought back to a known step (`resume`)."""
+    """A worker died, or shards it needed were gone or their store away for too long: the group must be brought back to
+    a known step (`resume`)."""
 
 
 class WorkerDispatch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
 
 WORKER = "policy-trainer-worker/0"
 TASKS, GROUP, PROMPT = 4, 3, 5
+FETCH_S, PATIENCE_S = 0.25, 4.0
 ROLLOUT_ANCHOR = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 PROXIMAL_ANCHOR = LossSpec(
     name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="proximal", temperature=1.0, tis_cap=2.0
@@ -76,8 +79,13 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 class WorkerProcess:
     """Starts and kills instance 0 of the worker of `run`."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._command = [sys.executable, "-m", "services.policy_trainer.worker", "--run", str(run.path)]
+    def __init__(self, run: RunDir, fetch_s: float | None = None) -> None:
+        """`fetch_s`: limit of one attempt to fetch."""
+        start = ["-m", "services.policy_trainer.worker"]
+        if fetch_s is not None:
+            main = f"runpy.run_module({start[1]!r}, run_name='__main__', alter_sys=True)"
+            start = ["-c", f"import runpy; from {start[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"]
+        self._command = [sys.executable, *start, "--run", str(run.path)]
         self.process: subprocess.Popen[bytes]
         self.start()
 
@@ -93,11 +101,17 @@ class WorkerProcess:
 
 @contextmanager
 def processes(run: RunDir) -> Iterator[WorkerProcess]:
+    with store_and_worker(run) as (_, worker):
+        yield worker
+
+
+@contextmanager
+def store_and_worker(run: RunDir, fetch_s: float | None = None) -> Iterator[tuple[StoreProcess, WorkerProcess]]:
     store = StoreProcess(run)
     store.start()
-    worker = WorkerProcess(run)
+    worker = WorkerProcess(run, fetch_s)
     try:
-        yield worker
+        yield store, worker
     finally:
         worker.kill()
         store.kill()
@@ -302,6 +316,47 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
 
     with processes(run):
         asyncio.run(scenario())
+
+
+def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_the_limit(run: RunDir) -> None:
+    run.topology.write_text(
+        run.topology.read_text().replace(
+            "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "
+        )
+    )
+
+    async def scenario(send: Callable[[int], None]) -> None:
+        async with bench_of(run) as bench:
+            workers = await bench.driver(5)
+            await workers.init_model()
+            meta = await bench.batch(1)
+            send(signal.SIGSTOP)
+            gradient = workers.forward_backward(meta, ROLLOUT_ANCHOR)
+            await asyncio.sleep(6 * FETCH_S)
+            send(signal.SIGCONT)
+            sums = (await gradient).sums
+
+            send(signal.SIGSTOP)
+            gradient = workers.forward_backward(meta, ROLLOUT_ANCHOR)
+            await asyncio.sleep(2 * FETCH_S)
+            began = time.monotonic()
+            workers = await bench.driver(6)
+            assert time.monotonic() - began < PATIENCE_S / 2
+            with pytest.raises(RpcError):
+                await gradient
+
+            results = await asyncio.gather(
+                workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step(), return_exceptions=True
+            )
+            assert all(isinstance(result, WorkersLost) for result in results)
+            send(signal.SIGCONT)
+            state = await workers.take_over()
+            assert (state.step, state.dirty) == (0, False)
+            assert (await workers.forward_backward(meta, ROLLOUT_ANCHOR)).sums == sums
+
+    with store_and_worker(run, FETCH_S) as (store, _):
+        assert store.process is not None
+        asyncio.run(scenario(store.process.send_signal))
 
 
 def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:

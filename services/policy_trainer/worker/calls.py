@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FETCH_S = 60.0
+"""One attempt."""
+AGAIN_S = 0.25
+_AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
+"""Answers after which the same fetch may succeed: the store restarts, or its host cannot be reached now."""
 PUT_S = 120.0
 STORE = service_name("batch-store", 0)
 MAX_PREFETCHED = 2
@@ -86,6 +90,10 @@ class Calls:
         self.progress = 0
         """Micro-batches and calls done; the compute thread counts."""
         self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
+        self._patience_s = topology.services.policy_trainer.collective_s / 2
+        """How long a store may be away: the other ranks wait for this one meanwhile."""
+        self._refusals = 0
+        """How often all calls so far were refused."""
         self._putting: asyncio.Future[Any] | None = None
         """Weights on their way into a store: no optimizer step before they are there."""
         self._saving: set[asyncio.Task[None]] = set()
@@ -193,7 +201,8 @@ class Calls:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
-        """Calls that were waiting are refused: drop what was read for them."""
+        """Calls that were waiting are refused: drop what was read for them, and wait for no store any more."""
+        self._refusals += 1
         for task in self._prefetched.values():
             task.cancel()
         self._prefetched.clear()
@@ -211,10 +220,24 @@ class Calls:
         tasks: list[dict[str, Any]] = []
         if request.batch.tasks:
             stored = samples.stored_keys(request.batch, keys)
-            found = await self._data.fetch(request.batch, list(stored.values()), deadline_s=FETCH_S)
+            found = await self._fetched(request.batch, list(stored.values()))
             tasks = [{key: task[name] for key, name in stored.items()} for task in found]
             await asyncio.to_thread(samples.check, request.batch.tasks, tasks)
         return await asyncio.to_thread(samples.join, tasks, keys)
+
+    async def _fetched(self, batch: BatchMeta, keys: list[str]) -> list[dict[str, Array]]:
+        """Shards of `batch`, once its stores answer. Raises RpcError, also when one is away for `_patience_s`."""
+        loop, refusals = asyncio.get_running_loop(), self._refusals
+        until = loop.time() + self._patience_s
+        while True:
+            try:
+                return await self._data.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
+            except RpcError as error:
+                if error.code not in _AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
+                    raise
+                self._log.warning("shards: trying again", code=error.code, error=str(error))
+                self._service.telemetry.emit("waiting", {"for": "shards", "why": str(error)[:200]})
+                await asyncio.sleep(AGAIN_S)  # paces the retries, nothing waits on it
 
     # ---- calls, in order
 
