@@ -87,7 +87,7 @@ class StoreService(Service):
         handle(GetStoreStats, self._stats)
         self._clears = ClearLog(self.incarnation)
         self._mappings = MappingCache()
-        self._streams = StreamServer(self.name, plain=self.plain_streams(loaded))
+        self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
         handle(OpenStream, self._later(self._open_stream))
         handle(GetCleared, self._cleared)
         handle(GetStorePlace, self._later(self._where))
@@ -151,10 +151,6 @@ class StoreService(Service):
             await self._spiller.close()
         if self._files is not None:  # no handler runs any more
             self._files.close()
-
-    def plain_streams(self, loaded: topology.Topology) -> bool:
-        """Whether shards go to other hosts in clear."""
-        return not loaded.transport.encrypt_bulk
 
     def bulk_endpoint(self) -> str:
         """Where chunks for readers that share no memory with this store are served: beside the mailbox."""

@@ -44,6 +44,7 @@ from shared.dataplane.client import DataClient, TaskShards
 from shared.dataplane.reach import Reach
 from tests.bench import scheduler_load
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.stream_line import in_clear
 
 BLOCK_TASKS = 64
 CHUNK = 1 << 20
@@ -215,8 +216,10 @@ async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) ->
     tasks, keys = work
     nbytes = nbytes_of(tasks)
     run = make_run(folder, memory=2 * nbytes)
-    command = [sys.executable, "-m", "tests.integration.stream_store", str(run.path), "tcp://127.0.0.1:*", ""]
-    store = subprocess.Popen([*command, *(["plain"] if mode == "clear" else [])])
+    if mode == "clear":
+        in_clear(run)
+    program = [sys.executable, "-m", "tests.integration.stream_store"]
+    store = subprocess.Popen([*program, "--run", str(run.path), "tcp://127.0.0.1:*", ""])
     try:
         async with peer_of(run) as peer:
             ring = memoryview(np.ones(min(nbytes, RING_BYTES), np.uint8)).cast("B")

@@ -68,10 +68,10 @@ class Processes:
     folder: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, module: str, program: str = "") -> None:
-        """`python -m services.<module>`, in `folder`, or another `program` in its place."""
+    def start(self, module: str, program: str = "", *words: str) -> None:
+        """`python -m services.<module>`, in `folder`, or another `program` in its place; `words` go behind the run."""
         self.running[module] = subprocess.Popen(
-            [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path)],
+            [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path), *words],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.DEVNULL,
@@ -177,15 +177,16 @@ class Driver:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, topology: str = TOPOLOGY) -> AsyncIterator[tuple[Processes, Driver]]:
-    """A run directory with scheduler and store processes; the test starts the others."""
+async def cluster(folder: Path, topology: str = TOPOLOGY, *store: str) -> AsyncIterator[tuple[Processes, Driver]]:
+    """A run directory with scheduler and store processes; the test starts the others. `store`: program and words of
+    another store than the usual one."""
     run = RunDir.create(folder / "run")
     run.topology.write_text(topology)
     processes = Processes(run, folder)
     driver = Driver(run)
     try:
         processes.start("scheduler")
-        processes.start("batch_store")
+        processes.start("batch_store", *store)
         yield processes, driver
     finally:
         driver.close()

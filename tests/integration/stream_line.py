@@ -8,14 +8,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from proto import bulk
 from shared.dataplane.client import DataClient
 from shared.dataplane.reach import Reach
+from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
+
+IN_CLEAR = "transport: {listen: 127.0.0.1, encrypt_bulk: false}\n"
+"""The end of a topology."""
 
 
 def free_port() -> int:
@@ -24,11 +28,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def in_clear(run: RunDir) -> None:
+    """Have the topology of `run` turn off what seals streams; before its services start."""
+    text = run.topology.read_text()
+    if not text.endswith(IN_CLEAR):
+        run.topology.write_text(f"{text}{IN_CLEAR}")
+
+
 @dataclass
 class TcpStoreProcess(StoreProcess):
     """A store whose chunks leave at `port`, and which tells readers `advertised` (nothing: the truth).
 
-    `defect`: `module:class.method` that raises KeyError whenever it is called.
+    `plain`: the run's topology says that they go in clear. `defect`: `module:class.method` that
+    raises KeyError whenever it is called.
     """
 
     port: int = field(default_factory=free_port)
@@ -38,9 +50,11 @@ class TcpStoreProcess(StoreProcess):
 
     def start(self) -> None:
         endpoint = f"tcp://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "tests.integration.stream_store", str(self.run.path), endpoint]
+        if self.plain:
+            in_clear(self.run)
+        command = [sys.executable, "-m", "tests.integration.stream_store", "--run", str(self.run.path), endpoint]
         self.process = subprocess.Popen(
-            [*command, self.advertised, "plain" if self.plain else "", self.defect],
+            [*command, self.advertised, self.defect],
             cwd=REPOSITORY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -180,3 +194,32 @@ class Meddler:
             thread.join()
         for line in self._lines:
             line.close()
+
+
+class Tap(Meddler):
+    """A meddler that only looks on."""
+
+    def __init__(self, target: str) -> None:
+        self.sealed_bytes = 0
+        """Of chunks."""
+        self.clear_bytes = 0
+        super().__init__(target, self._look)
+
+    def _look(self, message: Message) -> list[Message]:
+        head = bulk.unpack_head(message[0])
+        if head.kind == bulk.CHUNK and head.counter:
+            self.sealed_bytes += head.nbytes
+        elif head.kind == bulk.CHUNK:
+            self.clear_bytes += head.nbytes
+        return [message]
+
+
+@contextlib.contextmanager
+def tapped() -> Iterator[tuple[Tap, Sequence[str]]]:
+    """A tap, and the program and words of a store (behind its run) whose chunks go past it."""
+    target = f"tcp://127.0.0.1:{free_port()}"
+    tap = Tap(target)
+    try:
+        yield tap, ("tests.integration.stream_store", target, tap.endpoint)
+    finally:
+        tap.close()

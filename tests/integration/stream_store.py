@@ -1,24 +1,19 @@
-"""A store whose chunks go over TCP: `python -m tests.integration.stream_store RUN BULK ADVERTISED [PLAIN DEFECT]`."""
+"""A store whose chunks go over TCP: `python -m tests.integration.stream_store --run D BULK ADVERTISED [DEFECT]`."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 from services.batch_store.server import StoreService
 from shared.actor.process import run_process
-from shared.topology import Topology
 
-BULK, ADVERTISED, PLAIN, DEFECT = [*sys.argv[2:], "", ""][:4]
+BULK, ADVERTISED, DEFECT = [*sys.argv[3:], ""][:3]
 
 
 class TcpStore(StoreService):
     """As a topology with several hosts makes it."""
-
-    def plain_streams(self, loaded: Topology) -> bool:
-        return bool(PLAIN)
 
     def bulk_endpoint(self) -> str:
         return BULK
@@ -41,5 +36,5 @@ def plant(defect: str) -> None:
 if __name__ == "__main__":
     if DEFECT:
         plant(DEFECT)
-    sys.argv[1:] = ["--run", str(Path(sys.argv[1]))]
+    sys.argv[3:] = []
     sys.exit(run_process(TcpStore, "batch_store"))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from shared.stages import REFERENCE, ROLLOUT
-from tests.integration.rollout_run import TOPOLOGY, Driver, cluster
+from tests.integration.rollout_run import MODEL, TOPOLOGY, Driver, cluster
+from tests.integration.stream_line import IN_CLEAR, tapped
 
 
 async def check_batch(driver: Driver, step: int) -> None:
@@ -40,18 +41,23 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(300)  # four starts of torch, on whatever cores are free
 def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -> None:
+    """All that they read is streamed, in clear, because the topology says so."""
+
+    def far(module: str) -> tuple[str, str]:
+        return "tests.integration.far_reader", module
+
     async def scenario() -> None:
-        async with cluster(tmp_path) as (processes, driver):
-            processes.start("rollout")
-            processes.start("reference")
+        async with cluster(tmp_path, f"{TOPOLOGY}{IN_CLEAR}", *store) as (processes, driver):
+            processes.start("rollout", *far("rollout"))
+            processes.start("reference", *far("reference"))
             info = await driver.begin()
             await driver.publish(info.lineage, 0)
             await check_batch(driver, 1)
             # Two more steps' worth is admitted; whatever is under way now is done again by the next lives.
             processes.end("rollout", signal.SIGKILL)
             processes.end("reference", signal.SIGKILL)
-            processes.start("rollout")
-            processes.start("reference")
+            processes.start("rollout", *far("rollout"))
+            processes.start("reference", *far("reference"))
             await driver.until(processes.running["rollout"].pid, "READY")
             await driver.until(processes.running["reference"].pid, "READY")
             status, errors, seconds = processes.end("rollout")
@@ -61,7 +67,9 @@ def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -
             assert (status, errors.count("Traceback")) == (0, 0)
             assert seconds < 8
 
-    asyncio.run(scenario())
+    with tapped() as (tap, store):
+        asyncio.run(scenario())
+    assert tap.clear_bytes > (MODEL / "model.safetensors").stat().st_size > 0 == tap.sealed_bytes
 
 
 @pytest.mark.timeout(300)

@@ -32,7 +32,7 @@ from shared.dataplane import stream
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from tests.integration.store_process import STORE, Peer, make_run, peer_of
-from tests.integration.stream_line import Meddler, Message, TcpLine, TcpStoreProcess, remote
+from tests.integration.stream_line import Meddler, Message, Tap, TcpLine, TcpStoreProcess, remote
 
 MEMORY = 192 << 20
 Body = Callable[[Peer], Coroutine[Any, Any, None]]
@@ -125,6 +125,27 @@ def test_every_element_type_and_shape_comes_byte_exact(store: TcpStoreProcess, p
     store.plain = plain
     store.start()
     with_peer(store, body)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_chunks_are_sealed_unless_the_topology_says_otherwise(store: TcpStoreProcess, plain: bool) -> None:
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 3, 50_000)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        data = remote(peer, plain=True)  # takes both
+        assert_same(await fetch(data, tasks), tasks)
+        data.close()
+
+    tap = Tap(f"tcp://127.0.0.1:{store.port}")
+    store.advertised, store.plain = tap.endpoint, plain
+    store.start()
+    try:
+        with_peer(store, body)
+    finally:
+        tap.close()
+    seen, unseen = (tap.clear_bytes, tap.sealed_bytes) if plain else (tap.sealed_bytes, tap.clear_bytes)
+    assert seen > 3 * 50_000
+    assert not unseen
 
 
 def test_store_on_this_host_is_mapped_and_nothing_is_streamed(store: TcpStoreProcess) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.stages import ROLLOUT
 from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
+from tests.integration.stream_line import Tap, TcpStoreProcess
 
 WORKER = "policy-trainer-worker/0"
 TASKS, GROUP, PROMPT = 4, 3, 5
@@ -76,16 +77,20 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     made.remove_volatile()
 
 
+WORKER = ("-m", "services.policy_trainer.worker")
+
+
+def hurried(fetch_s: float) -> tuple[str, str]:
+    """A worker with another limit of one attempt to fetch."""
+    main = f"runpy.run_module({WORKER[1]!r}, run_name='__main__', alter_sys=True)"
+    return "-c", f"import runpy; from {WORKER[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"
+
+
 class WorkerProcess:
     """Starts and kills instance 0 of the worker of `run`."""
 
-    def __init__(self, run: RunDir, fetch_s: float | None = None) -> None:
-        """`fetch_s`: limit of one attempt to fetch."""
-        start = ["-m", "services.policy_trainer.worker"]
-        if fetch_s is not None:
-            main = f"runpy.run_module({start[1]!r}, run_name='__main__', alter_sys=True)"
-            start = ["-c", f"import runpy; from {start[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"]
-        self._command = [sys.executable, *start, "--run", str(run.path)]
+    def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
+        self._command = [sys.executable, *start, "--run", str(run.path), *words]
         self.process: subprocess.Popen[bytes]
         self.start()
 
@@ -106,10 +111,12 @@ def processes(run: RunDir) -> Iterator[WorkerProcess]:
 
 
 @contextmanager
-def store_and_worker(run: RunDir, fetch_s: float | None = None) -> Iterator[tuple[StoreProcess, WorkerProcess]]:
-    store = StoreProcess(run)
+def store_and_worker(
+    run: RunDir, store: StoreProcess | None = None, start: Sequence[str] = WORKER, words: Sequence[str] = ()
+) -> Iterator[tuple[StoreProcess, WorkerProcess]]:
+    store = store or StoreProcess(run)
     store.start()
-    worker = WorkerProcess(run, fetch_s)
+    worker = WorkerProcess(run, start, words)
     try:
         yield store, worker
     finally:
@@ -354,12 +361,14 @@ def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_
             assert (state.step, state.dirty) == (0, False)
             assert (await workers.forward_backward(meta, ROLLOUT_ANCHOR)).sums == sums
 
-    with store_and_worker(run, FETCH_S) as (store, _):
+    with store_and_worker(run, start=hurried(FETCH_S)) as (store, _):
         assert store.process is not None
         asyncio.run(scenario(store.process.send_signal))
 
 
 def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
+    """The batch is streamed, in clear, because the topology says so."""
+
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
@@ -388,8 +397,15 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
             ]
             assert max(moved) <= 1e-5
 
-    with processes(run):
-        asyncio.run(scenario())
+    store = TcpStoreProcess(run, plain=True)
+    tap = Tap(f"tcp://127.0.0.1:{store.port}")
+    store.advertised = tap.endpoint
+    try:
+        with store_and_worker(run, store, ("-m", "tests.integration.far_reader"), ["policy_trainer.worker"]):
+            asyncio.run(scenario())
+    finally:
+        tap.close()
+    assert tap.clear_bytes > 0 == tap.sealed_bytes
 
 
 def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run: RunDir) -> None:
