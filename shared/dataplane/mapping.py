@@ -26,6 +26,8 @@ from shared.dataplane.reread import Rereads
 from shared.descriptors import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
+TABLE_ROWS = 24
+"""What a table takes beside its rows (60 bytes each), in rows: files of one row each would cost 20 times as much."""
 CACHED_FILES = 1024
 DESCRIPTOR_SHARE = 4
 """A store's mappings: at most the limit on descriptors by this."""
@@ -55,7 +57,7 @@ def lock_named(path: str, flags: int) -> int | None:
 
 
 class TableCache:
-    """Parsed headers by path, newest kept, at most CACHED_ROWS rows. Files never change, names are never reused."""
+    """Parsed headers by path, newest kept, about 16 MB at most. Files never change, names are never reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,10 +76,19 @@ class TableCache:
         with self._lock:
             if path not in self._tables:
                 self._tables[path] = table
-                self._rows += table.row_count
+                self._rows += TABLE_ROWS + table.row_count
             while self._rows > CACHED_ROWS and len(self._tables) > 1:
-                self._rows -= self._tables.popitem(last=False)[1].row_count
+                self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].row_count
         return table
+
+    def drop(self, path: str) -> None:
+        """Nobody will ask for that file again."""
+        with self._lock:
+            table = self._tables.pop(path, None)
+            self._rows -= TABLE_ROWS + table.row_count if table is not None else 0
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 class SharedMapping:
@@ -99,7 +110,7 @@ class MappingCache:
     def __init__(self) -> None:
         self.most_files = raise_descriptor_limit() // DESCRIPTOR_SHARE
         self._lock = threading.Lock()
-        self._tables = TableCache()
+        self.tables = TableCache()
         self._mapped: OrderedDict[str, SharedMapping] = OrderedDict()
         self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -117,7 +128,7 @@ class MappingCache:
             self.clear()
             if len(self._alive) >= self.most_files:
                 raise OSError(errno.EMFILE, f"{self.most_files} files are mapped for streams", path)
-        mapping = SharedMapping(path, self._tables)
+        mapping = SharedMapping(path, self.tables)
         with self._lock:
             self._mapped[path] = mapping
             self._alive.add(mapping.data)
@@ -138,6 +149,7 @@ class MappingCache:
         """The file has lost that name; streams that send it go on."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
+            self.tables.drop(path)
         del mapping
 
 

@@ -32,7 +32,7 @@ from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.stream_receiver import Incoming, Outcome, Receiver
 from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
-from shared.dataplane.write import write_block
+from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
 CHUNK = 1 << 16
@@ -59,13 +59,29 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
     files.seal("p")
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
+    assert len(cache.tables) == 1
     files.retire(Retire("p.blk", "p.zombie"))
     assert files.unmapped() == []  # the stream still sends it
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))
+    assert len(cache.tables) == 0  # of every file that was ever streamed one would stay otherwise
     del stream
     assert files.unmapped() == ["p.zombie"]
     files.close()
+
+
+def test_tables_of_many_small_files_are_kept_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "CACHED_ROWS", 1000)
+    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    file = np.zeros(layout.file_bytes, np.uint8)
+    copy_block(file, layout)
+    cache = mapping.TableCache()
+    for number in range(100):
+        cache.get(f"{number}.blk", file)
+    assert len(cache) == 1000 // (mapping.TABLE_ROWS + 1)
+    cache.drop("99.blk")
+    cache.drop("0.blk")  # long gone
+    assert len(cache) == 1000 // (mapping.TABLE_ROWS + 1) - 1
 
 
 def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
