@@ -1,0 +1,84 @@
+"""A store and a reader of its streams, step after step: neither grows. Sealed and in clear, copies kept and cleared."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from proto.messages import Ack, BatchMeta, BatchPart, Clear, GetStoreStats, PutTask, StoreStats, TaskHandle
+from shared.dataplane.client import TaskShards
+from tests.integration.store_process import STORE, Peer, make_run, peer_of
+from tests.integration.stream_line import TcpStoreProcess, remote
+
+MEMORY = 64 << 20
+CACHE_BYTES = 8 << 20
+CALL_S = 3.0
+"""Answers are kept for retries until their deadline and 5 s more: with long ones the run would end before they go."""
+TASKS = 8
+WARM_STEPS = 40
+"""Until then memory is still being taken for the first time: of streams, copies, answers that are kept."""
+GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
+"""After that, however long; 4 MB pass in a step. A reader's copies go when it hears of the clear, so those of two steps
+may be there beside what is coming. A store notes 8 tombstones and clears a step, 1.5 KB, up to 65536 of each."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
+    process = TcpStoreProcess(make_run(tmp_path, memory=MEMORY))
+    yield process
+    if process.process is not None and process.process.poll() is None:
+        process.kill()
+    process.run.remove_volatile()
+
+
+async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
+    await peer.store.call(Clear(tasks=[PutTask(task.task_id, task.fence) for task in tasks]), Ack, deadline_s=CALL_S)
+
+
+@pytest.mark.parametrize(
+    ("steps", "plain"),
+    [(100, False), pytest.param(1000, False, marks=pytest.mark.long), pytest.param(1000, True, marks=pytest.mark.long)],
+)
+def test_store_and_reader_of_its_streams_do_not_grow(store: TcpStoreProcess, steps: int, plain: bool) -> None:
+    values = np.random.default_rng(1).standard_normal(64 * 1024)
+    sizes: list[list[int]] = []
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            assert store.process is not None
+            processes = [psutil.Process(), psutil.Process(store.process.pid)]
+            data = remote(peer, plain=plain, cache_bytes=CACHE_BYTES)
+            for step in range(steps):
+                tasks = [
+                    TaskShards(f"train/{step}/{i}", 1, {"a": values, "b": values[: i * 100]}) for i in range(TASKS)
+                ]
+                await peer.data.put(tasks, store=STORE, deadline_s=CALL_S)
+                handles = [TaskHandle(task.task_id, 1, stores=[0]) for task in tasks]
+                meta = BatchMeta(tasks=handles, parts=[BatchPart("s", ["a", "b"])], stores=[STORE])
+                for _ in range(2):  # the second comes from the copies
+                    found = await data.fetch(meta, ["a", "b"], deadline_s=CALL_S)
+                    assert found[7]["b"][-1] == found[0]["a"][699] == values[699]
+                del found
+                await clear(peer, tasks)
+                if step >= WARM_STEPS and step % 10 == 0:
+                    gc.collect()
+                    sizes.append([process.memory_info().rss for process in processes])
+            counts = data.streams.counts
+            passed = steps * sum(array.nbytes for array in tasks[0].shards.values()) * TASKS
+            assert passed <= counts.received_bytes < 1.01 * passed + (1 << 20)  # over the line, and once
+            assert (counts.refused, counts.stalls) == (0, 0)
+            now = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
+            assert (now.shards, now.files) == (0, 0)
+            data.close()
+
+    store.plain = plain
+    store.start()
+    asyncio.run(main())
+    for (name, limit), mine in zip(GROWTH_BYTES.items(), zip(*sizes, strict=True), strict=True):
+        assert max(mine) - mine[0] < limit, f"{name}: {[each >> 10 for each in mine]} KiB every 10 steps"
