@@ -7,12 +7,12 @@ its store: it goes on under the same id, or begins again when the unsealed file 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -43,7 +43,7 @@ from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import Rereads
 from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, first_names, with_shard_names
 from shared.dataplane.write import copy_block, write_block
-from shared.descriptors import raise_descriptor_limit
+from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -57,6 +57,7 @@ AGAIN_S = 0.05
 """Between two looks for a file that has left the name under which it was found."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,31 @@ class DataClient:
 
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
         if store not in self._shares:
-            left_s = deadline - asyncio.get_running_loop().time()
-            place = await client.call(GetStorePlace(), StorePlace, deadline_s=left_s)
-            self._shares[store] = shares_memory(place)
+            place = await _ask(client, GetStorePlace(), StorePlace, deadline)
+            self._shares[store] = self._with_descriptors(lambda: shares_memory(place), f"to look for {store}")
         return self._shares[store]
+
+    def _with_descriptors(self, work: Callable[[], T], what: str) -> T:
+        """What `work` returns, the second time without the mappings that are kept if it finds no descriptor.
+
+        Raises RpcError(internal) when there is none then either.
+        """
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+        self._landings.close()
+        self._rereads.close()
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"no descriptor is left {what} ({error.strerror}): raise ulimit -n, or put more tasks in one put",
+            ) from None
 
     # ---- put
 
@@ -223,7 +245,7 @@ class DataClient:
     def _fill(
         self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
     ) -> tuple[int, list[Receipt]] | None:
-        descriptor = lock_named(path, os.O_RDWR)
+        descriptor = self._with_descriptors(lambda: lock_named(path, os.O_RDWR), f"to write {path}")
         if descriptor is None:
             return None
         try:
@@ -261,19 +283,19 @@ class DataClient:
                 located = await client.call(Locate(tasks=wants.tasks), Located, deadline_s=deadline - loop.time())
             except RpcError as error:
                 raise with_shard_names(error, wants.tasks, wants.keys or ()) from None
-            found = await loop.run_in_executor(self._threads, self._read, located, wants)
+            what = f"to map {len(located.files)} files of {wants.store}"
+            read = partial(self._with_descriptors, partial(self._read, located, wants), what)
+            found = await loop.run_in_executor(self._threads, read)
             if found is not None:
                 return found
             await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the store now says so
 
     def _read(self, located: Located, wants: _Wants) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]
-        mapped = 0
         try:
             whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
             for place, ats in _by_file(located).items():
                 mapping = BlockMapping(located.files[place], self._cache, self._rereads)
-                mapped += 1
                 index = mapping.table.index
                 if whole:
                     mapping.touch(self._helper)
@@ -285,14 +307,6 @@ class DataClient:
                     found[at] = merged(found[at], arrays, wants.keys or ()) if found[at] else arrays
         except FileNotFoundError:
             return None
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            raise RpcError(
-                ErrorCode.INTERNAL,
-                f"{mapped} of {len(located.files)} files mapped, then no descriptor was left: raise ulimit -n, "
-                "or put more tasks in one put",
-            ) from None
         return found
 
 

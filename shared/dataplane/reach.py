@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from proto.messages import StorePlace
+from shared.descriptors import NO_DESCRIPTOR
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -39,12 +40,14 @@ def write_place(path: str) -> StorePlace:
 
 
 def shares_memory(place: StorePlace) -> bool:
-    """Can this process map the files of the store that announced `place`?"""
+    """Can this process map the files of the store that announced `place`? Raises OSError: no descriptor to find out."""
     if not place.token.startswith(_boot_id()):
         return False
     try:
         return Path(place.path).read_text() == place.token
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return False
 
 

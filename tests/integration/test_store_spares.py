@@ -20,6 +20,8 @@ from proto.messages import (
     Clear,
     ErrorCode,
     GetStoreStats,
+    Ping,
+    Pong,
     PutBegin,
     PutGrant,
     PutTask,
@@ -32,6 +34,7 @@ from services.batch_store.spares import SPARE_BYTES
 from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
 from shared.rpc.errors import RpcError
+from tests.descriptors import descriptors_left
 from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
 
 ELEMENTS = SPARE_BYTES // 4 + 1000
@@ -111,6 +114,41 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
             assert (await stats(peer)).bytes <= MEMORY
             assert np.array_equal(await fetch(peer, "train/9/0"), large)
             await clear(peer, "train/9/0")
+
+    asyncio.run(scenario())
+
+
+def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_so(store: StoreProcess) -> None:
+    values = np.arange(ELEMENTS, dtype=np.float32)
+
+    async def keep_mappings(peer: Peer, step: int) -> None:
+        """One to write through, one to read through: two descriptors each."""
+        await put(peer, f"train/0/{step}", values)
+        assert np.array_equal(await fetch(peer, f"train/0/{step}"), values)
+        await clear(peer, f"train/0/{step}")
+
+    async def scenario() -> None:
+        async with peer_of(store.run) as peer:
+            for step in range(3):
+                await keep_mappings(peer, step)
+            with descriptors_left(0):
+                await put(peer, "train/1/0", values)
+            assert np.array_equal(await fetch(peer, "train/1/0"), values)
+            with descriptors_left(0):
+                assert np.array_equal(await fetch(peer, "train/1/0"), values)
+            peer.data._landings.close()
+            peer.data._rereads.close()
+            with descriptors_left(0):
+                for attempt in (put(peer, "train/1/1", values), fetch(peer, "train/1/0")):
+                    with pytest.raises(RpcError, match="ulimit -n") as caught:
+                        await attempt
+                    assert caught.value.code == ErrorCode.INTERNAL
+            assert np.array_equal(await fetch(peer, "train/1/0"), values)
+        async with peer_of(store.run) as new:
+            await new.store.call(Ping(), Pong, deadline_s=CALL_S)
+            with descriptors_left(0), pytest.raises(RpcError, match="ulimit -n"):
+                await put(new, "train/1/2", values)
+            await put(new, "train/1/2", values)  # it was not taken for a store of another host
 
     asyncio.run(scenario())
 

@@ -5,11 +5,8 @@ bytes count until they are gone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +24,7 @@ from services.batch_store.stream_source import STREAM_SHARE, pin
 from shared.dataplane.mapping import MappingCache, lock_named
 from shared.dataplane.write import write_block
 from shared.descriptors import raise_descriptor_limit
+from tests.descriptors import descriptors_left
 
 
 def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) -> str:
@@ -39,27 +37,6 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
     files.seal(put_id)
     index.seal(put_id, files.read_table(f"{put_id}.blk"))
     return put_id
-
-
-@contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """No more than `count` can be opened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 50 + count, hard))
-    try:
-        while True:
-            try:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-            except OSError:
-                break
-        for _ in range(count):
-            os.close(held.pop())
-        yield
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> None:
