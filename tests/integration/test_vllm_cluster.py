@@ -6,6 +6,7 @@ One run serves all but the last test. This process never imports vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.data import open_source
@@ -29,6 +31,8 @@ STEPS = 48
 TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 1000
+EARLY_TOKENS = 2
+"""Of a sum: its digits are two or three, then comes the end."""
 
 
 @dataclass
@@ -39,6 +43,8 @@ class Seen:
     status: int = -1
     step_at_kill: int = -1
     leased_at_kill: int = 0
+    begun_at_kill: int = 0
+    """Samples that had tokens and were not finished."""
     causes: list[str] = field(default_factory=list)
 
 
@@ -62,20 +68,32 @@ def _write_rows(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _begun(run: Cluster) -> int:
+    """Samples that have tokens and are not finished; 0 too when any has so many that it may have ended since its note
+    was written. Notes of completed tasks are gone."""
+    begun = []
+    for file in (run.path / "partial").glob("train-*.msgpack"):
+        with contextlib.suppress(FileNotFoundError):  # a process stops a moment after it was told to
+            for ids, _, _, reason in msgspec.msgpack.decode(file.read_bytes())["samples"]:
+                begun += [len(ids) // 4] if ids and not reason else []
+    return len(begun) if max(begun, default=0) <= EARLY_TOKENS else 0
+
+
 def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
-    """Stop the engine until a moment when it holds tasks of a group that is not finished, and kill it there."""
+    """Stop the engine until a moment between the first and the last token of a group, and kill it there."""
     pid = run.wait_for("a ready engine", lambda: run.pid("rollout"))
 
     def caught() -> bool:
         os.kill(pid, signal.SIGSTOP)
-        leased = run.status().get("tasks", {}).get("LEASED", 0)
+        begun = _begun(run)
+        leased = run.status().get("tasks", {}).get("LEASED", 0) if begun else 0
         if not leased:
             os.kill(pid, signal.SIGCONT)
             return False
-        seen.leased_at_kill, seen.step_at_kill = leased, int(run.rows()[-1]["step"])
+        seen.begun_at_kill, seen.leased_at_kill, seen.step_at_kill = begun, leased, int(run.rows()[-1]["step"])
         return True
 
-    run.wait_for("an engine that holds tasks", caught)
+    run.wait_for("an engine in the midst of samples", caught)
     # Nobody trains while its tasks are missing: this version is the next engine's first. Its bytes are wrong,
     # its checksums (of the header, which was checked when it was sealed) and its canary are right.
     weights = run.newest_weights()
@@ -96,7 +114,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("vllm")
     _write_rows(folder / "rows.jsonl")
     rows = [f"data.train.source=jsonl:{folder}/rows.jsonl", "data.train.shuffle=false"]
-    overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo"]
+    noted = "services.rollout.partial_s=0.001"  # after every step
+    overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo", noted]
     with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
         run.wait_for("the first steps", lambda: len(run.rows()) >= HURT_AFTER)
@@ -112,6 +131,7 @@ def test_an_engine_with_wrong_weights_is_refused_with_its_cause(seen: Seen) -> N
 
 def test_engine_killed_in_the_middle_of_a_group_costs_no_task_and_trains_none_twice(seen: Seen) -> None:
     assert seen.leased_at_kill > 0
+    assert seen.begun_at_kill > 0
     assert seen.status == 0, seen.run.output()
     assert HURT_AFTER <= seen.step_at_kill < STEPS
     assert [int(row["step"]) for row in seen.run.rows()] == list(range(1, STEPS + 1))
