@@ -7,6 +7,7 @@ already they cost a copy and no page fault (per GiB, checksums included: 0.13 s,
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -19,6 +20,8 @@ from shared.dataplane.kept import MIN_BYTES, KeptMappings, Window
 _BLOCK_BYTES = 512  # of st_blocks
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, since Linux 5.14: what is not there is allocated, and a full mount is an error."""
+_TMPFS_MAGIC = 0x01021994
+_LIBC = ctypes.CDLL(None)
 POPULATE_BYTES = 8 << 20
 """At once: 3 to 6 ms, in which no other thread of this process runs, its event loop neither."""
 
@@ -33,13 +36,14 @@ class Landings:
     def of(self, descriptor: int, nbytes: int) -> Array | None:
         """uint8 [nbytes] over a granted file, which the caller has locked through `descriptor`.
 
-        None: write it without, because it is small, or because too few of its pages are there.
+        None: write it without, because it is small, because too few of its pages are there, or because it lies on a
+        file system that may write a page to a new place (copy on write), for which there may be no room.
         """
         if nbytes < MIN_BYTES:
             return None
         status = os.fstat(descriptor)
         missing = nbytes - status.st_blocks * _BLOCK_BYTES
-        if status.st_size != nbytes or missing > nbytes // 4:
+        if status.st_size != nbytes or missing > nbytes // 4 or not _in_memory(descriptor):
             return None
         inode = (status.st_dev, status.st_ino)
         with self._lock:
@@ -62,6 +66,12 @@ class Landings:
         """Let go of all of them."""
         with self._lock:
             self._kept.close()
+
+
+def _in_memory(descriptor: int) -> bool:
+    """Does a file lie on a tmpfs, where what is there is written in its place?"""
+    status = (ctypes.c_long * 64)()  # struct statfs begins with f_type, and is no larger anywhere
+    return _LIBC.fstatfs(descriptor, status) == 0 and status[0] == _TMPFS_MAGIC
 
 
 def _populate(data: mmap.mmap, nbytes: int) -> None:

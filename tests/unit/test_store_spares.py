@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +38,13 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares_module, "SPARE_BYTES", 1)
     monkeypatch.setattr(landing_module, "MIN_BYTES", 1)
     monkeypatch.setattr(reread_module, "MIN_BYTES", 1)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder of shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 class Store:
@@ -222,9 +231,9 @@ def test_spares_that_nobody_takes_and_those_that_are_too_many_are_deleted(tmp_pa
     assert not list((tmp_path / "s").glob("*.dead"))
 
 
-def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path: Path) -> None:
+def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: Path) -> None:
     layout = Layout([("weights/0/0", 1, {"w": VALUES, "empty": VALUES[:0], "b": VALUES[:7]})])
-    path = tmp_path / "block"
+    path = memory / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
     landings = Landings()
@@ -247,7 +256,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(tmp_path
     landings.close()
 
 
-def test_other_threads_run_while_a_large_file_is_made_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_a_large_file_is_made_writable(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, int]] = []
 
     class Watched(mmap.mmap):
@@ -258,7 +267,7 @@ def test_other_threads_run_while_a_large_file_is_made_writable(tmp_path: Path, m
 
     monkeypatch.setattr(mmap, "mmap", Watched)
     nbytes = 2 * POPULATE_BYTES + 1234
-    path = tmp_path / "block"
+    path = memory / "block"
     path.write_bytes(bytes(nbytes))
     landings = Landings()
     locked = lock_named(str(path), os.O_RDWR)
@@ -270,8 +279,22 @@ def test_other_threads_run_while_a_large_file_is_made_writable(tmp_path: Path, m
     landings.close()
 
 
-def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s")
+def test_a_file_on_a_disk_is_written_without_a_mapping(tmp_path: Path, memory: Path) -> None:
+    landings = Landings()
+    mapped = []
+    for folder in (tmp_path, memory):
+        (folder / "block").write_bytes(bytes(1 << 16))
+        with (folder / "block").open("r+b") as file:
+            os.fsync(file.fileno())  # all its blocks are there
+            mapped.append(landings.of(file.fileno(), 1 << 16) is not None)
+    landings.close()
+    kinds = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path, memory], text=True).split()
+    assert kinds[1] == "tmpfs"
+    assert mapped == [kind == "tmpfs" for kind in kinds]
+
+
+def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(memory: Path) -> None:
+    store = Store(memory / "s")
     path = store.put("weights/0/0", VALUES)
     landings = Landings()
     locked = lock_named(path, os.O_RDWR)
