@@ -49,7 +49,7 @@ PROCESSES = (
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, GetWorkerState)
 """What a peer with the key of a service may ask for, and gets: the end of the run, or of a driver."""
-REQUESTS = 40
+REQUESTS = 80
 FLOOD = 3000
 SILENT = 40
 LIFE = 4711
@@ -122,7 +122,7 @@ def replay_an_id_and_name_an_unknown_type(context: zmq.Context[zmq.Socket[bytes]
 def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
     kinds = list(garbage())
     with dealer(context, endpoint) as peer:
-        for number in range(STRIKES + 8):
+        for number in range(2 * STRIKES):
             peer.send_multipart(kinds[number % len(kinds)])
         peer.send_multipart(message(Ping(), 99))
         heard = [codec.decode(answer_of(peer)).body for _ in range(2)]  # some of them are told what was wrong
