@@ -3,13 +3,15 @@
 `python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--no-peers] [--no-scheduler] [--no-across]`. Real store
 process, real client, RPC included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302 MB); ragged: 8192 tasks x 6
 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the number of tasks (16: 4.8 GB,
-of which three copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at size 1.
+of which three copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at size 1,
+and so does the scheduler's process, with a million tasks; its state machine alone runs at every size, in a million.
 
 What is timed: `put`, from the call to the last receipt; `get + read`, same host: the fetch, and the xxh3 of each array
 (the cheapest call that reads every byte: 13 GB/s, where a sum in float64 makes 4), on both sides, at the peers too. The
 memory is touched once before, because the first use ever of a virtual machine's pages costs its host 1 to 2 s per GiB.
-The first put, into new pages, is a line of its own; at later ones the store lends the pages of what was collected, as
-in every step of a run but the first, and the limit writes new files each time. `TCP get`: until every array is there
+The first put is a line of its own, and the one to hold against its limit: both write into new pages. At later ones the
+store lends the pages of what was collected, as in every step of a run but the first, and the limit writes new files
+each time. `TCP get`: until every array is there
 and checked, against plain `recv` of as many bytes from one connection into memory that was touched before (a ring of at
 most 512 MB, because a hot buffer of one chunk would leave the cost of memory out); what came is read again on neither
 side. The sender of that yardstick sends one hot block over and over.
@@ -50,6 +52,9 @@ BLOCK_TASKS = 64
 CHUNK = 1 << 20
 RING_BYTES = 512 << 20
 PEERS_S = 300
+TASKS = 1_000_000
+TASK_BYTES = 512
+"""What the scheduler may need for each: the limit."""
 PEERS = REPOSITORY / ".venv-data" / "bin" / "python"
 _digest = xxhash.xxh3_64_intdigest
 Work = tuple[list[TaskShards], list[str]]
@@ -344,7 +349,7 @@ async def measure_size(size: int, rounds: int, report: Report, *, across: bool) 
                 run.remove_volatile()
             mine = mine or rows
             warm = rows[1:] or rows
-            for name, some, least in (("first put", rows[:1], ""), ("put", warm, floor)):
+            for name, some, least in (("first put", rows[:1], floor), ("put", warm, floor)):
                 report.against(size, f"{name}, {label}: tmpfs write", nbytes, some, ("put", "limit_put"), least)
             report.against(size, f"get + read, {label}: mmap read", nbytes, warm, ("get", "limit_get"), "0.7")
             if not across:
@@ -370,6 +375,21 @@ def measure_peers(mine: Rows, rounds: int, report: Report) -> None:
         )
 
 
+def measure_scheduler(sizes: list[int]) -> None:
+    """A million tasks and the real process; then as many millions as there are sizes, the state machine alone."""
+    print("scheduler, over its socket")
+    print(scheduler_load.table([scheduler_load.in_own_process("socket", TASKS)]))
+    rows: list[scheduler_load.Figures] = []
+    for size in sizes:
+        need, free = size * TASKS * TASK_BYTES, psutil.virtual_memory().available
+        if need > free:
+            print(f"{size * TASKS} tasks left out: they take about {need >> 20} MiB, {free >> 20} are available")
+            continue
+        rows.append(scheduler_load.in_own_process("state", size * TASKS))
+    print("scheduler, its state machine alone")
+    print(scheduler_load.table(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="the data plane against limits and peers")
     parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1])
@@ -392,7 +412,7 @@ def main() -> None:
     if options.peers and not PEERS.exists():
         print("peers left out: run `make peers-data` first")
     if options.scheduler:
-        print(scheduler_load.table([scheduler_load.in_own_process("socket", 1_000_000)]))
+        measure_scheduler(options.sizes)
 
 
 if __name__ == "__main__":
