@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,14 +42,15 @@ def shared(store: Any) -> SharedSource:
 
 
 def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -> None:
-    async def prepared(_: Callable[[], PreparedTasks]) -> PreparedTasks:
-        return tasks([FRESH])
+    async def at_once(work: Callable[[], PreparedTasks]) -> PreparedTasks:
+        return work()
 
     async def scenario() -> None:
         async with rig() as made:
             store = Store()
             worker = worker_of(made, source=shared(store))
-            worker._on_text = prepared  # type: ignore[assignment]
+            worker._on_text = at_once  # type: ignore[assignment]
+            worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
             other = made.in_flight.begin(FIRST, exact=True)  # what both wait for
             first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
             one = await worker._prepare(first)
