@@ -79,7 +79,8 @@ def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(store: Stor
                     early = [process.memory_info().rss for process in processes]
             gc.collect()
             growth = [process.memory_info().rss - before for process, before in zip(processes, early, strict=True)]
-            assert max(growth) < GROWTH_BYTES, growth
+            # and the pages of a step more, if the reader was late once: both sides keep them mapped
+            assert max(growth) < GROWTH_BYTES + 9 * values.nbytes, growth
             now = await stats(peer)
             assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (now.spare_bytes, 0, 0, 0)
             assert now.spare_bytes < 3 * 9 * values.nbytes  # a step's pages, and those of one whose reader was late
