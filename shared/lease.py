@@ -85,6 +85,15 @@ class Lease:
         """It waits for a peer, who has so long from now on; 0: it does not, any more."""
         self._waits_until = time.monotonic() + limit_s
 
+    async def within(self, limit_s: float, work: Awaitable[T]) -> T:
+        """The result of `work`, which has so long to end and renews the lease meanwhile: it ends by itself."""
+        self.wait(limit_s)
+        try:
+            return await work
+        finally:
+            self.wait(0.0)
+            self.advance()
+
     def give_up(self) -> None:
         """Its work must stop. Loop thread only."""
         self.cancel.set()

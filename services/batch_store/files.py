@@ -40,7 +40,11 @@ _ROOM = (
         "enlarge the mount (mount -o remount,size=…, docker --shm-size) or name another folder as "
         "services.batch-store.directory",
     ),
-    ("spill_limit", "free some or name another folder as services.batch-store.spill"),
+    (
+        "spill_limit",
+        "delete what runs before a restart of this host left there, or name another folder as "
+        "services.batch-store.spill",
+    ),
 )
 
 

@@ -15,11 +15,13 @@ from services.batch_store.room import Retire
 from services.batch_store.state import StoreState
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 
-AT_ONCE = 128
-"""Each zombie keeps a descriptor until it is deleted: after so many of either sort those that nobody maps are."""
+AT_ONCE, AT_ONCE_SHARE = 128, 32
+"""Each zombie keeps a descriptor until it is deleted: after so many of either sort, or the limit on descriptors by the
+share, those that nobody maps are."""
 ZOMBIE_SHARE = 4
-"""At most the limit on descriptors by this: connections, mailboxes' and streams', need theirs. Of the zombies past it
-some are opened each time, and closed again if somebody maps them."""
+"""At most the limit on descriptors by this. Streams' mappings have as much, the connections of an endpoint, two each,
+too, and those of the bulk port a sixteenth: the rest is everybody's. Of the zombies past it some are opened each time,
+and closed again if somebody maps them."""
 T = TypeVar("T")
 
 
@@ -35,7 +37,8 @@ class Retirement:
         self._due: deque[Retire] = deque()
         self._shut: deque[str] = deque()
         """Zombies to be opened: spares that were given up, and those past `most_open`."""
-        self._most_open = raise_descriptor_limit() // ZOMBIE_SHARE
+        limit = raise_descriptor_limit()
+        self._most_open, self._at_once = limit // ZOMBIE_SHARE, min(AT_ONCE, limit // AT_ONCE_SHARE)
         self._refused: set[str] = set()
         """What the disk refused to let go, and was said already."""
 
@@ -71,7 +74,7 @@ class Retirement:
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
         """How many of them have begun their end; what is refused stands behind the others then."""
         count = 0
-        for _ in range(min(len(due), AT_ONCE)):
+        for _ in range(min(len(due), self._at_once)):
             one = due.popleft()
             try:
                 begin(one)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-MOST = 256
-"""Connections at a time. Each may hold one chunk that was copied to be sent, no more."""
+MOST, SHARE = 256, 16
+"""Connections at a time, and at most the limit on descriptors by this. Each may hold one chunk that was copied to be
+sent, no more."""
 IDLE_S = 20.0
 """A connection that proved itself, and neither asked nor took anything for so long, ends."""
 PROVE_S = 10.0
@@ -37,7 +38,9 @@ class Place:
 class Places:
     """The places that are taken, the longest held first, and what came of those who held them."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptors: int) -> None:
+        """`descriptors`: most that this process may have."""
+        self._most = min(MOST, descriptors // SHARE)
         self.turned_away = 0
         """Newcomers, because every place was held by one that had proved itself."""
         self.evicted = 0
@@ -58,7 +61,7 @@ class Places:
         strangers of one host push out one another, not readers of other hosts that have just connected.
         """
         victim = None
-        if len(self._held) >= MOST:
+        if len(self._held) >= self._most:
             strangers = [place for place in self._held if not place.proven]
             if not strangers:
                 self.turned_away += 1

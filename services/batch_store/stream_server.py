@@ -27,6 +27,7 @@ from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_line
 from shared.dataplane.bulk_line import BulkLine
 from shared.dataplane.stream_seal import REKEY_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Opener, Sealer
+from shared.descriptors import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 CHUNK_BYTES = 1 << 20
@@ -74,7 +75,7 @@ class StreamServer:
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(chunk_bytes))
         self._buffer_bytes = self._sent_bytes = self._refused = self._unknown = 0
-        self._places = Places()
+        self._places = Places(raise_descriptor_limit())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False

@@ -4,8 +4,8 @@ those of the new version (`recompute`). Must never let a token out that was samp
 nor touch a block that wants one exact version (evaluations).
 
 Generation stands still for the swap and its proof only: never while the weights are fetched, nor while the trainer is
-asked to send them. What it sends right into an engine (vLLM) is part of the swap. A trainer that does not send costs
-its time once, and the shards are taken for `SHARDS_S`.
+asked to send them. What it sends right into an engine (vLLM) is part of the swap. If that does not come, the shards are
+taken for `SHARDS_S`, where this way in was drilled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from proto.messages import WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import Delivery, WeightsSource
+from services.rollout.weights_source import Delivery, Entry, WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
 
@@ -107,7 +107,8 @@ class InFlight:
             if await self._comes(ref, self._source.fetch):
                 return
             self._sent_from = clock() + SHARDS_S
-        await self._comes(ref, self._source.from_store)
+        if self._can_use(ref, Entry.SET):  # before all of it is brought for nothing
+            await self._comes(ref, self._source.from_store)
 
     async def _comes(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
         """False: it was to be sent and did not come; the samples go on as they did."""
@@ -116,24 +117,24 @@ class InFlight:
         except RpcError as error:
             self._missed(ref, error)  # superseded meanwhile
             return True
-        if not self._can_use(ref, delivery):
+        if not self._can_use(ref, delivery.entry):
             return True
         try:
             await delivery.begin()
             await self._swap(ref, delivery)
         except TransferFailed as error:
             self._missed(ref, error)
-            return False
+            return not self._can_use(ref, delivery.entry)  # or a lease has brought it meanwhile
         return True
 
-    def _can_use(self, ref: WeightsRef, delivery: Delivery) -> bool:
+    def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:
         """Samples are not to take steps with the drill's weights."""
-        return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(delivery.entry)
+        return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(entry)
 
     async def _swap(self, ref: WeightsRef, delivery: Delivery) -> None:
         """Raises TransferFailed: the engine goes on as it was."""
         async with self.settled():
-            if not self._can_use(ref, delivery):
+            if not self._can_use(ref, delivery.entry):
                 delivery.decline()
                 return
             began, held = time.perf_counter(), self._sync.holds

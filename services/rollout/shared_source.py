@@ -42,7 +42,8 @@ class SharedSource:
         fetching = self._fetching.setdefault(key, _Fetching())
         fetching.waiting.append(moved)
         try:
-            async with fetching.lock:  # who waits fetches itself if that fails
+            async with fetching.lock:  # who waits fetches itself if that fails, with all of its time
+                moved()
                 delivery = self._here.get(key)
                 if delivery is None:
                     delivery = self._here[key] = await self._source.fetch(ref, fetching.moved)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shared.topology import Topology
 
 TASKS_A_TURN = 4
+TEXT_S = 120.0
+"""So long the thread of texts may take over one turn, those of other leases before it and rows that hang included."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
     for first in range(0, max(len(grant.batch.tasks), 1), TASKS_A_TURN):
         lease.check()
         batch = replace(grant.batch, tasks=grant.batch.tasks[first : first + TASKS_A_TURN])
-        parts.append(await on_text(partial(sets.prepare, replace(grant, batch=batch))))
-        lease.advance()
+        parts.append(await lease.within(TEXT_S, on_text(partial(sets.prepare, replace(grant, batch=batch)))))
     return PreparedTasks(
         [task for part in parts for task in part.ready],
         [result for part in parts for result in part.dropped],

@@ -4,6 +4,7 @@ fails. Must never judge what comes; `weights_sync` proves it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ class _IntoEngine:
     receiver: Receiver[TransferOffer]
     ref: WeightsRef
     is_drill: bool
-    _offer: TransferOffer | None = None
+    _asked: asyncio.Task[TransferOffer] | None = None
 
     @property
     def entry(self) -> Entry:
@@ -204,27 +205,30 @@ class _IntoEngine:
 
     async def begin(self) -> None:
         """Ask the trainer: it reads the version and stands ready to send. Between two steps it would be waited for."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
         try:
-            self._offer = await self.source.transfers.ask(self.ref, self.receiver)
+            await asyncio.shield(self._asked)  # whoever loads meanwhile waits for it, too
         except TransferFailed as error:
+            self._asked = None
             self.source.failed(self.ref, error)
             raise
 
     def decline(self) -> None:
-        offer, self._offer = self._offer, None
-        if offer is not None:
-            self.source.transfers.decline(offer, self.receiver)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.source.transfers.decline(asked.result(), self.receiver)
 
     async def load(self, engine: Engine) -> Loaded:
         from shared.transfer.table import nbytes
 
         transfers, began = self.source.transfers, time.perf_counter()
-        offer, self._offer = self._offer, None
+        asked, self._asked = self._asked, None
         try:
-            if offer is None:
+            if asked is None:
                 offer = await transfers.bring(self.ref, self.receiver, drill=self.is_drill)
             else:
-                offer = await transfers.take(offer, self.receiver)
+                offer = await transfers.take(await asyncio.shield(asked), self.receiver)
         except TransferFailed as error:
             self.source.failed(self.ref, error)
             if not self.is_drill:

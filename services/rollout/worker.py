@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import LeaseGrant, TaskResult, WeightsRef
+from proto.messages import ErrorCode, LeaseGrant, TaskResult, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
@@ -21,7 +21,7 @@ from services.rollout.in_flight import InFlight
 from services.rollout.prompts import messages_of
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
-from services.rollout.tasks import PreparedTasks, TaskSets, prepare
+from services.rollout.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
 from services.rollout.trajectory import rolled
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
@@ -35,6 +35,7 @@ from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
 from shared.moved import Moved
 from shared.pipeline import LeasePipeline
+from shared.rpc.errors import RpcError
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
 from shared.turns import OwnDevices, Turns
@@ -60,6 +61,19 @@ class _Sampled:
     seconds: float
     sync: SyncReport | None
     """What brought the weights; the last one if they changed under the samples."""
+
+
+class _WeightsGone(Exception):
+    """The scheduler had the version of a lease cleared while that waited: what it makes would be of no use."""
+
+
+async def _unless_gone(fetching: Awaitable[Delivery]) -> Delivery:
+    try:
+        return await fetching
+    except RpcError as error:
+        if error.code in (ErrorCode.MISSING, ErrorCode.COLLECTED):
+            raise _WeightsGone(str(error)) from None
+        raise
 
 
 class RolloutWorker:
@@ -151,16 +165,20 @@ class RolloutWorker:
 
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
         """Weights first: the trainer's parameters may stay for as long as they are taken over."""
-        async with self._settled(lease):
-            await self._have(_WEIGHTS)
-            placed = await self._place(lease, prepared)
-            await self._have(ENGINE)
-            if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
-                await self._prove(lease)
-            prepared.weights = None
-            held, lineage = self.holds.step, self.holds.lineage
-            # A workflow's calls are many blocks, some of which would begin in the midst of a swap: one version a lease.
-            versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
+        try:
+            async with self._settled(lease):
+                await self._have(_WEIGHTS)
+                placed = await self._place(lease, prepared)
+                await self._have(ENGINE)
+                if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
+                    await self._prove(lease)
+                prepared.weights = None
+                held, lineage = self.holds.step, self.holds.lineage
+                # A workflow's calls are many blocks, some of which would begin in a swap: one version a lease.
+                versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
+        except _WeightsGone as error:
+            await self.leases.hand_back(lease, f"waited for longer than its version lasted: {error}", untouched=True)
+            return None
         try:
             return await self._sampled(lease, prepared, versions, lineage)
         finally:
@@ -182,9 +200,11 @@ class RolloutWorker:
 
         watching = asyncio.create_task(watch())
         self.leases.behind.add(lease)
+        lease.untouched = True
         try:
             async with self._in_flight.settled(may_begin):
                 self.leases.behind.discard(lease)
+                lease.untouched = False
                 yield
         finally:
             self.leases.behind.discard(lease)
@@ -201,12 +221,12 @@ class RolloutWorker:
         if ref is None or not self._needs_other(lease):
             return False
         # Not here: the engine held this version when the lease was prepared, and has left it since.
-        weights = prepared.weights or await self._fetch(lease, ref)
+        weights = prepared.weights or await _unless_gone(self._fetch(lease, ref))
         prepared.weights = None
         try:
             await self._sync.place(ref, weights)
         except TransferFailed:
-            await self._sync.place(ref, await self._from_store(lease, ref))
+            await self._sync.place(ref, await _unless_gone(self._from_store(lease, ref)))
         return True
 
     async def _prove(self, lease: Lease) -> None:
@@ -217,7 +237,7 @@ class RolloutWorker:
         except TransferFailed:
             if ref is None:
                 raise
-            await self._sync.load(ref, await self._from_store(lease, ref))
+            await self._sync.load(ref, await _unless_gone(self._from_store(lease, ref)))
 
     async def _have(self, parts: Parts) -> None:
         """Memory for `parts` of the engine."""
@@ -273,7 +293,7 @@ class RolloutWorker:
         """Score, put, complete."""
         tasks = prepared.tasks
         if self._workflow is None:
-            await self._write_texts(tasks, sampled.made)
+            await lease.within(TEXT_S, self._write_texts(tasks, sampled.made))
         scores = await self._scores(lease, sampled.made)
         samples = [[each.rolled for each in group] for group in sampled.made]
         block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors)

@@ -22,8 +22,8 @@ from shared.data.source import DataError, SourceLost
 HASH_SEED = "0"
 START_S = 60.0  # importing the library
 START_ATTEMPTS = 3
-ANSWER_S = 20.0  # below lease.lease_s, while it is 30
-ANSWER_ATTEMPTS = 2
+ANSWER_S = 20.0
+ANSWER_ATTEMPTS = 2  # of a row over which the process died; one that was late would be late again
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -36,18 +36,22 @@ class RowMaker:
         self._source = source
         self._where = where
         self._lock = threading.Lock()
+        self._never: dict[int, str] = {}
+        """Rows that cannot be made, and why: they are asked for again, if their lease was lost over them."""
         self._process, self.rows = self._started()
 
     def entry(self, index: int) -> dict[str, Any]:
         """Raises DataError when the data set cannot make it, or not within ANSWER_S, SourceLost when its process makes
         no row at all."""
         with self._lock:
-            why = ""
-            for _ in range(ANSWER_ATTEMPTS):
+            if index in self._never:
+                raise DataError(self._never[index])
+            why, attempts = "", 0
+            while attempts < ANSWER_ATTEMPTS:
                 try:
                     return self._asked(index)
                 except _Gone as error:
-                    why = str(error)
+                    why, attempts = str(error), ANSWER_ATTEMPTS if error.late else attempts + 1
             another = (index + 1) % self.rows
             try:
                 self._asked(another)
@@ -58,7 +62,8 @@ class RowMaker:
                 ) from None
             except DataError:
                 pass  # that it answers is what counts
-            raise DataError(f"{self._source} row {index}: its process {why}, {ANSWER_ATTEMPTS} times")
+            self._never[index] = f"{self._source} row {index}: its process {why}"
+            raise DataError(self._never[index])
 
     def _asked(self, index: int) -> dict[str, Any]:
         """Raises _Gone, in a process that has not been asked before if the last one has ended."""
@@ -83,6 +88,10 @@ class RowMaker:
 
 class _Gone(Exception):
     """The process has ended, by itself or because it was late: `it {error}`."""
+
+    def __init__(self, why: str, *, late: bool) -> None:
+        super().__init__(why)
+        self.late = late
 
 
 class _Process:
@@ -129,7 +138,7 @@ class _Process:
             self._end()
             code = self._process.returncode
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise _Gone(f"gave no answer within {limit_s:g} s" if late.is_set() else how)
+            raise _Gone(f"gave no answer within {limit_s:g} s" if late.is_set() else how, late=late.is_set())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise DataError(answer["error"])

@@ -269,6 +269,7 @@ class DataClient:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
+            moved()
             found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, moved)
         else:
             found = await self._map(client, wants, deadline)

@@ -26,14 +26,15 @@ class Reach(Enum):
 
 def write_place(path: str) -> StorePlace:
     """Make the token file of a store, or take the one that is there; only the owner can read it."""
+    boot_id = _boot_id()
+    token = f"{boot_id} {secrets.token_hex(16)}"
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        token = Path(path).read_text()
-        if token.startswith(_boot_id()):
-            return StorePlace(path=path, token=token)
+        written = Path(path).read_text()
+        if written.startswith(boot_id):
+            return StorePlace(path=path, token=written)
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-    token = f"{_boot_id()} {secrets.token_hex(16)}"
     with os.fdopen(descriptor, "w") as file:
         file.write(token)
     return StorePlace(path=path, token=token)

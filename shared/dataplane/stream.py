@@ -102,6 +102,7 @@ class Patience:
     def begin(self) -> None:
         """What is waited for has its whole time from now on."""
         self._since = time.monotonic()
+        self._moved()
 
     def heard(self, at: float) -> None:
         """The last chunk came at that time, by `time.monotonic`."""
@@ -169,7 +170,7 @@ class StreamReader:
         `names`), DeadlineExceeded when the store has said nothing, or nothing came, for `stall_s`.
         """
         client = self._client_of(store)
-        await self._learn_cleared(store, client, stall_s)
+        await self._learn_cleared(store, client, stall_s, moved)
         patience = Patience(stall_s, moved)
         copies = Copies(self._threads)
         mine = self._begin(store, client, tasks, keys, range(len(tasks)), copies)
@@ -368,7 +369,12 @@ class StreamReader:
             await asyncio.sleep(AGAIN_S)
             opened = await self._open(load, client, tasks, 1 << 62)
             if opened.covered != len(tasks):
-                raise WireError(f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream")
+                raise RpcError(
+                    ErrorCode.BUSY,
+                    f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream: they are in more files "
+                    "than when it began, and it has descriptors for fewer; fetch again",
+                    retry_after_s=AGAIN_S,
+                )
 
     async def _receive(self, load: Load, arrival: Arrival, opened: StreamOpened) -> tuple[Outcome, str]:
         """Hand `arrival` to the receiving thread until that is done with it, also when this is cancelled."""
@@ -405,7 +411,7 @@ class StreamReader:
 
     # ---- clears
 
-    async def _learn_cleared(self, store: str, client: Client, limit_s: float) -> None:
+    async def _learn_cleared(self, store: str, client: Client, limit_s: float, moved: Moved) -> None:
         """Drop the copies of what the store has cleared up to now; `limit_s` for each part of its answer."""
         more = True
         while more:
@@ -413,6 +419,7 @@ class StreamReader:
             request = GetCleared(log=state.log, serial=state.serial)
             cleared = await client.call(request, Cleared, deadline_s=limit_s)
             self.cache.apply(store, cleared)
+            moved()
             more = cleared.more
 
     def _watch(self, store: str, client: Client) -> None:

@@ -77,13 +77,13 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     made.remove_volatile()
 
 
-WORKER = ("-m", "services.policy_trainer.worker")
+START = ("-m", "services.policy_trainer.worker")
 
 
 def hurried(fetch_s: float) -> tuple[str, str]:
     """A worker with another limit of one attempt to fetch."""
-    main = f"runpy.run_module({WORKER[1]!r}, run_name='__main__', alter_sys=True)"
-    return "-c", f"import runpy; from {WORKER[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"
+    main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
+    return "-c", f"import runpy; from {START[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"
 
 
 class WorkerProcess:
@@ -112,7 +112,7 @@ def processes(run: RunDir) -> Iterator[WorkerProcess]:
 
 @contextmanager
 def store_and_worker(
-    run: RunDir, store: StoreProcess | None = None, start: Sequence[str] = WORKER, words: Sequence[str] = ()
+    run: RunDir, store: StoreProcess | None = None, start: Sequence[str] = START, words: Sequence[str] = ()
 ) -> Iterator[tuple[StoreProcess, WorkerProcess]]:
     store = store or StoreProcess(run)
     store.start()

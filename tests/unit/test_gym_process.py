@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(libra
 
 def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library: Path) -> None:
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
-    with pytest.raises(DataError, match=r"rows\?size=9 row 7: its process died of SIGKILL, 2 times") as caught:
+    with pytest.raises(DataError, match=r"rows\?size=9 row 7: its process died of SIGKILL") as caught:
         maker.entry(7)
     assert not isinstance(caught.value, SourceLost)
     assert maker.entry(2)["answer"] == "4"
@@ -84,7 +84,7 @@ def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library:
 def test_a_row_that_never_comes_is_a_bad_row(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
-    with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s, 2 times") as caught:
+    with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
         maker.entry(4)  # the next one raises, which is an answer
     assert not isinstance(caught.value, SourceLost)
 

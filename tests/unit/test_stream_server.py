@@ -426,7 +426,7 @@ def test_newcomer_pushes_out_the_oldest_stranger_of_the_host_with_most_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_places, "MOST", 4)
-    places = Places()
+    places = Places(4096)
     proven, lone = places.take("crowd", 0)[0], places.take("other", 1)[0]
     first, second = places.take("crowd", 2)[0], places.take("crowd", 3)[0]
     assert proven is not None
