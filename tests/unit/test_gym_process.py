@@ -87,6 +87,11 @@ def test_a_row_that_never_comes_is_a_bad_row(library: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
         maker.entry(4)  # the next one raises, which is an answer
     assert not isinstance(caught.value, SourceLost)
+    process = maker._process
+    with pytest.raises(DataError, match="row 4: its process gave no answer"):
+        maker.entry(4)
+    assert maker._process is process  # it is known by now: no process was asked, or it would have ended
+    assert not process.ended
 
 
 def test_a_source_whose_process_makes_no_row_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

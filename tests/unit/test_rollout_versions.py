@@ -583,3 +583,50 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
                     await worker.run()
 
     asyncio.run(scenario())
+
+
+class Cleared(Source):
+    """The trainer is away, and the scheduler has had the version cleared."""
+
+    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
+        raise RpcError(ErrorCode.MISSING, "collected")
+
+
+def test_a_lease_that_waited_for_longer_than_its_version_lasted_goes_back_and_the_engine_works_on() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Cleared(Entry.SET))
+            back: list[bool] = []
+
+            async def hand_back(lease: Lease, why: str, *, untouched: bool = False) -> None:
+                assert "waited for longer than its version lasted" in why
+                back.append(untouched)
+
+            worker.leases.hand_back = hand_back  # type: ignore[method-assign]
+            assert await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), None)) is None
+            assert back == [True]
+            worker._source = Source(Entry.SET)
+            sampled = await worker._sample(lease_of(FIRST + 3), _Prepared(tasks([FRESH]), None))
+            assert sampled is not None
+            assert sampled.version == FIRST + 3
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_could_not_get_in_by_a_drilled_way_are_not_brought_under_samples(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            brought: list[int] = []
+
+            class FromStore(Source):
+                async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
+                    brought.append(ref.step)
+                    return await super().from_store(ref, moved)
+
+            made.sync._drilled = {Entry.RECEIVE}
+            made.in_flight._source = FromStore(Entry.RECEIVE)
+            await announced_at_step_3(made, tmp_path)
+            assert made.sync.holds.step == FIRST
+            assert not brought
+
+    asyncio.run(scenario())

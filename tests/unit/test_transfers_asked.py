@@ -13,7 +13,9 @@ from typing import Any, cast
 import pytest
 
 from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer
+from services.rollout.engine import Engine
 from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.weights_source import ShardSource, TransferSource
 from shared.rpc.client import Client
 from shared.rundir import RunDir
 from tests.unit.told_engine import ref_of
@@ -45,9 +47,9 @@ class Receiver:
         self.received: list[int] = []
         self.left = 0
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> int:
+    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
         self.received.append(offer.number)
-        return offer.number
+        return offer
 
     def leave(self) -> None:
         self.left += 1
@@ -65,7 +67,7 @@ def test_what_was_offered_is_taken_later_over_the_same_communicator() -> None:
         trainer, transfers, receiver = ends()
         offer = await transfers.ask(ref_of(1), receiver)
         assert receiver.received == []
-        assert await transfers.take(offer, receiver) == 1
+        assert (await transfers.take(offer, receiver)).number == 1
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, "")]
         assert transfers.communicator == 1
 
@@ -96,9 +98,33 @@ def test_who_brings_weights_at_once_overtakes_who_asked_for_later(answered: bool
         bringing = asyncio.create_task(transfers.bring(ref_of(2), receiver, drill=False))
         await asyncio.sleep(0.01)
         trainer.answers.set()
-        assert await bringing == 2
+        assert (await bringing).number == 2
         with pytest.raises(TransferFailed, match="another transfer"):
             await transfers.take(await asking, receiver)
         assert (receiver.received, transfers.communicator) == ([2], 2)
+
+    asyncio.run(scenario())
+
+
+def test_who_loads_what_another_has_asked_for_waits_for_that_answer_and_takes_it() -> None:
+    async def scenario() -> None:
+        trainer, transfers, receiver = ends()
+        source = TransferSource(
+            transfers, cast(ShardSource, None), route="nccl", emit=lambda topic, values: None, engine=receiver
+        )
+        delivery = await source.fetch(ref_of(1))
+        trainer.answers.clear()
+        asking = asyncio.create_task(delivery.begin())
+        await asyncio.sleep(0.01)
+        loading = asyncio.create_task(delivery.load(cast(Engine, None)))
+        await asyncio.sleep(0.01)
+        trainer.answers.set()
+        assert (await loading).route == "nccl"
+        await asking
+        delivery.decline()
+        await asyncio.sleep(0.01)
+        assert len(trainer.asked) == 1
+        assert receiver.received == [1]
+        assert [(each.number, each.failure) for each in trainer.ended] == [(1, "")]
 
     asyncio.run(scenario())
