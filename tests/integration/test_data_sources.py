@@ -44,6 +44,7 @@ def row_maker(run: Cluster) -> int | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_run_trains_on_reasoning_gym_and_is_evaluated_on_tables_though_its_row_maker_is_killed(
     tmp_path: Path,

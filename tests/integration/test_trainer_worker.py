@@ -325,6 +325,7 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
         asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_the_limit(run: RunDir) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(

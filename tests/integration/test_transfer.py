@@ -173,6 +173,7 @@ def test_an_engine_killed_in_the_midst_is_noticed_at_once_and_its_next_life_is_s
     assert again["communicator"] not in (0, held)
 
 
+@pytest.mark.long
 def test_samples_go_on_until_weights_are_sent_and_take_the_shards_of_a_trainer_that_is_stopped(ends: Ends) -> None:
     engine = ends.engines[1]
     ends.publish(8)
