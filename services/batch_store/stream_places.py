@@ -40,7 +40,7 @@ class Places:
 
     def __init__(self, descriptors: int) -> None:
         """`descriptors`: most that this process may have."""
-        self._most = min(MOST, descriptors // SHARE)
+        self._descriptors = descriptors
         self.turned_away = 0
         """Newcomers, because every place was held by one that had proved itself."""
         self.evicted = 0
@@ -61,7 +61,7 @@ class Places:
         strangers of one host push out one another, not readers of other hosts that have just connected.
         """
         victim = None
-        if len(self._held) >= self._most:
+        if len(self._held) >= min(MOST, self._descriptors // SHARE):
             strangers = [place for place in self._held if not place.proven]
             if not strangers:
                 self.turned_away += 1

@@ -104,6 +104,7 @@ def test_weights_that_come_slower_than_their_lease_lasts_arrive_and_in_one_go(
         store.run.remove_volatile()
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_for_several_terms_costs_its_waiters_no_lease(tmp_path: Path) -> None:
     store = StoreProcess(make_run(tmp_path, memory=64 << 20))
     shards = [TaskShards("train/0/0", 1, {"a": np.arange(1000, dtype=np.int32)})]
