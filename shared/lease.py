@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,13 +27,11 @@ from proto.messages import (
 from proto.tensors import Array
 from shared.actor.service import CALL_S, Service
 from shared.moved import Moved
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import AWAY, RpcError
 
 POLL_S = 20.0
 BACKOFF_S = 0.25
 HAND_BACK_S = 2.0
-_AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
-"""Answers after which the same call may succeed: the peer restarts, or has no room yet."""
 T = TypeVar("T")
 
 
@@ -210,26 +209,22 @@ class LeaseBook:
         `limit_s`: within which the attempt ends, counted anew whenever something `Moved`. So long it renews the
         lease. Raises LeaseLost at once when that is lost, or the RpcError that repeating cannot help.
         """
-        return await lease.while_held(self._repeat(lease, what, attempt, limit_s))
+        return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 
     async def _repeat(self, lease: Lease, what: str, attempt: Callable[[Moved], Awaitable[T]], limit_s: float) -> T:
         def moved() -> None:
             lease.wait(limit_s)
 
-        try:
-            while True:
-                lease.check()
-                lease.wait(limit_s)
-                try:
-                    return await attempt(moved)
-                except RpcError as error:
-                    if error.code not in _AWAY:
-                        raise
-                    self._service.log.warning(f"{what}: trying again", code=error.code, error=str(error))
-                    await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
-        finally:
-            lease.wait(0.0)
-            lease.advance()
+        while True:
+            lease.check()
+            moved()
+            try:
+                return await attempt(moved)
+            except RpcError as error:
+                if error.code not in AWAY:
+                    raise
+                self._service.log.warning(f"{what}: trying again", code=error.code, error=str(error))
+                await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))
 
     async def complete(
         self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array] | None = None
@@ -238,12 +233,8 @@ class LeaseBook:
         request = self._request(lease, results, scalars or {})
         try:
             # not given up with the lease: a heartbeat between the acceptance and its answer finds the lease ended
-            ack = await self._repeat(
-                lease,
-                "complete",
-                lambda _: self._service.scheduler.call(request, CompleteAck, deadline_s=CALL_S),
-                CALL_S,
-            )
+            call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
+            ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:
             if error.code != ErrorCode.LOST:
                 raise

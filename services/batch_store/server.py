@@ -45,7 +45,7 @@ from services.batch_store.stream_source import pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.full import FULL
-from shared.dataplane.mapping import MappingCache
+from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
 from shared.descriptors import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
@@ -58,8 +58,6 @@ REAP_S = 0.25
 EMIT_S = 1.0
 ANSWER_S = 1.0
 """A long poll is answered so long before its caller gives up."""
-AGAIN_S = 0.05
-"""Between two looks for a file that has left the name under which it was found."""
 
 
 class StoreService(Service):

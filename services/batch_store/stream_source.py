@@ -15,9 +15,9 @@ import xxhash
 from proto import excerpt
 from proto.blockfile import Table
 from proto.excerpt import Excerpt, Picks
-from proto.messages import ErrorCode, Located, PutTask
+from proto.messages import Located, PutTask
 from shared.dataplane.mapping import MappingCache
-from shared.rpc.errors import RpcError
+from shared.dataplane.stream import missing_shards
 
 STREAM_SHARE = 4
 """One stream: at most the files that may be mapped by this."""
@@ -88,8 +88,7 @@ def pin(
     made = excerpt.make(tables, picks, keys, max_bytes)
     if made is None:
         names = excerpt.missing_keys(tables, picks, keys)
-        some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-        raise RpcError(ErrorCode.MISSING, f"{name}: {len(names)} shards are not there: {some}", names=names)
+        raise missing_shards(name, names)
     return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
 
 

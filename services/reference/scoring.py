@@ -135,13 +135,8 @@ class Scoring:
         except (RpcError, LeaseLost) as error:
             await self._group.meet(_name(request), str(error) or type(error).__name__)
             raise
-        if lease is not None:
-            lease.wait(self._group.deadline_s)
-        try:
-            await self._group.meet(_name(request))
-        finally:
-            if lease is not None:
-                lease.wait(0.0)
+        meeting = self._group.meet(_name(request))
+        await (meeting if lease is None else lease.within(self._group.deadline_s, meeting))
         return prepared
 
     async def _come(self) -> None:

@@ -95,8 +95,7 @@ class Transfers:
                 raise
             raise TransferFailed(why) from None
         if not await self._end(offer, ""):
-            self.communicator = 0
-            receiver.leave()
+            self._leave(offer, receiver, "")
         return received
 
     def decline(self, offer: TransferOffer, receiver: Receiver[R]) -> None:

@@ -38,10 +38,10 @@ from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
 from shared.dataplane.full import FULL
 from shared.dataplane.landing import Landings
-from shared.dataplane.mapping import BlockMapping, TableCache, lock_named, merged
+from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import Rereads
-from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, first_names, with_shard_names
+from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 from shared.moved import Moved, nobody
@@ -53,8 +53,6 @@ LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """What most shards are; the rest is looked at one by one."""
 FULL_RETRY_S = 0.5
-AGAIN_S = 0.05
-"""Between two looks for a file that has left the name under which it was found."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -350,8 +348,7 @@ def _check_whole(found: list[dict[str, Array]], wants: _Wants) -> None:
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:
         names = [f"{wants.tasks[at].task_id}#{key}" for at in lacking for key in keys if key not in found[at]]
-        text = f"{wants.store}: {len(names)} shards are not there: {first_names(names)}"
-        raise RpcError(ErrorCode.MISSING, text, names=names)
+        raise missing_shards(wants.store, names)
 
 
 def _plan(tasks: Sequence[TaskShards]) -> Layout:

@@ -31,6 +31,8 @@ TABLE_ROWS = 24
 CACHED_FILES = 1024
 DESCRIPTOR_SHARE = 4
 """A store's mappings: at most the limit on descriptors by this."""
+AGAIN_S = 0.05
+"""Between two looks for a file that has left the name under which it was found."""
 TOUCH_BYTES = 64 << 10
 """The kernel maps so many bytes around a page that is read for the first time."""
 

@@ -481,9 +481,14 @@ def with_shard_names(error: RpcError, tasks: Sequence[PutTask], keys: Sequence[s
     names = [f"{task.task_id}#{key}" for task in tasks if task.task_id in lacking for key in keys or ("*",)]
     if not names:  # it has named the shards
         return error
-    return RpcError(error.code, f"{error}; asked for {first_names(names)}", names=names)
+    return RpcError(error.code, f"{error}; asked for {_first(names)}", names=names)
 
 
-def first_names(names: Sequence[str]) -> str:
+def missing_shards(store: str, names: list[str]) -> RpcError:
+    """`names`: `task_id#key` of each."""
+    return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are not there: {_first(names)}", names=names)
+
+
+def _first(names: Sequence[str]) -> str:
     """The first of them, for a message."""
     return ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")

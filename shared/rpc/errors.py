@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from proto.messages import Error, ErrorCode
 
+AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
+"""Answers after which the same call may succeed: the peer restarts, cannot be reached now, or has no room yet."""
 MAX_NAMES = 64
 """So many names an answer carries; its message says how many more there are."""
 

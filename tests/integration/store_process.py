@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import zmq
@@ -24,6 +25,16 @@ from shared.rundir import RunDir, service_name
 
 STORE = "batch-store/0"
 REPOSITORY = Path(__file__).parents[2]
+S = TypeVar("S", bound="StoreProcess")
+
+
+@contextmanager
+def ending(process: S) -> Iterator[S]:
+    """Afterwards it is killed, if it runs still, and what it holds in memory is gone."""
+    yield process
+    if process.process is not None and process.process.poll() is None:
+        process.kill()
+    process.run.remove_volatile()
 
 
 def make_run(

@@ -27,7 +27,7 @@ from proto.messages import (
 from shared.dataplane import client as data_client
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import MAX_NAMES, RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
 from tests.integration.stream_line import remote
 
 MEMORY = 64 << 20
@@ -38,12 +38,9 @@ GROWTH_BYTES = 6 << 20
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    process.start()
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        process.start()
+        yield process
 
 
 def meta_of(tasks: list[TaskShards], keys: list[str]) -> BatchMeta:

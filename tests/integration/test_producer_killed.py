@@ -35,7 +35,7 @@ from services.batch_store.room import held_bytes
 from services.batch_store.state import GRANT_S
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, ending, make_run, peer_of
 
 ELEMENTS = 32 << 20
 FILE = held_bytes(4 * ELEMENTS + 200)
@@ -47,11 +47,9 @@ ROUNDS = 30
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    process.start()
-    yield process
-    process.kill()
-    process.run.remove_volatile()
+    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        process.start()
+        yield process
 
 
 @dataclass

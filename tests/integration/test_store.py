@@ -44,7 +44,7 @@ from shared.batch import Batch, BatchStatus
 from shared.dataplane.client import Receipt, TaskShards
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
-from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, ending, make_run, peer_of
 
 CALL_S = 10.0
 MEMORY = 16 << 20
@@ -52,12 +52,9 @@ MEMORY = 16 << 20
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    process.start()
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        process.start()
+        yield process
 
 
 def block(first: int, count: int, size: int = 100, fence: int = 1) -> list[TaskShards]:

@@ -33,7 +33,7 @@ from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
 from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
 
 MEMORY = 96 << 20
 KILLS = 8
@@ -41,12 +41,9 @@ KILLS = 8
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    process.start()
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        process.start()
+        yield process
 
 
 def shards_of(number: int) -> TaskShards:

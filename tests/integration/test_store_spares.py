@@ -35,7 +35,7 @@ from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
 from shared.rpc.errors import RpcError
 from tests.descriptors import descriptors_left
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
 
 ELEMENTS = SPARE_BYTES // 4 + 1000
 MEMORY = 4 * SPARE_BYTES
@@ -68,11 +68,9 @@ def inode(store: StoreProcess) -> int:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    process = StoreProcess(make_run(tmp_path, memory=MEMORY))
-    process.start()
-    yield process
-    process.kill()
-    process.run.remove_volatile()
+    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        process.start()
+        yield process
 
 
 @pytest.mark.parametrize("name", ["weights/0", "train/0"])

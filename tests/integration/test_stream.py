@@ -31,7 +31,7 @@ from proto.messages import (
 from shared.dataplane import stream
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from tests.integration.store_process import STORE, Peer, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
 from tests.integration.stream_line import Meddler, Message, Tap, TcpLine, TcpStoreProcess, remote
 
 MEMORY = 192 << 20
@@ -40,11 +40,8 @@ Body = Callable[[Peer], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    process = TcpStoreProcess(make_run(tmp_path, memory=MEMORY))
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        yield process
 
 
 def with_peer(store: TcpStoreProcess, body: Body, limit_s: float = 60) -> None:

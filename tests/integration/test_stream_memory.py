@@ -13,7 +13,7 @@ import pytest
 
 from proto.messages import Ack, BatchMeta, BatchPart, Clear, GetStoreStats, PutTask, StoreStats, TaskHandle
 from shared.dataplane.client import TaskShards
-from tests.integration.store_process import STORE, Peer, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
 from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
@@ -30,11 +30,8 @@ may be there beside what is coming. A store notes 8 tombstones and clears a step
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    process = TcpStoreProcess(make_run(tmp_path, memory=MEMORY))
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
+        yield process
 
 
 async def clear(peer: Peer, tasks: list[TaskShards]) -> None:

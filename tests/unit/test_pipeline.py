@@ -104,6 +104,17 @@ def test_so_many_leases_are_computed_at_a_time_and_one_is_held_ahead(side_by_sid
     asyncio.run(scenario())
 
 
+async def full(made: Rig) -> asyncio.Task[None]:
+    """Two leases are being finished, one waits to be, one to be computed."""
+    made.may_finish.clear()
+    running = asyncio.create_task(made.pipeline.run())
+    for number in (1, 2, 3):
+        await settle()
+        made.computing[number].set()
+    await settle()
+    return running
+
+
 def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> None:
     async def scenario() -> None:
         made = Rig(2)
@@ -130,12 +141,7 @@ def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> Non
 def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> None:
     async def scenario() -> None:
         made = Rig(1)
-        made.may_finish.clear()
-        running = asyncio.create_task(made.pipeline.run())
-        for number in (1, 2, 3):
-            await settle()
-            made.computing[number].set()
-        await settle()
+        running = await full(made)
         assert (sorted(made.finishing), made.computing, made.leased) == ([1, 2], {}, 4)
         assert made.untouched() == {4}
         made.progress()
@@ -162,12 +168,7 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
 def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished() -> None:
     async def scenario() -> None:
         made = Rig(1)
-        made.may_finish.clear()
-        running = asyncio.create_task(made.pipeline.run())
-        for number in (1, 2, 3):
-            await settle()
-            made.computing[number].set()
-        await settle()
+        running = await full(made)
         made.book.lost([3, 4])  # computed, and prepared
         made.may_finish.set()
         await settle()

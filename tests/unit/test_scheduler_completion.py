@@ -38,12 +38,18 @@ def trained(bench: Bench, step: int) -> None:
     bench.publish(step)
 
 
-def test_a_step_takes_the_tasks_that_finished_first() -> None:
-    bench = begun()
+def overtaken(bench: Bench) -> LeaseGrant:
+    """A lease of version 0 that lives still after the first step, which others made."""
     slow, fast = bench.granted(), bench.granted()
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == ids(fast)
     trained(bench, 1)
+    return slow
+
+
+def test_a_step_takes_the_tasks_that_finished_first() -> None:
+    bench = begun()
+    slow = overtaken(bench)
     complete(bench, slow, (0, 0))
     assert batched(bench, 2) == ids(slow)  # one version behind, as staleness allows
 
@@ -58,10 +64,7 @@ def test_in_admission_order_the_same_step_waits() -> None:
 
 def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_counted() -> None:
     bench = begun()
-    slow, fast = bench.granted(), bench.granted()
-    complete(bench, fast, (0, 0))
-    assert batched(bench, 1) == ids(fast)
-    trained(bench, 1)
+    slow = overtaken(bench)
     newer = bench.granted()
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
@@ -82,10 +85,7 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
 
 def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_on() -> None:
     bench = begun()
-    slow, fast = bench.granted(), bench.granted()
-    complete(bench, fast, (0, 0))
-    assert batched(bench, 1) == ids(fast)
-    trained(bench, 1)
+    slow = overtaken(bench)
     newer = bench.granted()
     assert bench.machine.core.versions.get((0, 0)) is not None  # step 2 may take the slow one's
     complete(bench, newer, (1, 1))
@@ -96,10 +96,7 @@ def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_o
 
 def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:
     bench = begun()
-    slow, fast = bench.granted(), bench.granted()
-    complete(bench, fast, (0, 0))
-    assert batched(bench, 1) == ids(fast)
-    trained(bench, 1)
+    slow = overtaken(bench)
     newer = bench.granted()
     complete(bench, newer, (1, 1))
     complete(bench, slow, (0, 0))  # fit for step 2, which has enough without it

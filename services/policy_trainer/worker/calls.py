@@ -29,7 +29,7 @@ from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
 from shared.ranks.layout import Place
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import AWAY, RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import PROXIMAL
@@ -46,8 +46,6 @@ T = TypeVar("T")
 FETCH_S = 60.0
 """One attempt."""
 AGAIN_S = 0.25
-_AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
-"""Answers after which the same fetch may succeed: the store restarts, or its host cannot be reached now."""
 PUT_S = 120.0
 STORE = service_name("batch-store", 0)
 MAX_PREFETCHED = 2
@@ -233,7 +231,7 @@ class Calls:
             try:
                 return await self._data.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
             except RpcError as error:
-                if error.code not in _AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
+                if error.code not in AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
                     raise
                 self._log.warning("shards: trying again", code=error.code, error=str(error))
                 self._service.telemetry.emit("waiting", {"for": "shards", "why": str(error)[:200]})

@@ -101,3 +101,22 @@ class ComputeThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._between.get_nowait()()
+
+
+class Counted:
+    """What engines on a compute thread have alike of `services.rollout.engine.Engine`: progress, and other work."""
+
+    _compute: ComputeThread
+    _progress: int
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            result = work()
+            self._progress += 1
+            return result
+
+        return await self._compute.run(counted)

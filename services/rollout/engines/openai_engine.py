@@ -22,10 +22,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,7 +34,7 @@ from torch import Tensor
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, Counted
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.weights import Expected, expected_weights, fitting, folder_file, memory_file
@@ -43,7 +43,6 @@ from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
-T = TypeVar("T")
 STOP_S = 10.0
 SILENCE_S = 120.0
 """The longest wait for a server's next bytes: loading weights, or a token of a busy server."""
@@ -54,7 +53,7 @@ _LIKELIEST = 5
 _EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
 
 
-class OpenAIEngine:
+class OpenAIEngine(Counted):
     """See `services.rollout.engine.Engine`. `progress` counts the events that the server sends."""
 
     def __init__(
@@ -80,10 +79,6 @@ class OpenAIEngine:
         self._progress = 0
         self._tokens = 0
         self._generate_s = 0.0
-
-    @property
-    def progress(self) -> int:
-        return self._progress
 
     @property
     def swaps(self) -> int:
@@ -121,14 +116,6 @@ class OpenAIEngine:
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        def counted() -> T:
-            result = work()
-            self._progress += 1
-            return result
-
-        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))

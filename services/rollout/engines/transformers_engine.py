@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, Counted
 from services.rollout.engines.decode import MAX_ROWS, Block, Ending, Stopped
 from services.rollout.engines.notes import Notes
 from services.rollout.engines.side_by_side import Call, SideBySide
@@ -38,11 +38,10 @@ from shared.model.shelf import Released, give_back, own_storages, release, resto
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
-T = TypeVar("T")
 STOP_S = 1.0
 
 
-class TransformersEngine:
+class TransformersEngine(Counted):
     """See `services.rollout.engine.Engine`. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
@@ -68,10 +67,6 @@ class TransformersEngine:
         self._tokens = 0
         self._steps = 0
         self._generate_s = 0.0
-
-    @property
-    def progress(self) -> int:
-        return self._progress
 
     @property
     def swaps(self) -> int:
@@ -105,14 +100,6 @@ class TransformersEngine:
 
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        def counted() -> T:
-            result = work()
-            self._progress += 1
-            return result
-
-        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))

@@ -18,10 +18,10 @@ import dataclasses
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ import xxhash
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, Counted
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
@@ -49,7 +49,6 @@ from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.services import WeightsRoute
 
-T = TypeVar("T")
 STOP_S = 10.0
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
 
@@ -63,7 +62,7 @@ class _Held:
     swaps: int
 
 
-class VllmEngine:
+class VllmEngine(Counted):
     """See `services.rollout.engine.Engine`. Log-probs are those of the distribution that was sampled from: vLLM's
     `processed_logprobs`, log_softmax(logits / temperature) in float32.
     """
@@ -127,10 +126,6 @@ class VllmEngine:
         self._steps = 0
 
     @property
-    def progress(self) -> int:
-        return self._progress
-
-    @property
     def swaps(self) -> int:
         return self._swaps
 
@@ -161,14 +156,6 @@ class VllmEngine:
     async def base_weights(self) -> dict[str, Array]:
         """The weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
         return await self._compute.run(self._read_base)
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        def counted() -> T:
-            result = work()
-            self._progress += 1
-            return result
-
-        return await self._compute.run(counted)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
