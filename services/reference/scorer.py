@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import Frozen
 from shared.lease import LeaseLost
+from shared.model import cpu
 from shared.model.determinism import require_deterministic_algorithms
 from shared.model.shelf import Shelf, own_storages
 from shared.rpc.errors import RpcError
@@ -112,7 +112,7 @@ class Scorer:
         return self._made[0]
 
     def _load(self) -> None:
-        torch.set_num_threads(self._threads)
+        cpu.set_up(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
         self._version = UNKNOWN

@@ -31,6 +31,7 @@ from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.residency import Part
 from services.policy_trainer.worker.shards import Shards
+from shared.model import cpu
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
 from shared.model.shelf import Shelf, own_storages
@@ -56,7 +57,7 @@ class TorchBackend:
         load: Callable[[Path, str], nn.Module] = load_model,
     ) -> None:
         """Raises RpcError(bad_request) when the model cannot be loaded, ValueError for a layout it cannot have."""
-        torch.set_num_threads(options.threads)
+        cpu.set_up(options.threads)
         self.place = place
         self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
         self._source = model_dir

@@ -28,7 +28,7 @@ from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.slots import SlotTable
 from services.rollout.engines.weights import fitting
 from shared.devices import WEIGHTS, Parts
-from shared.model import few_rows
+from shared.model import cpu, few_rows
 from shared.model.determinism import require_deterministic_algorithms
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights, weight_holders
@@ -155,7 +155,7 @@ class TransformersEngine(Counted):
             )
 
     def _load(self) -> None:
-        torch.set_num_threads(self._threads)
+        cpu.set_up(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)

@@ -29,6 +29,7 @@ from services.policy_trainer.worker.residency import Part
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
+from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
 from shared.model.shelf import Shelf
 from shared.ranks.layout import Place
@@ -45,7 +46,7 @@ class MegatronBackend:
         self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
     ) -> None:
         """Raises RpcError(bad_request) for a model it cannot load, ValueError for degrees that do not divide it."""
-        torch.set_num_threads(options.threads)
+        cpu.set_up(options.threads)
         self.place = place
         self._options, self._optimizer_options = options, optimizer
         self._source = model_dir
