@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shared.model import cpu
+
 
 class Shelf:
     """One set of tensors that is either on the device or on the shelf. Compute thread only."""
@@ -122,11 +124,9 @@ def restore(released: Iterable[Released]) -> None:
 
 
 def give_back() -> None:
-    """Have the allocators return what is free: glibc keeps pieces below 32 MiB, torch all it ever had of a GPU."""
+    """Have the allocators return what is free: the C library keeps small pieces, torch all it ever had of a GPU."""
     torch.cuda.empty_cache()  # nothing without CUDA
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none, and need none
-    if trim is not None:
-        trim(0)
+    cpu.give_back()
 
 
 def _local(tensor: Tensor) -> Tensor:
