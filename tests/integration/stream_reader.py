@@ -1,6 +1,7 @@
 """A reader on another host: `python -m tests.integration.stream_reader RUN ENDPOINT TASKS KEY...`.
 
-Prints one line when it begins to fetch and one of JSON with what came: the digest of every shard and the counts.
+Prints one line when it could begin, begins once its input has a line (or ends), and prints one of JSON with what came:
+the digest of every shard and the counts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ async def main(run: RunDir, endpoint: str, tasks: int, names: list[str]) -> None
     handles = [TaskHandle(f"train/0/{i}", 1, stores=[0]) for i in range(tasks)]
     meta = BatchMeta(tasks=handles, parts=[BatchPart("s", names)], stores=[STORE])
     print("begins", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
     started = time.monotonic()
     found = await data.fetch(meta, names, deadline_s=80)
     seconds = time.monotonic() - started
