@@ -6,7 +6,6 @@ It decides nothing. Nothing leaves before the event that caused it is durable (D
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import Iterable
@@ -124,8 +123,6 @@ class SchedulerService(Service):
     async def serve(self) -> None:
         """Let time pass, until a stop or a journal that cannot be written."""
         self._flush()
-        # A million tasks stand in a few large containers, which a full collection would walk through every time.
-        gc.freeze()
         while not self.stopping.is_set():
             await asyncio.wait({self._failed}, timeout=TICK_S)
             if self._failed.done():
