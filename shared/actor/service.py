@@ -197,11 +197,11 @@ class Service:
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
             await self._until_stopping(self.start())
-            # What was loaded by now stays, modules or a million tasks; a full collection would walk through it each
-            # time (a store's in 0.03 s, while it sends nothing).
-            gc.collect()
-            gc.freeze()
             if not self.stopping.is_set():
+                # What was loaded by now stays, modules or a million tasks; a full collection would walk through it
+                # each time (a store's in 0.03 s, while it sends nothing).
+                gc.collect()
+                gc.freeze()
                 self._enter(State.READY)
                 await self._until_stopping(self.serve())
             if self._broken is not None:

@@ -26,7 +26,7 @@ def set_up(threads: int) -> None:
 
     By itself glibc returns what it has on top and gives every large array new pages, which the kernel clears: a
     twentieth of a trainer's time, a quarter where a virtual machine has to find them first; kept, 7 % more samples a
-    second. What is set in the environment stands.
+    second. Either of glibc's two variables for it, set in the environment, stands.
     """
     torch.set_num_threads(threads)
     if _IS_GLIBC and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():

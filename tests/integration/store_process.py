@@ -31,10 +31,12 @@ S = TypeVar("S", bound="StoreProcess")
 @contextmanager
 def ending(process: S) -> Iterator[S]:
     """Afterwards it is killed, if it runs still, and what it holds in memory is gone."""
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
-    process.run.remove_volatile()
+    try:
+        yield process
+    finally:
+        if process.process is not None and process.process.poll() is None:
+            process.kill()
+        process.run.remove_volatile()
 
 
 def make_run(
