@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from proto.messages import (
     PutGrant,
     PutSeal,
     PutSealed,
+    PutTask,
     StorePlace,
     StoreStats,
     StreamOpened,
@@ -41,7 +42,7 @@ from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
 from services.batch_store.stream_clears import ClearLog
 from services.batch_store.stream_server import StreamServer
-from services.batch_store.stream_source import pin
+from services.batch_store.stream_source import Kept, pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.full import FULL
@@ -283,13 +284,18 @@ class StoreService(Service):
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
+        found, places = await self._find(request.tasks)
+        return Located(files=[file.path for file in found], places=places)
+
+    async def _find(self, tasks: Sequence[PutTask]) -> tuple[list[Kept], list[list[int]]]:
+        """Files, and for each task which of them hold it. Raises RpcError: collected, missing (`names`)."""
         files = await self._ready()
         while True:
-            put_ids, places = self.index.locate(request.tasks)
+            put_ids, places = self.index.locate(tasks)
             paths = {put_id: files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids}
             lost = [put_id for put_id in put_ids if self.index.place(put_id) is Place.DISK and _gone(paths[put_id])]
             if not lost:
-                return Located(files=list(paths.values()), places=places)
+                return [Kept(path, self.index.table(put_id)) for put_id, path in paths.items()], places
             for put_id in lost:
                 self.log.error("spilled file deleted by somebody else, its shards are missing", file=paths[put_id])
                 self._ended.take(self.index.lose(put_id))
@@ -324,12 +330,13 @@ class StoreService(Service):
         if not request.tasks or len(set(request.keys)) != len(request.keys):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a key twice")
         while True:
-            located = await self._locate(Locate(tasks=request.tasks), call)
+            found, places = await self._find(request.tasks)
             try:
                 source = await asyncio.to_thread(
                     pin,
                     self.name,
-                    located,
+                    found,
+                    places,
                     request.tasks,
                     request.keys,
                     request.max_bytes,

@@ -211,6 +211,10 @@ class StoreState(Room):
         """Where a sealed file lies."""
         return self._sealed[put_id].place
 
+    def table(self, put_id: str) -> Table:
+        """What a sealed file holds."""
+        return self._sealed[put_id].table
+
     def lose(self, put_id: str) -> list[Retire]:
         """Somebody deleted this sealed file: what was in it is missing from here on."""
         table = self._sealed[put_id].table

@@ -223,6 +223,7 @@ class StreamServer:
             return
         line.setblocking(False)
         bulk_line.quick(line)
+        bulk_line.unpaced(line)
         self._readers[line.fileno()] = Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), place)
         self._epoll.register(line, select.EPOLLIN)
 

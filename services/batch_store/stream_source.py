@@ -9,18 +9,27 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from proto import excerpt
 from proto.blockfile import Table
+from proto.errors import WireError
 from proto.excerpt import Excerpt, Picks
-from proto.messages import Located, PutTask
+from proto.messages import PutTask
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream import missing_shards
 
 STREAM_SHARE = 4
 """One stream: at most the files that may be mapped by this."""
+
+
+class Kept(NamedTuple):
+    """A sealed file: where it is, and its table as it was when it was sealed."""
+
+    path: str
+    table: Table
 
 
 class StreamSource:
@@ -68,7 +77,8 @@ class StreamSource:
 
 def pin(
     name: str,
-    located: Located,
+    files: Sequence[Kept],
+    places: Sequence[Sequence[int]],
     tasks: Sequence[PutTask],
     keys: Sequence[str],
     max_bytes: int,
@@ -77,30 +87,34 @@ def pin(
 ) -> StreamSource:
     """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
 
-    As many of the first tasks as are in few enough files. Raises FileNotFoundError when a file was collected meanwhile
-    (locate again), RpcError(missing) naming the shards, OSError (EMFILE) when other streams have too many files.
+    `places[i]` are the indices of those files that hold task i. As many of the first tasks as are in few enough files.
+    Raises FileNotFoundError when a file was collected meanwhile (locate again), RpcError(missing) naming the shards,
+    OSError (EMFILE) when other streams have too many files, WireError: a file is not what it was.
     """
-    count, files = _few(located, cache.most_files // STREAM_SHARE)
-    tasks, located = tasks[:count], Located(files=located.files[:files], places=located.places[:count])
-    mappings = [cache.get(path) for path in located.files]
-    tables = [mapping.table for mapping in mappings]
-    picks = _picks(tables, tasks, located.places)
+    count, needed = _few(places, cache.most_files // STREAM_SHARE)
+    tasks, files, places = tasks[:count], files[:needed], places[:count]
+    mappings = [cache.get(file.path) for file in files]
+    tables = [file.table for file in files]
+    for file, mapping in zip(files, mappings, strict=True):
+        if len(mapping) != file.table.file_bytes:
+            raise WireError(f"{name}: {file.path} has {len(mapping)} bytes, it was sealed with {file.table.file_bytes}")
+    picks = _picks(tables, tasks, places)
     made = excerpt.make(tables, picks, keys, max_bytes)
     if made is None:
         names = excerpt.missing_keys(tables, picks, keys)
         raise missing_shards(name, names)
-    return StreamSource(made, [mapping.data for mapping in mappings], chunk_bytes)
+    return StreamSource(made, mappings, chunk_bytes)
 
 
-def _few(located: Located, most_files: int) -> tuple[int, int]:
+def _few(places: Sequence[Sequence[int]], most_files: int) -> tuple[int, int]:
     """How many of the first tasks are in so many files (one task at least), and in how many they are."""
     files = 0
-    for count, places in enumerate(located.places):
-        needed = max(files, max(places) + 1)
+    for count, mine in enumerate(places):
+        needed = max(files, max(mine) + 1)
         if count and needed > most_files:
             return count, files
         files = needed
-    return len(located.places), files
+    return len(places), files
 
 
 def _picks(tables: Sequence[Table], tasks: Sequence[PutTask], places: Sequence[Sequence[int]]) -> Picks:

@@ -28,7 +28,8 @@ from shared.descriptors import raise_descriptor_limit
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
 """What a table takes beside its rows (60 bytes each), in rows: files of one row each would cost 20 times as much."""
-CACHED_FILES = 1024
+CACHED_FILES = 4096
+"""A batch of 130,000 tasks in groups of 64 is 2048 files; the kernel's tables take 1/512 of the bytes mapped."""
 DESCRIPTOR_SHARE = 4
 """A store's mappings: at most the limit on descriptors by this."""
 AGAIN_S = 0.05
@@ -83,42 +84,27 @@ class TableCache:
                 self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].row_count
         return table
 
-    def drop(self, path: str) -> None:
-        """Nobody will ask for that file again."""
-        with self._lock:
-            table = self._tables.pop(path, None)
-            self._rows -= TABLE_ROWS + table.row_count if table is not None else 0
-
     def __len__(self) -> int:
         return len(self._tables)
-
-
-class SharedMapping:
-    """A read-only mapping of one file, which pins it: it is not deleted while this or a view of `data` lives."""
-
-    def __init__(self, path: str, cache: TableCache) -> None:
-        """Raises FileNotFoundError when the file was collected, WireError when it is no block file."""
-        self.data = _map_named(path, mmap.ACCESS_READ)
-        self.table = cache.get(path, self.data)
 
 
 class MappingCache:
     """Read-only mappings of the files that were read last, because half of what it costs to send a file is mapping it.
 
     At most `CACHED_FILES`, and with those that streams still send `most_files`, which leaves descriptors for all else.
-    Whoever retires a file must `drop` it here, or it is never deleted. Any thread.
+    A mapping pins its file: that is not deleted while this or a view of it lives. Whoever retires a file must `drop` it
+    here. Any thread.
     """
 
     def __init__(self) -> None:
         self.most_files = raise_descriptor_limit() // DESCRIPTOR_SHARE
         self._lock = threading.Lock()
-        self.tables = TableCache()
-        self._mapped: OrderedDict[str, SharedMapping] = OrderedDict()
+        self._mapped: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
-    def get(self, path: str) -> SharedMapping:
-        """Raises FileNotFoundError when the file was collected, WireError when it is no block file, OSError (EMFILE)
-        when streams have too many mapped.
+    def get(self, path: str) -> mmap.mmap:
+        """The file, read-only. Raises FileNotFoundError when it was collected, OSError (EMFILE) when streams have too
+        many mapped.
         """
         with self._lock:
             mapping = self._mapped.get(path)
@@ -130,12 +116,12 @@ class MappingCache:
             self.clear()
             if len(self._alive) >= self.most_files:
                 raise OSError(errno.EMFILE, f"{self.most_files} files are mapped for streams", path)
-        mapping = SharedMapping(path, self.tables)
+        mapping = _map_named(path)
         with self._lock:
             self._mapped[path] = mapping
-            self._alive.add(mapping.data)
+            self._alive.add(mapping)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
-        del oldest  # outside of the lock: unmapping takes its time
+        del oldest  # outside of the lock, too
         if not os.path.exists(path):  # retired meanwhile, perhaps before it stood here
             self.drop(path)
             raise FileNotFoundError(path)
@@ -151,8 +137,7 @@ class MappingCache:
         """The file has lost that name; streams that send it go on."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
-            self.tables.drop(path)
-        del mapping
+        del mapping  # outside of the lock: unmapping takes its time
 
 
 class BlockMapping:
@@ -257,10 +242,10 @@ def _flat(data: mmap.mmap | Array, code: int) -> Array:
     return whole
 
 
-def _map_named(path: str, access: int) -> mmap.mmap:
+def _map_named(path: str) -> mmap.mmap:
     descriptor = _open_named(path)
     try:
-        return mmap.mmap(descriptor, 0, access=access)
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     finally:
         os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
 

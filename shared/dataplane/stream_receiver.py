@@ -149,6 +149,7 @@ class Receiver:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._asked_bytes = 0
         self._turn = 0
+        self._look_at = 0.0
         self._closing = self._failed = False
         self._ordering = threading.Lock()
         """Nobody gives an order once the thread is to end: the descriptor that wakes it is soon somebody else's."""
@@ -287,6 +288,8 @@ class Receiver:
 
     def _connect(self) -> None:
         """Where streams wait and there is no connection. Once broken, only after a pause that grows."""
+        if all(store.line is not None for store in self._stores.values()):
+            return
         now = time.monotonic()
         for endpoint in {incoming.endpoint for incoming in self._turns}:
             store = self._stores[endpoint]
@@ -486,6 +489,9 @@ class Receiver:
 
     def _look_for_stalls(self) -> None:
         now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _TICK_S
         for incoming in list(self._turns):
             if incoming.arrival.complete:
                 continue  # is being checked

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from proto.blockfile import Layout
-from proto.messages import Located, PutTask
+from proto.messages import PutTask
 from services.batch_store import retirement
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import AT_ONCE, Retirement
 from services.batch_store.room import Place, held_bytes
 from services.batch_store.spill import Spiller
 from services.batch_store.state import StoreState
-from services.batch_store.stream_source import STREAM_SHARE, pin
+from services.batch_store.stream_source import STREAM_SHARE, Kept, pin
 from shared.dataplane.mapping import MappingCache, lock_named
 from shared.dataplane.write import write_block
 from shared.descriptors import raise_descriptor_limit
@@ -139,19 +139,19 @@ def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path / "store")
     put_ids = [put(index, files, f"train/0/{i}") for i in range(9)]
     tasks = [PutTask(f"train/0/{i}", 1) for i in range(9)]
-    located = Located(files=[files.path(f"{put_id}.blk") for put_id in put_ids], places=[[at] for at in range(9)])
+    kept = [Kept(files.path(f"{put_id}.blk"), index.table(put_id)) for put_id in put_ids]
     cache.most_files = 4 * STREAM_SHARE
-    first = pin("store", located, tasks, (), 1 << 30, 1 << 16, cache)
+    first = pin("store", kept, [[at] for at in range(9)], tasks, (), 1 << 30, 1 << 16, cache)
     assert first.covered == 4
     cache.most_files = 6
     for at in (4, 5, 6):
-        cache.get(located.files[at])  # what no stream sends makes room
+        cache.get(kept[at].path)  # what no stream sends makes room
     cache.most_files = 4
     with pytest.raises(OSError, match="mapped for streams") as caught:
-        cache.get(located.files[7])
+        cache.get(kept[7].path)
     assert caught.value.errno == errno.EMFILE
     del first
-    cache.get(located.files[7])
+    cache.get(kept[7].path)
     files.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import select
 import socket
@@ -16,16 +17,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from proto import bulk
-from proto.blockfile import Layout
+from proto import blockfile, bulk
+from proto.blockfile import Layout, Table
 from proto.errors import WireError
-from proto.messages import ErrorCode, Located, PutTask, StreamOpened
+from proto.messages import ErrorCode, PutTask, StreamOpened
 from services.batch_store import stream_places, stream_server
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
 from services.batch_store.stream_places import Places
 from services.batch_store.stream_server import WINDOW_BYTES, StreamServer
-from services.batch_store.stream_source import StreamSource, pin
+from services.batch_store.stream_source import Kept, StreamSource, pin
 from shared.dataplane import mapping, stream_receiver
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream_arrival import Arrival
@@ -45,8 +46,20 @@ def source(tmp_path: Path) -> StreamSource:
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
-    located = Located(files=[str(tmp_path / "file")], places=[[0]])
-    return pin("s", located, [PutTask("train/0/0", 1)], [], 1 << 40, CHUNK, MappingCache())
+    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    return pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, CHUNK, MappingCache())
+
+
+def table_of(path: Path) -> Table:
+    data = path.read_bytes()
+    return blockfile.parse(data, len(data))
+
+
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, source: StreamSource) -> None:
+    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    os.truncate(tmp_path / "file", SIZE // 2)
+    with pytest.raises(WireError, match=f"s: {kept.path} has {SIZE // 2} bytes, it was sealed with"):
+        pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, CHUNK, MappingCache())
 
 
 def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
@@ -59,12 +72,10 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
     files.seal("p")
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
-    assert len(cache.tables) == 1
     files.retire(Retire("p.blk", "p.zombie"))
     assert files.unmapped() == []  # the stream still sends it
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))
-    assert len(cache.tables) == 0  # of every file that was ever streamed one would stay otherwise
     del stream
     assert files.unmapped() == ["p.zombie"]
     files.close()
@@ -79,9 +90,6 @@ def test_tables_of_many_small_files_are_kept_by_the_memory_that_they_take(monkey
     for number in range(100):
         cache.get(f"{number}.blk", file)
     assert len(cache) == 1000 // (mapping.TABLE_ROWS + 1)
-    cache.drop("99.blk")
-    cache.drop("0.blk")  # long gone
-    assert len(cache) == 1000 // (mapping.TABLE_ROWS + 1) - 1
 
 
 def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +99,15 @@ def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monk
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
     cache = MappingCache()
-    made = mapping.SharedMapping
+    made = mapping._map_named
 
-    def retired_meanwhile(path: str, tables: mapping.TableCache) -> mapping.SharedMapping:
-        mapped = made(path, tables)
+    def retired_meanwhile(path: str) -> mmap.mmap:
+        mapped = made(path)
         os.rename(path, f"{path}.zombie")
         cache.drop(path)
         return mapped
 
-    monkeypatch.setattr(mapping, "SharedMapping", retired_meanwhile)
+    monkeypatch.setattr(mapping, "_map_named", retired_meanwhile)
     with pytest.raises(FileNotFoundError):
         cache.get(str(path))
     with (tmp_path / "file.zombie").open("rb") as file:
