@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from proto import blockfile
 from proto.blockfile import HEADER_BYTES, Table
 from proto.tensors import Array
 
+MAX_NAMED = 1 << 16
+"""Most shards that are named as missing: a request may ask for the product of two long lists."""
 _EMPTY = np.empty(0, np.int64)
 
 
@@ -48,16 +51,17 @@ class Excerpt:
 
 
 def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> list[str]:
-    """`task_id#key` of every shard of `keys` that no table has."""
+    """`task_id#key` of the shards of `keys` that no table has, the first MAX_NAMED of them."""
     there: list[set[str]] = [set() for _ in picks.task_ids]
     for number, task, owner in zip(picks.files, picks.tasks, picks.owners, strict=True):
         there[owner].update(tables[number].checksums(task))
-    return [
+    names = (
         f"{task_id}#{key}"
         for task_id, found in zip(picks.task_ids, there, strict=True)
         for key in keys
         if key not in found
-    ]
+    )
+    return list(islice(names, MAX_NAMED))
 
 
 def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: int) -> Excerpt | None:

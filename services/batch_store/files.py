@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import xxhash
 
 from proto import blockfile
@@ -58,6 +59,8 @@ class Found:
     why: str = ""
     place: Place = Place.MEMORY
     doubled: bool = False
+    unreadable: bool = False
+    """The disk does not give it: it is left alone for a later life."""
 
 
 class StoreFiles:
@@ -86,6 +89,8 @@ class StoreFiles:
             raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
         self._journal = os.open(directory / _TOMBSTONES, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._journal_lines = 0
+        self.owes_tombstones = False
+        """There was no room for some: the list is not the whole until `compact` has written it."""
         self.identity = self._identify(directory / _IDENTITY)
         """Made with the directory: a store that comes up with another one has lost what was put before."""
         self._sealed_ns = 0
@@ -120,6 +125,10 @@ class StoreFiles:
                     f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, {folder.parent.parent} "
                     f"has room for {room}; lower it, {remedy}",
                 )
+
+    def has_sealed(self) -> bool:
+        """Whether a former life left sealed files."""
+        return any(entry.name.endswith(".blk") for folder in self._folders for entry in os.scandir(folder))
 
     def path(self, name: str, place: Place = Place.MEMORY) -> str:
         return str(self._folders[place] / name)
@@ -300,40 +309,54 @@ class StoreFiles:
     # ---- tombstones
 
     def entomb(self, tasks: Iterable[PutTask]) -> None:
-        """Append tombstones, all or none; they survive the process from here on. Raises OSError (no room)."""
+        """Append tombstones, all or none; they survive the process from here on. Raises OSError (no room): owed now."""
         lines = [f"{task.fence} {task.task_id}\n" for task in tasks]
         if not lines:
             return
         data = "".join(lines).encode()
         before = os.fstat(self._journal).st_size
-        written = os.write(self._journal, data)
-        if written < len(data):
-            os.ftruncate(self._journal, before)
-            raise OSError(errno.ENOSPC, "no room for tombstones", self.path(_TOMBSTONES))
+        try:
+            if os.write(self._journal, data) < len(data):
+                os.ftruncate(self._journal, before)
+                raise OSError(errno.ENOSPC, "no room for tombstones", self.path(_TOMBSTONES))
+        except OSError:
+            self.owes_tombstones = True
+            raise
         self._journal_lines += len(lines)
 
     def compact(self, tombstones: dict[str, int]) -> None:
-        """Rewrite the list when most of its lines are out of date. Raises OSError: the long one stays, and is used."""
-        if self._journal_lines <= 2 * len(tombstones) + 4096:
+        """Rewrite the list when it lacks some, or most of its lines are out of date.
+
+        Raises OSError: the one that is there stays, and is used.
+        """
+        if not self.owes_tombstones and self._journal_lines <= 2 * len(tombstones) + 4096:
             return
         lines = (f"{fence} {task_id}\n" for task_id, fence in tombstones.items())
         before = self._journal
         self._journal = _replace(self._directory / _TOMBSTONES, "".join(lines))
         os.close(before)
         self._journal_lines = len(tombstones)
+        self.owes_tombstones = False
 
     def tombstones(self) -> list[PutTask]:
-        """The list of the former life, oldest first. A torn last line was never acknowledged, and goes."""
+        """The list of the former life, oldest first. A torn last line was never acknowledged, and goes.
+
+        A line that is no tombstone is left out: it must not keep the shards of the others from being served.
+        """
         path = self._directory / _TOMBSTONES
         text = path.read_text()
         whole = text[: text.rfind("\n") + 1]
         if len(whole) != len(text):
             os.truncate(path, len(whole.encode()))
         found: list[PutTask] = []
-        for line in whole.splitlines():
+        lines = whole.split("\n")[:-1]
+        for line in lines:
             fence, _, task_id = line.partition(" ")
-            found.append(PutTask(check_task_id(task_id), int(fence)))
-        self._journal_lines = len(found)
+            try:
+                found.append(PutTask(check_task_id(task_id), int(fence)))
+            except ValueError as error:  # WireError is one
+                structlog.get_logger(self._name).error("damaged tombstone left out", line=line[:200], why=str(error))
+        self._journal_lines = len(lines)
         return found
 
     # ---- after a restart
@@ -349,7 +372,12 @@ class StoreFiles:
             for entry in list(os.scandir(self._folders[place])):
                 if not entry.name.endswith(_ENDINGS):
                     continue
-                one = self._examine(entry.name, place, doubled=entry.name in spilled)
+                try:
+                    one = self._examine(entry.name, place, doubled=entry.name in spilled)
+                except OSError as error:
+                    if error.errno in NO_DESCRIPTOR:
+                        raise
+                    one = Found(entry.name, 0, None, str(error), place, unreadable=True)
                 if place == Place.DISK and one.table is not None:
                     spilled.add(entry.name)
                 found.append((entry.stat().st_mtime_ns, one))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,6 +13,7 @@ import msgspec
 
 from proto import messages
 from proto.errors import WireError
+from proto.ids import check_task_ids
 from proto.messages import (
     Ack,
     Clear,
@@ -59,6 +61,10 @@ REAP_S = 0.25
 EMIT_S = 1.0
 ANSWER_S = 1.0
 """A long poll is answered so long before its caller gives up."""
+LONGEST_POLL_S = 30.0
+"""And after so long whatever its caller says: each takes a place among the requests under way."""
+MOST_STREAM_TASKS = 16384
+"""One stream plans for so many, and covers no more."""
 
 
 class StoreService(Service):
@@ -108,7 +114,13 @@ class StoreService(Service):
         files = self._files
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
-        files.check_room(self.index.limits)
+        try:
+            files.check_room(self.index.limits)
+        except RpcError as error:
+            if not files.has_sealed():
+                raise
+            # what a former life has acknowledged is served, whoever has filled the mount meanwhile
+            self.log.warning("less room than the limit: puts may be busy", why=str(error))
         self.index.recall(files.tombstones())
         for found in await asyncio.to_thread(files.scan):
             self._recover(found)
@@ -130,6 +142,9 @@ class StoreService(Service):
                     self._ended.take([self.index.abandon(put_id)])
             self._ended.settle()
             self._ended.free(self.index.surplus(self.loop.time()))
+            if files.owes_tombstones:
+                with contextlib.suppress(OSError):  # said when they were to be written first
+                    files.compact(self.index.tombstones)
             if self.loop.time() - emitted >= EMIT_S:
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
@@ -173,6 +188,9 @@ class StoreService(Service):
         if found.table is not None:
             put_id = found.name.removesuffix(".blk")
             self._ended.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
+            return
+        if found.unreadable:
+            self.log.error("unreadable file left alone, its shards are missing", file=found.name, why=found.why)
             return
         if found.name.endswith(".blk") and not found.doubled:
             self.log.error("damaged file dropped", file=found.name, bytes=found.nbytes, why=found.why)
@@ -284,10 +302,10 @@ class StoreService(Service):
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
-        found, places = await self._find(request.tasks)
+        found, places = await self._files_of(request.tasks)
         return Located(files=[file.path for file in found], places=places)
 
-    async def _find(self, tasks: Sequence[PutTask]) -> tuple[list[Kept], list[list[int]]]:
+    async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[Kept], list[list[int]]]:
         """Files, and for each task which of them hold it. Raises RpcError: collected, missing (`names`)."""
         files = await self._ready()
         while True:
@@ -302,6 +320,14 @@ class StoreService(Service):
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
         files = await self._ready()
+        try:  # a restart reads what is written here as a line each
+            check_task_ids([task.task_id for task in request.tasks])
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: clear: {error}") from None
+        bad = next((task for task in request.tasks if not 0 <= task.fence < 1 << 63), None)
+        if bad is not None:
+            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: 0..2**63-1"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
         try:
             files.entomb(self.index.entomb(request.tasks))
         except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
@@ -327,17 +353,20 @@ class StoreService(Service):
     # ---- readers that share no memory with this store
 
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
-        if not request.tasks or len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a key twice")
+        tasks = request.tasks[:MOST_STREAM_TASKS]  # `covered` says so
+        if not tasks or len({task.task_id for task in tasks}) != len(tasks):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a task twice")
+        if len(set(request.keys)) != len(request.keys):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream with a key twice")
         while True:
-            found, places = await self._find(request.tasks)
+            found, places = await self._files_of(tasks)
             try:
                 source = await asyncio.to_thread(
                     pin,
                     self.name,
                     found,
                     places,
-                    request.tasks,
+                    tasks,
                     request.keys,
                     request.max_bytes,
                     self._streams.chunk_bytes,
@@ -352,10 +381,17 @@ class StoreService(Service):
         await self._ready()
         if not request.wait:
             return self._clears.since(request.log, request.serial)
-        return await self._clears.later(request.log, request.serial, call.deadline - ANSWER_S)
+        until = min(call.deadline - ANSWER_S, self.loop.time() + LONGEST_POLL_S)
+        return await self._clears.later(request.log, request.serial, until)
 
     async def _where(self, request: GetStorePlace, call: Call) -> StorePlace:
-        return write_place((await self._ready()).path("place"))
+        path = (await self._ready()).path("place")
+        try:
+            return write_place(path)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise self._mount_full("whether a reader shares its memory cannot be told", error) from None
 
 
 def _gone(path: str) -> bool:

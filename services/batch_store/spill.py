@@ -103,13 +103,13 @@ class Spiller:
             elif copied:
                 self._files.drop_copy(put_id)
         except OSError as error:
-            self._log.error("spill refused by the disk", put_id=put_id, error=str(error))
             self._resume_at = loop.time() + PAUSE_S
             self._index.give_up_move(put_id, retry=True)
+            self._log.error("spill refused by the disk", put_id=put_id, error=str(error))
             return False
         except WireError as error:
-            self._log.error("spilled file reads back differently, it stays in memory", put_id=put_id, error=str(error))
             self._index.give_up_move(put_id, retry=False)
+            self._log.error("spilled file reads back differently, it stays in memory", put_id=put_id, error=str(error))
             return False
         if moved:
             self._ended.take([self._index.end_move(put_id)])

@@ -167,7 +167,9 @@ class StoreState(Room):
                 theirs = self._sealed[other].table
                 keys = theirs.checksums(theirs.index[task_id, fence])
                 if all(revised_name(key) in names for key in keys):
+                    self._shards -= self._different(task_id, fence, files)
                     files.remove(other)
+                    self._shards += self._different(task_id, fence, files)
                     effects.extend(self._kill(other, task_id, fence))
         return effects
 
@@ -222,7 +224,9 @@ class StoreState(Room):
         for index in sorted(self._sealed[put_id].alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             files = self._tasks[task_id].files
+            self._shards -= self._different(task_id, fence, files[fence])
             files[fence].remove(put_id)
+            self._shards += self._different(task_id, fence, files[fence])
             if not files[fence]:
                 del files[fence]
             if not files:
@@ -278,7 +282,9 @@ class StoreState(Room):
             if held is None:
                 continue
             for fence in [fence for fence in held.files if fence <= task.fence]:
-                for put_id in held.files.pop(fence):
+                put_ids = held.files.pop(fence)
+                self._shards -= self._different(task.task_id, fence, put_ids)
+                for put_id in put_ids:
                     effects.extend(self._kill(put_id, task.task_id, fence))
             if not held.files:
                 del self._tasks[task.task_id]
@@ -418,14 +424,15 @@ class StoreState(Room):
             if held is None:
                 self._serial += 1
                 held = self._tasks[task_id] = Held(self._serial)
-            held.files.setdefault(fence, []).append(put_id)
-            self._shards += table.count(index)
+            files = held.files.setdefault(fence, [])
+            self._shards -= self._different(task_id, fence, files)
+            files.append(put_id)
+            self._shards += self._different(task_id, fence, files)
 
     def _kill(self, put_id: str, task_id: str, fence: int) -> list[Retire]:
         sealed = self._sealed[put_id]
         index = sealed.table.index[task_id, fence]
         sealed.alive.discard(index)
-        self._shards -= sealed.table.count(index)
         if sealed.alive:
             return []
         del self._sealed[put_id]
@@ -434,6 +441,13 @@ class StoreState(Room):
         if sealed.place == Place.MEMORY and self._spares.fits(sealed.nbytes):
             self._worth_keeping[effect.target] = sealed.nbytes
         return [effect]
+
+    def _different(self, task_id: str, fence: int, put_ids: Sequence[str]) -> int:
+        """How many shards of one task these files hold: one that was put twice, the same bytes, is one."""
+        tables = [self._sealed[put_id].table for put_id in put_ids]
+        if len(tables) == 1:
+            return tables[0].count(tables[0].index[task_id, fence])
+        return len(set[str]().union(*[table.checksums(table.index[task_id, fence]) for table in tables]))
 
     def _order_of(self, table: Table) -> OrderedDict[str, None]:
         return self._movable[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]

@@ -35,6 +35,8 @@ WINDOW_BYTES = 16 << 20
 """Most bytes of one stream that wait to be sent."""
 MAX_STREAMS = 256
 IDLE_S = 20.0
+UNCLAIMED_S = 10.0
+"""A stream that nobody uses ends; one that nobody has asked anything of ends earlier."""
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
 _RECEIVE_BYTES = 1 << 16
@@ -359,7 +361,9 @@ class StreamServer:
         if head.flags & bulk.FLAG_RESET or reader is not stream.reader:
             stream.wanted.clear()
             self._leave_line(stream)
-        stream.reader = reader
+        former, stream.reader = stream.reader, reader
+        if former is not None and former is not reader:
+            self._look_at_proof(former)
         room_chunks = WINDOW_BYTES // self.chunk_bytes - sum(end - first for first, end in stream.wanted)
         for first, count in ranges:
             taken = min(count, room_chunks)
@@ -380,13 +384,23 @@ class StreamServer:
             self._streams.pop(stream.stream_id, None)
         stream.wanted.clear()
         self._leave_line(stream)
+        if stream.reader is not None:
+            self._look_at_proof(stream.reader)
+
+    def _look_at_proof(self, reader: Reader) -> None:
+        """It has proved itself as long as a stream is open that it was the last to ask for.
+
+        So there are never more such connections than streams, however often one reader's credit is played again.
+        """
+        with self._lock:
+            reader.place.proven = any(each.reader is reader for each in self._streams.values())
 
     def _sweep(self, now: float) -> None:
         """End what nobody uses: streams, and connections, which may hold half a chunk of one."""
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
-            if now - stream.used > IDLE_S:
+            if now - stream.used > (IDLE_S if stream.reader is not None else UNCLAIMED_S):
                 self._end(stream)
         self._leave_all(self._places.overdue(now))
 

@@ -67,7 +67,8 @@ class StreamSource:
                 source = self._sources[run] + at - begin
                 found.append(self._views[run][source : source + upto - at])
             else:  # the zeros that bring the next run to its alignment
-                upto = min(end, self._targets[run + 1])
+                # behind the last run they reach to where an empty shard ends the file
+                upto = min(end, self._targets[run + 1]) if run + 1 < len(self._targets) else end
                 found.append(self._gap[: upto - at])
             at = upto
             if at >= begin + length and run + 1 < len(self._targets) and at >= self._targets[run + 1]:

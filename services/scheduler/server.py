@@ -258,8 +258,7 @@ class SchedulerService(Service):
                 self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
                 if not effect.tracked:
                     return
-                if error.code != ErrorCode.DEADLINE:
-                    await asyncio.sleep(max(error.retry_after_s, TICK_S))  # a refusal comes at once: do not spin
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # it may have come at once: do not spin
                 continue
             if effect.tracked:
                 self._happened(ClearDone(effect.store, len(effect.tasks)))

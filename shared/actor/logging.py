@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,30 +15,49 @@ CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 
 
 class _Tee:
-    """Writes each event as one JSON line to a file and, when asked to, as one readable line to a console."""
+    """Writes each event as one JSON line to a file and, when asked to, as one readable line to a console.
 
-    def __init__(self, file: TextIO, console: TextIO | None) -> None:
+    What cannot be written (a full disk, a console that is gone) is lost and counted: it must never end who logs.
+    """
+
+    def __init__(self, file: int, console: TextIO | None) -> None:
+        """`file`: a descriptor that appends."""
         self._file = file
         self._console = console
+        self._lost = 0
+        """Lines, since the last one that was written."""
+        self._torn = False
         self._to_json = structlog.processors.JSONRenderer(sort_keys=False, default=str)
         self._to_text = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
-        line = self._to_json(logger, method, dict(event))
-        self._file.write(f"{line if isinstance(line, str) else line.decode()}\n")
+        whole = {**event, "lost_lines": self._lost} if self._lost else dict(event)
+        line = self._to_json(logger, method, whole)
+        self._write(line.encode() if isinstance(line, str) else line)
         if self._console is not None:
             short = {key: value for key, value in event.items() if key not in CONSOLE_FIELDS}
-            self._console.write(f"{self._to_text(logger, method, short)}\n")
+            with contextlib.suppress(OSError):
+                self._console.write(f"{self._to_text(logger, method, short)}\n")
         raise structlog.DropEvent
+
+    def _write(self, line: bytes) -> None:
+        data = b"\n" * self._torn + line + b"\n"
+        try:
+            written = os.write(self._file, data)
+        except OSError:
+            self._lost += 1
+            return
+        self._torn = written < len(data)
+        self._lost = self._lost + 1 if self._torn else 0
 
 
 def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **fields: Any) -> None:
-    """Send this process's logs to `path` (appended, line-buffered); `fields` stand on every line.
+    """Send this process's logs to `path` (appended, line by line); `fields` stand on every line.
 
     `console`: also print there. `level`: 10 debug, 20 info, 30 warning.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1)
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
     structlog.contextvars.clear_contextvars()
 
     def add_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

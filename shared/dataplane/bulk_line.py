@@ -156,11 +156,15 @@ def unpaced(line: socket.socket) -> None:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 1 << 16
+
+
 def _address(endpoint: str) -> str | tuple[str, int]:
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "ipc" and rest:
+    if scheme == "ipc" and rest and "\0" not in rest:
         return rest
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (port == "*" or port.isdigit()):
+    if scheme != "tcp" or not host or "\0" in host or not (port == "*" or _is_port(port)):
         raise WireError(f"bulk endpoint {endpoint[:200]!r}: tcp://host:port or ipc://path is expected")
     return "" if host == "*" else host, 0 if port == "*" else int(port)

@@ -41,8 +41,10 @@ CALL_S = 5.0
 WATCH_S = 20.0
 CORRUPT_TRIES = 3
 SHOWN_NAMES = 8
-AGAIN_S = 0.05
-"""Between a lost stream and its next life: who makes streams get lost must not make us spin."""
+AGAIN_S, AGAIN_MAX_S = 0.05, 2.0
+"""Between a lost stream and its next life, twice as long after each that brought nothing: who makes streams get lost
+must not make us spin, nor use up the store's.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -346,18 +348,27 @@ class StreamReader:
     async def _stream(self, load: Load, client: Client, first: int, opened: StreamOpened) -> None:
         """One stream to its end, opened again as often as it gets lost. `_load` gives its slot back."""
         tasks = load.tasks[first : first + opened.covered]
-        corrupt = 0
+        corrupt = changed = 0
+        pause = AGAIN_S
         arrival: Arrival | None = None
         while True:
             if arrival is not None and not arrival.same(opened):
                 arrival = None
+                changed += 1
+                if changed >= CORRUPT_TRIES:
+                    raise RpcError(
+                        ErrorCode.INTERNAL,
+                        f"{load.store} announces other bytes for the same shards again and again",
+                    )
             if arrival is None:
                 arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
+            left = arrival.left
             outcome, why = await self._receive(load, arrival, opened)
             if outcome is Outcome.COMPLETE:
                 self._keep(load, first, tasks, arrival.take())
                 return
             self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
+            pause = AGAIN_S if arrival.left < left else min(AGAIN_MAX_S, 2 * pause)
             if outcome is Outcome.CORRUPT:
                 arrival = None
                 corrupt += 1
@@ -366,7 +377,7 @@ class StreamReader:
                     raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
             if outcome is Outcome.FAILED:
                 raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause)
             opened = await self._open(load, client, tasks, 1 << 62)
             if opened.covered != len(tasks):
                 raise RpcError(
@@ -420,7 +431,8 @@ class StreamReader:
             cleared = await client.call(request, Cleared, deadline_s=limit_s)
             self.cache.apply(store, cleared)
             moved()
-            more = cleared.more
+            state = self.cache.store(store)
+            more = cleared.more and (state.log, state.serial) != (request.log, request.serial)
 
     def _watch(self, store: str, client: Client) -> None:
         """Let the copies go when they are cleared, though nobody fetches any more."""

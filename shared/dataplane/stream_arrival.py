@@ -13,6 +13,7 @@ from proto import blockfile, excerpt, selection
 from proto.blockfile import Table
 from proto.bulk import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from proto.errors import WireError
+from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
@@ -95,6 +96,8 @@ class Arrival:
         slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES
         if not 0 < opened.head_bytes <= opened.total_bytes <= min(max_bytes + slack, blockfile.MAX_FILE_BYTES):
             raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: asked for {max_bytes}")
+        if keys and opened.head_bytes > _head_limit(tasks, keys):
+            raise WireError(f"stream with a head of {opened.head_bytes} bytes for {len(tasks)} tasks, {len(keys)} keys")
         self.total_bytes, self.chunk_bytes = opened.total_bytes, opened.chunk_bytes
         self.chunks = -(-opened.total_bytes // opened.chunk_bytes)
         if self.chunks > MAX_CHUNKS:
@@ -128,6 +131,16 @@ class Arrival:
     @property
     def complete(self) -> bool:
         return not self._left
+
+    @property
+    def left(self) -> int:
+        """Chunks that are not here."""
+        return self._left
+
+    @property
+    def prefix(self) -> int:
+        """Chunks from the first on that are here without a gap."""
+        return self._prefix
 
     def has(self, index: int) -> bool:
         return self._have[index] == 1
@@ -227,3 +240,9 @@ class Arrival:
             raise WireError(f"stream: holds {held} tasks that are not the {len(self._tasks)} asked for")
         if self._keys and (set(table.keys) != set(self._keys) or table.row_count != held * len(set(self._keys))):
             raise WireError("stream: holds other keys than were asked for")
+
+
+def _head_limit(tasks: Sequence[PutTask], keys: Sequence[str]) -> int:
+    """No block file of these shards has a longer header and table (`proto.blockfile`)."""
+    names = sum(len(task.task_id) + 1 for task in tasks) + sum(len(key) + 1 for key in keys)
+    return blockfile.HEADER_BYTES + 12 * len(tasks) + names + (32 + 8 * MAX_NDIM) * len(tasks) * len(keys)

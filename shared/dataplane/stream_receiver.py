@@ -32,6 +32,8 @@ from shared.dataplane.stream_seal import REKEY_BYTES, TO_READER, TO_STORE, Opene
 
 STREAM_CHUNKS = 16
 """Most chunks of one stream asked for at a time."""
+AHEAD_CHUNKS = 2 * STREAM_CHUNKS
+"""No chunk so far behind one that has not come is asked for: what cannot be checked yet stays little."""
 STALL_S = 1.0
 STALLS = 3
 """Asked so often in vain, a stream is given up: the store may have restarted."""
@@ -63,6 +65,7 @@ class Counts:
     received_bytes: int = 0
     chunks: int = 0
     duplicates: int = 0
+    """Chunks that nobody had asked for, or no more."""
     refused: int = 0
     stalls: int = 0
     inflight_peak_bytes: int = 0
@@ -110,7 +113,11 @@ class Incoming:
             stream_id, secret = bytes.fromhex(opened.stream_id), bytes.fromhex(opened.secret)
         except ValueError:
             raise WireError(f"stream id {opened.stream_id[:40]!r}: hexadecimal digits are expected") from None
-        if len(stream_id) != 16 or len(secret) not in (0, 32):
+        # fromhex takes blanks, and a secret of blanks would be none
+        if (len(opened.stream_id), len(stream_id)) != (32, 16) or (len(opened.secret), len(secret)) not in (
+            (0, 0),
+            (64, 32),
+        ):
             raise WireError(f"stream id of {len(stream_id)} bytes, secret of {len(secret)}: 16 and 32 are expected")
         opener = Opener(secret, stream_id, TO_READER) if secret else None
         sealer = Sealer(secret, stream_id, TO_STORE, rekey_bytes) if secret else None
@@ -126,6 +133,8 @@ class _Store:
     connected: bool = False
     filling: Incoming | None = None
     """Whose chunk is on its way in."""
+    wanted: bool = False
+    """That chunk was asked for when it began."""
     out: bytearray = field(default_factory=bytearray)
     """Credit that the kernel has not taken."""
     heard: float = 0.0
@@ -261,6 +270,10 @@ class Receiver:
         while self._orders:
             what, incoming = self._orders.popleft()
             if what == "add":
+                if incoming.stream_id in self._streams:
+                    incoming.over = True
+                    incoming.settle(Outcome.FAILED, "the store gave one stream id twice")
+                    continue
                 if incoming.endpoint not in self._stores:
                     self._forget_unused()
                     self._stores[incoming.endpoint] = _Store(incoming.endpoint)
@@ -269,7 +282,7 @@ class Receiver:
                 self._streams[incoming.stream_id] = incoming
                 self._turns.append(incoming)
                 self._to_check(incoming)
-            elif incoming.stream_id in self._streams:
+            elif self._streams.get(incoming.stream_id) is incoming:
                 self._end(incoming, Outcome.LOST, "cancelled")
         while self._verdicts:
             incoming, outcome, why = self._verdicts.popleft()
@@ -298,7 +311,7 @@ class Receiver:
             store.retry_at, store.retry_s = now + store.retry_s, min(RETRY_MAX_S, 2 * store.retry_s)
             try:
                 store.line = BulkLine(bulk_line.connect(endpoint), bulk.MAX_CHUNK_BYTES + bulk.TAG_BYTES)
-            except (OSError, WireError) as error:
+            except (OSError, ValueError) as error:  # a WireError, or a name that no host can have
                 self._log.warning("no connection", endpoint=endpoint, error=str(error))
                 continue
             self._by_descriptor[store.line.socket.fileno()] = store
@@ -402,18 +415,21 @@ class Receiver:
         """Returns for how many."""
         ranges: list[tuple[int, int]] = []
         pending = deque(incoming.pending)
-        while pending and chunks and len(ranges) < bulk.MAX_RANGES:
+        horizon = incoming.arrival.prefix + AHEAD_CHUNKS
+        while pending and pending[0][0] < horizon and chunks and len(ranges) < bulk.MAX_RANGES:
             first, end = pending.popleft()
             while first < end and incoming.arrival.has(first):
                 first += 1
-            upto = min(end, first + chunks)
+            upto = max(first, min(end, first + chunks, horizon))
             if upto > first:
                 ranges.append((first, upto - first))
                 chunks -= upto - first
             if upto < end:
                 pending.appendleft((upto, end))
-        if ranges:
-            self._credit(incoming, ranges, bulk.FLAG_RESET if incoming.reset else 0)
+        if not ranges:
+            incoming.pending = pending
+            return 0
+        self._credit(incoming, ranges, bulk.FLAG_RESET if incoming.reset else 0)
         incoming.reset = False
         incoming.pending = pending
         for first, count in ranges:
@@ -443,19 +459,23 @@ class Receiver:
 
     def _room(self, store: _Store, head: bulk.Head) -> memoryview | None:
         """Clear chunks go straight to their place; what is not wanted, and what is sealed, does not."""
-        incoming = self._streams.get(head.stream_id)
+        incoming = self._of(store, head)
         store.filling = incoming
         if head.kind == bulk.CREDIT:
             raise WireError("bulk message of kind credit: a reader takes chunks")
-        if incoming is None or head.kind != bulk.CHUNK or incoming.opener is not None:
-            return None
-        if head.chunk >= incoming.arrival.chunks or incoming.arrival.has(head.chunk):
+        store.wanted = incoming is not None and head.kind == bulk.CHUNK and head.chunk in incoming.asked
+        if incoming is None or not store.wanted or incoming.opener is not None:
             return None
         return incoming.arrival.room(head.chunk)
 
+    def _of(self, store: _Store, head: bulk.Head) -> Incoming | None:
+        """Whom it is for, if they asked over this connection: once they are done, no other is kept from writing."""
+        incoming = self._streams.get(head.stream_id)
+        return incoming if incoming is not None and incoming.endpoint == store.endpoint else None
+
     def _on_message(self, store: _Store, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
         store.filling = None
-        incoming = self._streams.get(head.stream_id)
+        incoming = self._of(store, head)
         if incoming is None:
             return  # cancelled or done
         if head.kind == bulk.GONE:
@@ -465,7 +485,7 @@ class Receiver:
         try:
             if head.chunk >= incoming.arrival.chunks:
                 raise WireError(f"bulk chunk {head.chunk} of {incoming.arrival.chunks}")
-            if incoming.arrival.has(head.chunk):
+            if not store.wanted or incoming.arrival.has(head.chunk):
                 self.counts.duplicates += 1
                 return
             if incoming.opener is not None:

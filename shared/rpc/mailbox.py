@@ -20,7 +20,7 @@ from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY, Envelope
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
-from proto.registry import Message, all_messages, by_type
+from proto.registry import Message, Request, all_messages, by_type
 from proto.tensors import Array, Buffer
 from shared.descriptors import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
@@ -310,6 +310,8 @@ class Mailbox:
             kind = by_type(head.type)
             if head.flags & FLAG_REPLY:
                 raise WireError(f"{kind.__name__} flagged as a reply: a mailbox takes requests")
+            if head.flags & FLAG_ONE_WAY and issubclass(kind, Request):
+                raise WireError(f"{kind.__name__} flagged as one-way: nothing would bound how many are under way")
         except WireError as error:
             self._refuse(door, who, parts, error, now)
             return

@@ -24,9 +24,9 @@ TASKS = st.lists(
 )
 
 
-def written(tasks: list[tuple[int, int]], key: str, value: int) -> tuple[Table, int]:
-    layout = Layout([(f"t/0/{n}", fence, {key: np.full(200, value + n)}) for n, fence in tasks])
-    head = layout.head([value * 100 + n for n, _ in tasks])
+def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> tuple[Table, int]:
+    layout = Layout([(f"t/0/{n}", fence, {key: np.full(200, value + n) for key in keys}) for n, fence in tasks])
+    head = layout.head([value * 100 + n for n, _ in tasks for _ in keys])
     return blockfile.parse(head, layout.file_bytes), layout.file_bytes
 
 
@@ -78,14 +78,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         tasks=TASKS,
-        key=st.sampled_from(["a", "b", "p:1", "p:2"]),
+        keys=st.sampled_from([("a",), ("b",), ("a", "b"), ("p:1",), ("p:2",)]),
         value=st.integers(0, 1),
         room=st.booleans(),
         claimed=st.booleans(),
         made=st.booleans(),
     )
-    def begin(self, tasks: list[tuple[int, int]], key: str, value: int, room: bool, claimed: bool, made: bool) -> None:
-        table, nbytes = written(tasks, key, value)
+    def begin(
+        self,
+        tasks: list[tuple[int, int]],
+        keys: tuple[str, ...],
+        value: int,
+        room: bool,
+        claimed: bool,
+        made: bool,
+    ) -> None:
+        table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
         names = [PutTask(f"t/0/{n}", fence) for n, fence in tasks]
@@ -297,6 +305,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.bytes == sum(held)
         assert stats.limit_bytes == LIMIT + SPILL
         assert stats.files == len(self.sealed)
+        assert stats.shards == len(self.shards)
+        assert stats.tasks == len({task_id for task_id, _, _ in self.shards})
+        assert stats.tombstones == len(self.tombs)
 
     @invariant()
     def exactly_the_living_shards_are_found(self) -> None:

@@ -477,7 +477,7 @@ def test_streams_are_counted_and_one_too_many_is_busy(
 def test_stream_that_nobody_asks_of_ends(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_server, "IDLE_S", 0.1)
+    monkeypatch.setattr(stream_server, "UNCLAIMED_S", 0.1)
     server.open(source)
     until(lambda: server.stats().streams == 0)
 
@@ -486,6 +486,7 @@ def test_stream_that_waits_for_its_turn_is_kept(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_server, "IDLE_S", 0.5)
+    monkeypatch.setattr(stream_server, "UNCLAIMED_S", 0.5)
     monkeypatch.setattr(stream_server, "_TICK_S", 0.1)
     monkeypatch.setattr(stream_receiver, "KEEP_S", 0.1)
     settled: dict[str, Outcome] = {}
@@ -558,3 +559,148 @@ def test_sealed_bytes_do_not_cross_the_line_in_clear(source: StreamSource) -> No
             opener.open(bulk.pack_head(head), head, payloads[0], memoryview(bytearray(CHUNK)))
     finally:
         server.close()
+
+
+def rogue(port: int) -> StreamOpened:
+    """What a store that lies announces: a stream of two chunks and a bit, at a port of its own."""
+    return StreamOpened(
+        stream_id="ab" * 16,
+        endpoint=f"tcp://127.0.0.1:{port}",
+        covered=1,
+        total_bytes=2 * CHUNK + 100,
+        chunk_bytes=CHUNK,
+        head_bytes=200,
+        head_checksum=1,
+    )
+
+
+def incoming_of(opened: StreamOpened, settled: list[tuple[Outcome, str]], size: int = SIZE) -> Incoming:
+    arrival = Arrival(opened, [PutTask("train/0/0", 1)], [], 2 * size, Regions())
+    return Incoming.of(arrival, object(), opened, lambda *end: settled.append(end))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://127.0.0.1:99999", "tcp://127.0.0.1:\u00b2", "tcp://127.0.0.1\0:80", "ipc://a\0b", f"tcp://{'x' * 70}:80"],
+)
+def test_endpoint_that_cannot_be_ends_no_other_stream(
+    server: StreamServer, source: StreamSource, endpoint: str
+) -> None:
+    lost: list[tuple[Outcome, str]] = []
+    whole: list[tuple[Outcome, str]] = []
+    receiver = Receiver(16 * CHUNK)
+    try:
+        receiver.add(incoming_of(msgspec.structs.replace(rogue(1), endpoint=endpoint), lost))
+        receiver.add(incoming_of(server.open(source), whole))
+        until(lambda: bool(whole))
+        receiver.add(incoming_of(server.open(source), whole))
+        until(lambda: len(whole) == 2)
+        assert [outcome for outcome, _ in whole] == [Outcome.COMPLETE] * 2
+        assert not lost  # it is tried for a while
+    finally:
+        receiver.close()
+    assert [outcome for outcome, _ in lost] == [Outcome.LOST]
+
+
+def test_stream_id_that_is_given_twice_ends_the_second_only(server: StreamServer, source: StreamSource) -> None:
+    opened = server.open(source)
+    first: list[tuple[Outcome, str]] = []
+    second: list[tuple[Outcome, str]] = []
+    receiver = Receiver(16 * CHUNK)
+    again = incoming_of(opened, second)
+    try:
+        receiver.add(incoming_of(opened, first))
+        receiver.add(again)
+        receiver.cancel(again)
+        until(lambda: bool(first))
+        assert first[0][0] is Outcome.COMPLETE
+        assert second == [(Outcome.FAILED, "the store gave one stream id twice")]
+    finally:
+        receiver.close()
+
+
+@pytest.mark.parametrize(("stream_id", "secret"), [("ab" * 16, " "), ("ab " * 16, ""), ("ab" * 16, "cd" * 31 + "  ")])
+def test_blanks_are_no_digits_of_an_id_or_a_secret(stream_id: str, secret: str) -> None:
+    with pytest.raises(WireError, match="16 and 32 are expected"):
+        incoming_of(msgspec.structs.replace(rogue(1), stream_id=stream_id, secret=secret), [])
+
+
+def bulk_chunk(opened: StreamOpened, index: int, payload: bytes) -> bytes:
+    head = bulk.Head(bulk.CHUNK, 0, 0, index, 0, bytes.fromhex(opened.stream_id), len(payload))
+    return bulk.pack_head(head) + payload
+
+
+def test_another_store_cannot_write_into_a_stream_nor_end_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as honest, socket.create_server(("127.0.0.1", 0)) as liar:
+        opened = rogue(honest.getsockname()[1])
+        theirs = msgspec.structs.replace(rogue(liar.getsockname()[1]), stream_id="cd" * 16)
+        settled: list[tuple[Outcome, str]] = []
+        mine = incoming_of(opened, settled)
+        receiver = Receiver(16 * CHUNK)
+        try:
+            receiver.add(mine)
+            receiver.add(incoming_of(theirs, []))
+            line, _ = liar.accept()
+            until(lambda: bool(mine.asked))
+            line.sendall(bulk_chunk(opened, 0, b"\xee" * CHUNK))
+            line.sendall(bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, bytes.fromhex(opened.stream_id), 0)))
+            line.sendall(bulk_chunk(theirs, 0, b"\xdd" * CHUNK))
+            until(lambda: receiver.counts.chunks == 1)  # of its own stream
+            assert not settled
+            assert mine.arrival.left == mine.arrival.chunks
+            assert not any(mine.arrival.room(0))
+            line.close()
+        finally:
+            receiver.close()
+
+
+def test_chunks_that_nobody_asked_for_are_dropped_and_little_is_asked_for_that_cannot_be_checked() -> None:
+    size = 400 * CHUNK
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        opened = msgspec.structs.replace(rogue(liar.getsockname()[1]), total_bytes=size)
+        mine = incoming_of(opened, [], size)
+        receiver = Receiver(size)
+        try:
+            receiver.add(mine)
+            line, _ = liar.accept()
+            until(lambda: bool(mine.asked))
+            for index in range(1, 400):
+                line.sendall(bulk_chunk(opened, index, b"\xee" * CHUNK))
+                until(lambda sent=index: receiver.counts.chunks + receiver.counts.duplicates == sent)
+            assert receiver.counts.chunks < stream_receiver.AHEAD_CHUNKS
+            assert not any(mine.arrival.room(399))
+            line.close()
+        finally:
+            receiver.close()
+
+
+def test_connection_whose_streams_have_ended_proves_nothing_any_more(
+    server: StreamServer, source: StreamSource
+) -> None:
+    opened = server.open(source)
+    endpoint = opened.endpoint
+    first, second = Reader(endpoint), Reader(endpoint)
+    stream_id = first.take(opened)
+    second.streams = first.streams
+    first.ask(stream_id, [(0, 1)])
+    assert first.receive()[0].chunk == 0
+    until(lambda: [each.place.proven for each in server._readers.values()] == [True, False])
+    second.ask(stream_id, [(1, 1)])
+    assert second.receive()[0].chunk == 1
+    until(lambda: [each.place.proven for each in server._readers.values()] == [False, True])
+    second.ask(stream_id, [], bulk.FLAG_CLOSE)
+    until(lambda: [each.place.proven for each in server._readers.values()] == [False, False])
+    first.socket.close()
+    second.socket.close()
+
+
+def test_stream_ends_with_shards_that_are_empty(tmp_path: Path) -> None:
+    shards = {"a": np.arange(5, dtype=np.uint8), "b": np.zeros(0, np.float32), "c": np.zeros((0, 3))}
+    layout = Layout([("train/0/0", 1, shards)])
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(layout.file_bytes)
+        write_block(file.fileno(), layout)
+    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    made = pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], ["a", "b", "c"], 1 << 40, CHUNK, MappingCache())
+    sent = b"".join(bytes(piece) for index in range(made.chunks) for piece in made.pieces(index))
+    assert sent == (tmp_path / "file").read_bytes()
