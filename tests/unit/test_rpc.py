@@ -531,6 +531,21 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
     asyncio.run(main())
 
 
+def test_request_that_wants_no_answer_is_refused(ipc: str) -> None:
+    """Nothing would bound how many are under way: their sender does not wait, and they have no deadline."""
+
+    async def main() -> None:
+        seen: list[int] = []
+        handler = (GetInventory, lambda body, _: seen.append(body.cursor) or Inventory(tasks=[], cursor=0))
+        async with serving(ipc, handler) as (mailbox, bound), asking(bound) as client:
+            assert client.tell(GetInventory(cursor=1))
+            await client.call(GetInventory(cursor=2), Inventory, deadline_s=DEADLINE_S)
+            assert seen == [2]
+            assert not mailbox._running
+
+    asyncio.run(main())
+
+
 def test_telling_nobody_keeps_a_few_messages_and_says_when_it_drops(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
 from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, StoreState
+from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
 
 
@@ -193,3 +195,64 @@ def test_nobody_else_may_read_any_file_of_a_store_whatever_the_umask(tmp_path: P
     assert {
         name: mode for name, mode in found.items() if mode != (0o700 if name in ("memory", "disk") else 0o600)
     } == {}
+
+
+def test_a_shard_that_was_put_twice_is_counted_once(tmp_path: Path) -> None:
+    state = StoreState("store", 1 << 24, 1, 1 << 24)
+
+    def put(number: int, keys: list[str]) -> str:
+        put_id = f"{number:032x}"
+        layout = Layout([("train/0/0", 1, {key: np.zeros(100) for key in keys})])
+        table = blockfile.parse(layout.head([7] * len(keys)), layout.file_bytes)
+        state.begin(put_id, layout.file_bytes, [PutTask("train/0/0", 1)], 0.0)
+        assert state.adds(put_id, table)
+        state.seal(put_id, table)
+        state.supersede(put_id)
+        return put_id
+
+    put(1, ["a"])
+    both = put(2, ["a", "b"])
+    assert state.stats().shards == 2
+    put(3, ["c"])
+    assert state.stats().shards == 3
+    state.lose(both)
+    assert state.stats().shards == 2
+    state.clear([PutTask("train/0/0", 1)])
+    assert (state.stats().shards, state.stats().tasks, state.stats().files) == (0, 0, 0)
+
+
+def test_line_that_is_no_tombstone_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "tombstones").write_text("1 train/0/1\n1 x\nnothing\n-3 \n2 train/0/2\n")
+    files = StoreFiles("store", tmp_path / "store")
+    assert files.tombstones() == [PutTask("train/0/1", 1), PutTask("train/0/2", 2)]
+    files.close()
+
+
+def test_file_that_the_disk_does_not_give_is_left_alone_and_the_others_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = StoreFiles("store", tmp_path / "store")
+    for number in range(3):
+        layout = Layout([(f"train/0/{number}", 1, {"a": np.arange(1000)})])
+        descriptor = os.open(files.create(f"{number:032x}", layout.file_bytes), os.O_RDWR)
+        write_block(descriptor, layout)
+        os.close(descriptor)
+        files.seal(f"{number:032x}")
+    reads = os.pread
+
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"{1:032x}.blk"):
+            raise OSError(errno.EIO, "Input/output error")
+        return reads(descriptor, nbytes, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        found = {each.name: each for each in files.scan()}
+    bad = found.pop(f"{1:032x}.blk")
+    assert bad.unreadable
+    assert bad.table is None
+    assert all(each.table is not None for each in found.values())
+    assert len(found) == 2
+    assert all(each.table is not None for each in files.scan())  # the next life reads it
+    files.close()

@@ -1,0 +1,212 @@
+"""A store that lies to its readers (its answers are changed on the way), readers that ask for what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from proto import bulk
+from proto.messages import (
+    Cleared,
+    ErrorCode,
+    GetCleared,
+    GetStoreStats,
+    OpenStream,
+    PutTask,
+    StoreStats,
+    StreamOpened,
+)
+from proto.registry import Message, Request
+from shared.dataplane import stream
+from shared.dataplane.client import TaskShards
+from shared.dataplane.stream import StreamReader
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from tests.integration.store_process import STORE, Peer, ending, make_run
+from tests.integration.stream_line import Meddler, TcpStoreProcess, free_port, remote
+from tests.integration.test_stream import assert_same, block, fetch, with_peer
+
+Change = Callable[[Any], Message]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
+    with ending(TcpStoreProcess(make_run(tmp_path, memory=192 << 20))) as process:
+        yield process
+
+
+class Liar:
+    """A client of a store whose answers are changed on the way."""
+
+    def __init__(self, client: Client, changes: dict[type[Request], Change]) -> None:
+        self._client = client
+        self._changes = changes
+        self.asked = 0
+
+    async def call(self, request: Request, reply: type[Message], *, deadline_s: float) -> Message:
+        answer = await self._client.call(request, reply, deadline_s=deadline_s)
+        change = self._changes.get(type(request))
+        if change is None:
+            return answer
+        self.asked += 1
+        return change(answer)
+
+
+@contextmanager
+def reader_of(liar: Liar) -> Iterator[StreamReader]:
+    with ThreadPoolExecutor(2) as threads:
+        client: Callable[[str], Any] = lambda _: liar  # noqa: E731
+        reader = StreamReader(client, threads)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def names(tasks: list[TaskShards]) -> list[PutTask]:
+    return [PutTask(task.task_id, task.fence) for task in tasks]
+
+
+def test_more_clears_that_never_come_end_no_fetch_in_a_loop(store: TcpStoreProcess) -> None:
+    tasks = block(0, 3)
+
+    async def body(peer: Peer) -> None:
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        more: Change = lambda answer: msgspec.structs.replace(answer, more=True)  # noqa: E731
+        liar = Liar(peer.store, {GetCleared: more})
+        with reader_of(liar) as reader:
+            assert_same(await reader.fetch(STORE, names(tasks), ("a", "b"), 10), tasks)
+        assert liar.asked <= 4
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -> None:
+    """It sends a chunk that cannot be checked yet and says that the stream is gone."""
+    tasks = block(0, 1, 300_000)
+    store.port = free_port()
+
+    def meddle(message: list[bytes]) -> list[list[bytes]]:
+        head = bulk.unpack_head(message[0])
+        if head.kind != bulk.CHUNK or head.chunk != 1:
+            return []
+        return [message, [bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, head.stream_id, 0)), b""]]
+
+    async def body(peer: Peer) -> None:
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        lives = iter(range(1, 1000))
+        changed: Change = lambda answer: msgspec.structs.replace(answer, head_checksum=next(lives))  # noqa: E731
+        liar = Liar(peer.store, {OpenStream: changed})
+        with reader_of(liar) as reader, pytest.raises(RpcError, match="announces other bytes") as caught:
+            await reader.fetch(STORE, names(tasks), (), 10)
+        assert caught.value.code == ErrorCode.INTERNAL
+        assert liar.asked == stream.CORRUPT_TRIES + 1
+
+    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
+    store.advertised = meddler.endpoint
+    store.start()
+    try:
+        with_peer(store, body)
+    finally:
+        meddler.close()
+
+
+def test_streams_said_to_be_gone_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
+    tasks = block(0, 1, 300_000)
+    store.port = free_port()
+
+    def meddle(message: list[bytes]) -> list[list[bytes]]:
+        head = bulk.unpack_head(message[0])
+        return [[bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, head.stream_id, 0)), b""]]
+
+    async def body(peer: Peer) -> None:
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        same: Change = lambda answer: answer  # noqa: E731
+        liar = Liar(peer.store, {OpenStream: same})
+        with reader_of(liar) as reader, pytest.raises(RpcError):
+            await reader.fetch(STORE, names(tasks), (), 3)
+        assert 2 < liar.asked <= 8  # 0.1, 0.2, 0.4, 0.8 and 1.6 s between them
+
+    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
+    store.advertised = meddler.endpoint
+    store.start()
+    try:
+        with_peer(store, body)
+    finally:
+        meddler.close()
+
+
+def test_head_that_is_larger_than_what_was_asked_for_can_have_is_refused_before_memory_is_taken(
+    store: TcpStoreProcess,
+) -> None:
+    tasks = block(0, 1)
+
+    async def body(peer: Peer) -> None:
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        huge: Change = lambda answer: msgspec.structs.replace(answer, head_bytes=1 << 30, total_bytes=1 << 31)  # noqa: E731
+        liar = Liar(peer.store, {OpenStream: huge})
+        with reader_of(liar) as reader, pytest.raises(ValueError, match="head of 1073741824 bytes"):
+            await reader.fetch(STORE, names(tasks), ("a",), 10)
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_tasks_that_end_with_empty_shards_come_and_the_store_lives(store: TcpStoreProcess) -> None:
+    tasks = [
+        TaskShards(f"train/0/{i}", 1, {"a": np.arange(5 + i, dtype=np.uint8), "b": np.zeros(0, np.float32)})
+        for i in range(4)
+    ]
+
+    async def body(peer: Peer) -> None:
+        for task in tasks:
+            await peer.data.put([task], store=STORE, deadline_s=10)
+        data = remote(peer)
+        assert_same(await fetch(data, tasks), tasks)
+        for task in tasks:
+            assert_same(await fetch(data, [task]), [task])
+        data.close()
+        assert store.process is not None
+        assert store.process.poll() is None
+
+    store.start()
+    with_peer(store, body)
+
+
+def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(store: TcpStoreProcess) -> None:
+    def rss() -> int:
+        assert store.process is not None
+        status = Path(f"/proc/{store.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+    async def refused(ask: Awaitable[Any]) -> RpcError:
+        with pytest.raises(RpcError) as caught:
+            await ask
+        return caught.value
+
+    async def body(peer: Peer) -> None:
+        tasks = block(0, 2000, 4)
+        await peer.data.put(tasks, store=STORE, deadline_s=10)
+        before = rss()
+        many = [PutTask("train/0/0", 1)] * 200_000
+        error = await refused(peer.store.call(OpenStream(tasks=many, keys=["a"]), StreamOpened, deadline_s=20))
+        assert error.code == ErrorCode.BAD_REQUEST
+        keys = [f"absent_{i}" for i in range(20_000)]
+        error = await refused(peer.store.call(OpenStream(tasks=names(tasks), keys=keys), StreamOpened, deadline_s=20))
+        assert error.code == ErrorCode.MISSING
+        assert rss() - before < 256 << 20  # forty million names were asked for
+        for serial in range(2000):
+            peer.store.tell(GetCleared(serial=serial, wait=True))
+        await peer.store.call(GetStoreStats(), StoreStats, deadline_s=20)
+        assert isinstance(await peer.store.call(GetCleared(), Cleared, deadline_s=10), Cleared)
+
+    store.start()
+    with_peer(store, body)

@@ -1,0 +1,69 @@
+"""Logs on a disk that fills up: lines are lost and counted, nobody ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from shared.actor import logging
+from tests.integration.store_process import small_mount
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    yield from small_mount(tmp_path / "mount", 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def fill(folder: Path) -> Path:
+    junk = folder / "junk"
+    with junk.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+    return junk
+
+
+def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
+    path = mount / "logs" / "a.jsonl"
+    logging.configure(path, service="a")
+    log = structlog.get_logger("a")
+    log.info("first", value=1)
+    junk = fill(mount)
+    for number in range(200):
+        log.info("on a full disk", number=number, text="x" * 100)
+    junk.unlink()
+    log.info("room again")
+    log.info("last")
+    lines = path.read_text().split("\n")
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the one that was torn, and what follows the last
+            events.append(json.loads(line))
+    assert [events[0]["event"], events[0]["value"], events[0]["service"]] == ["first", 1, "a"]
+    written = [each["number"] for each in events if "number" in each]
+    assert written == list(range(len(written)))
+    assert 0 < len(written) < 200
+    assert [each["event"] for each in events[-2:]] == ["room again", "last"]
+    assert events[-2]["lost_lines"] == 200 - len(written)
+    assert "lost_lines" not in events[-1]
+
+
+def test_console_that_is_gone_ends_nobody(tmp_path: Path) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    logging.configure(tmp_path / "a.jsonl", console=Gone())
+    structlog.get_logger("a").info("said", value=2)
+    assert json.loads((tmp_path / "a.jsonl").read_text())["value"] == 2
