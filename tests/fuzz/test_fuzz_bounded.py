@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.integration.unavailable import unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
@@ -33,6 +36,11 @@ atheris.Fuzz()
 """
 
 
+def needs_atheris() -> None:
+    if find_spec("atheris") is None:
+        unavailable("atheris (make setup-dev)")
+
+
 def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProcess[str]:
     seeds = folder / "seeds"
     seeds.mkdir()
@@ -51,7 +59,7 @@ def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProce
 
 
 def test_decoders_survive_guided_fuzzing(tmp_path: Path) -> None:
-    pytest.importorskip("atheris", reason="needs atheris (dev extra)")
+    needs_atheris()
     done = fuzz(tmp_path, "-m", "tests.fuzz.fuzz_wire", seconds=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     runs = re.search(r"Done (\d+) runs in (\d+) second", done.stderr)
@@ -60,7 +68,7 @@ def test_decoders_survive_guided_fuzzing(tmp_path: Path) -> None:
 
 
 def test_target_fails_on_an_exception_other_than_the_one_allowed(tmp_path: Path) -> None:
-    pytest.importorskip("atheris", reason="needs atheris (dev extra)")
+    needs_atheris()
     done = fuzz(tmp_path, "-c", PLANTED, seconds=SECONDS)
     assert done.returncode != 0
     assert "planted" in done.stdout + done.stderr

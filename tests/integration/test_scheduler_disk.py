@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from proto.messages import (
+    Clear,
     GetRunInfo,
     Heartbeat,
     HeartbeatAck,
@@ -24,6 +25,7 @@ from proto.messages import (
     RunInfo,
 )
 from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call
 from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, small_mount
 from tests.integration.test_scheduler_service import TASKS_PER_STEP, TOPOLOGY, World, world_of
@@ -123,6 +125,42 @@ def test_full_disk_is_one_line_and_no_lease_is_lost(mount: Path, tmp_path: Path)
             junk.unlink()
             process = start(run)
             assert await lost(world, life, told) == []
+
+    try:
+        asyncio.run(main())
+    finally:
+        process.kill()
+        process.communicate()
+        run.remove_volatile()
+
+
+def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
+    """A clear that no store acknowledges is tried for ever, but not without end."""
+    run = make_run(tmp_path, tmp_path)
+    process = start(run)
+    clears: list[int] = []
+
+    def hang(request: Clear, call: Call) -> object:
+        clears.append(len(request.tasks))
+        return DEFERRED
+
+    async def main() -> None:
+        async with world_of(run) as world:
+            world.store._handlers[Clear] = hang
+            client, life = world.client()
+            await world.join("batch-store", 0, client, life)
+            first = await join(world)
+            assert len(await lease(world, first, 3)) == 3
+            client, second = world.client()
+            await world.join("rollout", 0, client, second)  # what the first one put is to be cleared
+            async with asyncio.timeout(20):
+                while not clears:
+                    await asyncio.sleep(0.05)
+            most = Path(f"{run.journal}-wal").stat().st_size + MORE_BYTES
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
+            await lease(world, second, 100)
+            line = await asyncio.to_thread(ended, process)
+            assert line.startswith(f"scheduler/0: journal {run.journal}: cannot be written: disk I/O error; ")
 
     try:
         asyncio.run(main())
