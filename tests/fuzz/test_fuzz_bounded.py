@@ -8,8 +8,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from tests.integration.unavailable import unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
