@@ -34,10 +34,25 @@ def command(*words: str) -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two namespaces, joined by one line."""
+    """Two namespaces, joined by one line, in which there may be a switch."""
 
     store: str
     reader: str
+    switch: str = ""
+
+    def queue_in_the_switch(self, bytes_per_s: int, queue_bytes: int) -> None:
+        """Towards the reader; what finds the queue full is lost.
+
+        A queue on the store's own host is none: it makes senders wait without a loss, so who came first keeps the line.
+        """
+        shape = f"root tbf rate {8 * bytes_per_s} burst 64kb limit {queue_bytes}"
+        command(*inside(self.switch), "tc", "qdisc", "add", "dev", "rlb3", *shape.split())
+
+    def use_cubic(self) -> None:
+        """The store's TCP, whatever this machine's is: how streams come to share a line is for TCP to say."""
+        for route in command(*inside(self.store), "ip", "route", "show", "dev", "rlb0").splitlines():
+            words = [*route.split(), "dev", "rlb0", "congctl", "cubic"]
+            command(*inside(self.store), "ip", "route", "replace", *words)
 
     def firewall(self, action: str, *rule: str) -> None:
         """On both ends, for what comes in."""
@@ -55,18 +70,28 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(*, switched: bool = False) -> Iterator[Hosts]:
     """Made for one test."""
-    for tool in ("ip", "iptables"):
+    for tool in ("ip", "iptables", "tc"):
         if shutil.which(tool) is None:
-            unavailable(f"{tool} is not installed (apt package {'iproute2' if tool == 'ip' else tool})")
-    made = Hosts(f"rlbus-s{os.getpid()}", f"rlbus-r{os.getpid()}")
+            unavailable(f"{tool} is not installed (apt package {'iptables' if tool == 'iptables' else 'iproute2'})")
+    number = os.getpid()
+    made = Hosts(f"rlbus-s{number}", f"rlbus-r{number}", f"rlbus-w{number}" if switched else "")
+    names = [name for name in (made.store, made.reader, made.switch) if name]
     try:
         try:
-            for host in (made.store, made.reader):
-                command("ip", "netns", "add", host)
-            command("ip", "-n", made.store, "link", "add", "rlb0", "type", "veth", "peer", "name", "rlb1")
-            command("ip", "-n", made.store, "link", "set", "rlb1", "netns", made.reader)
+            for name in names:
+                command("ip", "netns", "add", name)
+            if switched:
+                _join(made.store, "rlb0", made.switch, "rlb2")
+                _join(made.switch, "rlb3", made.reader, "rlb1")
+                command("ip", "-n", made.switch, "link", "add", "rlb4", "type", "bridge")
+                for link in ("rlb2", "rlb3", "rlb4"):
+                    if link != "rlb4":
+                        command("ip", "-n", made.switch, "link", "set", link, "master", "rlb4")
+                    command("ip", "-n", made.switch, "link", "set", link, "up")
+            else:
+                _join(made.store, "rlb0", made.reader, "rlb1")
             for host, link, address in ((made.store, "rlb0", STORE_ADDRESS), (made.reader, "rlb1", READER_ADDRESS)):
                 command("ip", "-n", host, "addr", "add", f"{address}/24", "dev", link)
                 for each in (link, "lo"):
@@ -76,6 +101,10 @@ def two_hosts() -> Iterator[Hosts]:
             unavailable(f"network namespaces are not permitted here: {error.cmd}: {error.stderr.strip()}")
         yield made
     finally:
-        for host in (made.store, made.reader):
+        for host in names:
             with contextlib.suppress(subprocess.CalledProcessError):
                 command("ip", "netns", "del", host)
+
+
+def _join(one: str, its_end: str, other: str, others_end: str) -> None:
+    command("ip", "-n", one, "link", "add", its_end, "type", "veth", "peer", "name", others_end, "netns", other)
