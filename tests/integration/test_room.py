@@ -104,6 +104,7 @@ def test_a_store_full_of_rollouts_holds_up_neither_reference_nor_training(tmp_pa
     assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 
 
+@pytest.mark.long
 def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     memory = limit // 3

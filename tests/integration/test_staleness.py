@@ -27,7 +27,15 @@ CHEAP = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("staleness", "consume"), [(0, "order"), (1, "order"), (2, "order"), (2, "completion")])
+@pytest.mark.parametrize(
+    ("staleness", "consume"),
+    [
+        (0, "order"),
+        pytest.param(1, "order", marks=pytest.mark.long),
+        pytest.param(2, "order", marks=pytest.mark.long),
+        (2, "completion"),
+    ],
+)
 def test_no_token_is_older_than_staleness_allows(staleness: int, consume: str, tmp_path: Path) -> None:
     overrides = [*CHEAP, f"staleness={staleness}", f"consume={consume}"]
     with cluster(QUICKSTART, tmp_path, *overrides, limit_s=580) as run:

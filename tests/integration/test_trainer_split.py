@@ -40,7 +40,10 @@ async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
 ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0, entropy_coef=0.01)
 
 
-@pytest.mark.parametrize(("layout", "options"), [(Layout(2), ()), (Layout(2, cp=2), ("parallel: {cp: 2}",))])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [pytest.param(Layout(2), (), marks=pytest.mark.long), (Layout(2, cp=2), ("parallel: {cp: 2}",))],
+)
 def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
     # the quickstart's learning rate: Adam's first updates have its size however small a gradient is, so with
     # 1e-3 rounding alone drives two runs apart by more than the limit within ten steps
