@@ -344,12 +344,12 @@ class StoreFiles:
         A line that is no tombstone is left out: it must not keep the shards of the others from being served.
         """
         path = self._directory / _TOMBSTONES
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
         if len(whole) != len(text):
-            os.truncate(path, len(whole.encode()))
+            os.truncate(path, len(whole))
         found: list[PutTask] = []
-        lines = whole.split("\n")[:-1]
+        lines = whole.decode(errors="replace").split("\n")[:-1]
         for line in lines:
             fence, _, task_id = line.partition(" ")
             try:
@@ -421,6 +421,7 @@ def _replace(path: Path, text: str) -> int:
         scratch.replace(path)
     except BaseException:
         os.close(descriptor)
+        scratch.unlink(missing_ok=True)  # it has taken what room there was
         raise
     return descriptor
 

@@ -142,10 +142,10 @@ class StoreService(Service):
                     self._ended.take([self.index.abandon(put_id)])
             self._ended.settle()
             self._ended.free(self.index.surplus(self.loop.time()))
-            if files.owes_tombstones:
-                with contextlib.suppress(OSError):  # said when they were to be written first
-                    files.compact(self.index.tombstones)
             if self.loop.time() - emitted >= EMIT_S:
+                if files.owes_tombstones:
+                    with contextlib.suppress(OSError):  # said when they were to be written first
+                        files.compact(self.index.tombstones)
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
                 stats |= {"spilled_bytes": self.index.used(Place.DISK), "memory_bytes": self.index.used(Place.MEMORY)}

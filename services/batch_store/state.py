@@ -445,8 +445,9 @@ class StoreState(Room):
     def _different(self, task_id: str, fence: int, put_ids: Sequence[str]) -> int:
         """How many shards of one task these files hold: one that was put twice, the same bytes, is one."""
         tables = [self._sealed[put_id].table for put_id in put_ids]
-        if len(tables) == 1:
-            return tables[0].count(tables[0].index[task_id, fence])
+        keys = [table.keys for table in tables]
+        if len(keys) == 1 or sum(map(len, keys)) == len(set[str]().union(*keys)):  # as they mostly are: no key twice
+            return sum(table.count(table.index[task_id, fence]) for table in tables)
         return len(set[str]().union(*[table.checksums(table.index[task_id, fence]) for table in tables]))
 
     def _order_of(self, table: Table) -> OrderedDict[str, None]:

@@ -1,7 +1,8 @@
 """Who may stay connected to the bulk port, which asks nobody for a key. Pure: no socket, no clock.
 
-A connection proves itself by credit that is in order, for a stream that is open. It must never be possible to hold a
-place for long without that, nor to turn away one that may still prove itself while others only hold theirs.
+A connection proves itself by credit that is in order, for as long as the stream is open that it is for. It must never
+be possible to hold a place for long without that, nor to turn away one that may still prove itself while others only
+hold theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ sent, no more."""
 IDLE_S = 20.0
 """A connection that proved itself, and neither asked nor took anything for so long, ends."""
 PROVE_S = 10.0
-"""So long a new one may take to prove itself."""
+"""So long a new one may take to prove itself; and one whose streams have all ended, to do it again."""
 OFFENCES = 32
 """So many in a row end a connection. A reader has a few when the store has just restarted."""
 
@@ -46,7 +47,7 @@ class Places:
         self.evicted = 0
         """Connections that had proved nothing, for a newcomer."""
         self.unproven = 0
-        """Connections that had proved nothing in time."""
+        """Connections that had proved nothing in time, or nothing any more."""
         self.hung_up = 0
         """Connections with too many offences in a row."""
         self._held: dict[Place, None] = {}

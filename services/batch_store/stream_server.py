@@ -357,6 +357,7 @@ class StreamServer:
         reader.place.prove(stream.used)
         if head.flags & bulk.FLAG_CLOSE:
             self._end(stream)
+            self._look_at_proof(reader)
             return
         if head.flags & bulk.FLAG_RESET or reader is not stream.reader:
             stream.wanted.clear()

@@ -223,7 +223,7 @@ def test_a_shard_that_was_put_twice_is_counted_once(tmp_path: Path) -> None:
 
 def test_line_that_is_no_tombstone_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "tombstones").write_text("1 train/0/1\n1 x\nnothing\n-3 \n2 train/0/2\n")
+    (tmp_path / "store" / "tombstones").write_bytes(b"1 train/0/1\n1 x\n\xff\xfe\n-3 \n2 train/0/2\n3 train/0/")
     files = StoreFiles("store", tmp_path / "store")
     assert files.tombstones() == [PutTask("train/0/1", 1), PutTask("train/0/2", 2)]
     files.close()
@@ -255,4 +255,25 @@ def test_file_that_the_disk_does_not_give_is_left_alone_and_the_others_are_found
     assert all(each.table is not None for each in found.values())
     assert len(found) == 2
     assert all(each.table is not None for each in files.scan())  # the next life reads it
+    files.close()
+
+
+def test_list_that_finds_no_room_to_be_written_anew_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = StoreFiles("store", tmp_path / "store")
+    files.entomb([PutTask("train/0/0", 1)])
+
+    def full(path: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        files.owes_tombstones = True
+        with pytest.raises(OSError, match="No space"):
+            files.compact({"train/0/0": 1, "train/0/1": 1})
+    assert files.owes_tombstones
+    assert not list((tmp_path / "store").glob("*.new"))
+    files.entomb([PutTask("train/0/2", 1)])
+    files.compact({"train/0/0": 1, "train/0/1": 1, "train/0/2": 1})
+    assert not files.owes_tombstones
+    assert files.tombstones() == [PutTask(f"train/0/{i}", 1) for i in range(3)]
     files.close()

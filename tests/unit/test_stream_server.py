@@ -603,20 +603,25 @@ def test_endpoint_that_cannot_be_ends_no_other_stream(
 
 
 def test_stream_id_that_is_given_twice_ends_the_second_only(server: StreamServer, source: StreamSource) -> None:
-    opened = server.open(source)
+    whole: list[tuple[Outcome, str]] = []
     first: list[tuple[Outcome, str]] = []
     second: list[tuple[Outcome, str]] = []
-    receiver = Receiver(16 * CHUNK)
-    again = incoming_of(opened, second)
-    try:
-        receiver.add(incoming_of(opened, first))
-        receiver.add(again)
-        receiver.cancel(again)
-        until(lambda: bool(first))
-        assert first[0][0] is Outcome.COMPLETE
-        assert second == [(Outcome.FAILED, "the store gave one stream id twice")]
-    finally:
-        receiver.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        opened = rogue(silent.getsockname()[1])
+        receiver = Receiver(16 * CHUNK)
+        try:
+            receiver.add(incoming_of(opened, first))
+            again = incoming_of(opened, second)
+            receiver.add(again)
+            until(lambda: bool(second))
+            assert second == [(Outcome.FAILED, "the store gave one stream id twice")]
+            receiver.cancel(again)
+            receiver.add(incoming_of(server.open(source), whole))
+            until(lambda: bool(whole))
+            assert whole[0][0] is Outcome.COMPLETE
+            assert not first
+        finally:
+            receiver.close()
 
 
 @pytest.mark.parametrize(("stream_id", "secret"), [("ab" * 16, " "), ("ab " * 16, ""), ("ab" * 16, "cd" * 31 + "  ")])
@@ -638,10 +643,11 @@ def test_another_store_cannot_write_into_a_stream_nor_end_it() -> None:
         mine = incoming_of(opened, settled)
         receiver = Receiver(16 * CHUNK)
         try:
+            other = incoming_of(theirs, [])
             receiver.add(mine)
-            receiver.add(incoming_of(theirs, []))
+            receiver.add(other)
             line, _ = liar.accept()
-            until(lambda: bool(mine.asked))
+            until(lambda: bool(mine.asked) and bool(other.asked))
             line.sendall(bulk_chunk(opened, 0, b"\xee" * CHUNK))
             line.sendall(bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, bytes.fromhex(opened.stream_id), 0)))
             line.sendall(bulk_chunk(theirs, 0, b"\xdd" * CHUNK))
@@ -688,7 +694,8 @@ def test_connection_whose_streams_have_ended_proves_nothing_any_more(
     second.ask(stream_id, [(1, 1)])
     assert second.receive()[0].chunk == 1
     until(lambda: [each.place.proven for each in server._readers.values()] == [False, True])
-    second.ask(stream_id, [], bulk.FLAG_CLOSE)
+    first.ask(stream_id, [], bulk.FLAG_CLOSE)
+    until(lambda: server.stats().streams == 0)
     until(lambda: [each.place.proven for each in server._readers.values()] == [False, False])
     first.socket.close()
     second.socket.close()
