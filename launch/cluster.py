@@ -120,7 +120,11 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
         finally:
             run.remove_volatile()
     metrics.poll(time.monotonic())
-    _summarise(run, ended, metrics, time.monotonic() - begun)
+    try:
+        _summarise(run, ended, metrics, time.monotonic() - begun)
+        sys.stdout.flush()
+    except OSError:  # nobody reads it: the status says how it ended, also when Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
 
 

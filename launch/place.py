@@ -67,10 +67,15 @@ def resumable(topology: Topology) -> Path:
 def lock(path: Path) -> int:
     """Take the run directory; returns the descriptor of the lock that the guard shares, so that it outlives us.
 
-    Waits for what a killed launcher left to end. Raises RpcError(busy) when another launcher lives, or its services do.
+    Waits for what a killed launcher left to end. Raises RpcError: busy when another launcher lives, or its services do;
+    bad_request when there can be no such directory.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    own = os.open(path / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        own = os.open(path / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        text = f"{path}: cannot be a run directory ({error.strerror}); name another folder with --run-dir"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
     shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not _take(own):
         raise _in_use(path, "another launcher")

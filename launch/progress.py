@@ -5,6 +5,7 @@ Fed from metrics.jsonl and the scheduler's status. Never from telemetry, which m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -124,10 +125,11 @@ class Screen:
 
     def notice(self, text: str) -> None:
         """A line that stays."""
-        if self._console is not None:
-            self._console.print(text, markup=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: the run goes on
+            if self._console is not None:
+                self._console.print(text, markup=False, soft_wrap=True)
+            else:
+                print(text, flush=True)
 
     def progress(self, text: str) -> None:
         """The line that is replaced; without a terminal, printed every few seconds when it changed."""
@@ -139,7 +141,8 @@ class Screen:
         now = time.monotonic()
         if text != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
             self._shown, self._shown_at = text, now
-            print(text, flush=True)
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
 
 
 def starting_text(states: dict[str, str], status: Status | None) -> str:

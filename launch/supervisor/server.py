@@ -238,8 +238,8 @@ class Supervisor:
         arguments += ["--supervisor", self._endpoint, "--parent", str(os.getpid())]
         if key in self._listen:
             arguments += ["--listen", self._listen[key]]
-        with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
-            try:
+        try:
+            with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
                 child = subprocess.Popen(
                     [*self._command(service), *arguments],
                     stdin=subprocess.DEVNULL,
@@ -248,9 +248,9 @@ class Supervisor:
                     env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
                     process_group=0,
                 )
-            except OSError as error:
-                self._log.error("cannot start", name=service_name(*key), error=str(error))
-                return Exited(key, 0, CANNOT_START)
+        except OSError as error:
+            self._log.error("cannot start", name=service_name(*key), error=str(error))
+            return Exited(key, 0, CANNOT_START)
         self._children[key] = child
         self._tell_guard(f"+{child.pid}\n")
         descriptor = os.pidfd_open(child.pid)
@@ -289,7 +289,7 @@ class Supervisor:
     async def _driver_exited(self, key: Key, pid: int) -> None:
         """A driver that somebody's SIGTERM drained exits with 0 too: only the last step means that it was done."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
-        complete = status is None or (status.step >= status.steps and self._run.export.is_dir())
+        complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -4,11 +4,14 @@ to end itself, and must never import torch.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +22,15 @@ _LIKELY_VICTIM = b"700"
 M = TypeVar("M", bound=msgspec.Struct)
 
 
+class _Lossy(io.FileIO):
+    """What cannot be printed (a full disk) is lost: it must never cost a sample."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(memoryview(data))
+
+
 def confine(descriptor: int) -> socket.socket | None:
     """The socket to the service, with which this process and all that it starts die; None when the service is gone
     already."""
@@ -27,6 +39,8 @@ def confine(descriptor: int) -> socket.socket | None:
     os.set_inheritable(descriptor, False)
     Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # before the engine, if it comes to that
     os.dup2(2, 1)  # what a function prints is for people
+    lossy = _Lossy(2, "w", closefd=False)
+    sys.stdout = sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", write_through=True)
     return socket.socket(fileno=descriptor)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from proto.errors import WireError
 from proto.messages import Telemetry
 from shared.rpc.client import Client
 
@@ -42,5 +43,9 @@ class TelemetrySender:
             topic=topic,
             values=values,
         )
-        if self._client is None or not self._client.tell(message):
+        try:
+            sent = self._client is not None and self._client.tell(message)
+        except WireError:  # larger than a message may be, or no text: a user's names may make it so
+            sent = False
+        if not sent:
             self.dropped += 1

@@ -106,6 +106,11 @@ async def _bad(kind: str, row: Row, llm: LLM, ctx: Context) -> Any:
         trajectory.sequences[0].logprobs.pop()
     if kind == "forged":
         trajectory.sequences[0].loss_mask[0] = 1
+    if kind == "first":
+        first = trajectory.sequences[0]
+        first.loss_mask[0], first.logprobs[0], first.versions[0] = 1, -1.0, 0
+    if kind in ("high id", "low id"):
+        trajectory.sequences[0].token_ids[1] = 1_000_000 if kind == "high id" else -1
     if kind == "copies":
         trajectory.sequences *= 200
     if kind == "long":

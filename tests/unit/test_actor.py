@@ -220,6 +220,19 @@ def test_service_whose_heartbeat_breaks_fails_aloud(run: RunDir) -> None:
     asyncio.run(main())
 
 
+def test_telemetry_that_is_larger_than_a_message_is_dropped_and_counted(run: RunDir) -> None:
+    async def main() -> None:
+        sender = TelemetrySender("talkative", 0, 7)
+        async with asking(run.endpoint("monitor", 0)) as client:
+            sender.connect(client)
+            sender.emit("reward", {"x" * (9 << 20): 1.0})
+            assert sender.dropped == 1
+            sender.emit("reward", {"x": 1.0})
+            assert sender.dropped == 1
+
+    asyncio.run(main())
+
+
 def test_telemetry_counts_what_it_drops_and_arrives_in_order(run: RunDir) -> None:
     async def main() -> None:
         seen: list[Telemetry] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,9 +15,11 @@ import pytest
 
 from launch import preflight
 from launch.logs import Follower, last_lines, readable, tail
-from launch.progress import Metrics, accuracy_lines, duration
+from launch.place import lock
+from launch.progress import Metrics, Screen, accuracy_lines, duration
 from launch.status import _merge
 from proto.messages import ProcessRow, ServiceRow
+from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
 from shared.topology import load
 
@@ -158,3 +162,21 @@ def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
     (tmp_path / "my_rewards.py").write_text("raise SystemExit('never imported here')\n")
     (tmp_path / "my_folder").mkdir()
     assert not [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
+
+
+def test_nobody_reading_what_is_shown_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with Screen(plain=True) as screen:
+        screen.notice("a service was killed")
+        screen.progress("step 1 of 3")
+
+
+def test_a_run_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RpcError, match="--run-dir") as caught:
+        lock(tmp_path / "file" / "run")
+    assert "cannot be a run directory (Not a directory)" in str(caught.value)

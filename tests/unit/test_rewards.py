@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from proto.messages import ErrorCode
+from services.rollout.rewards import pool as reward_pool
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import ANSWER, Score, total
 from shared.data import open_source
@@ -106,6 +107,16 @@ def bad(sample):
         return {"x" * (17 << 20): 1.0}
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+def talk(sample):
+    print(sample.completion, flush=True)
+    print(sample.completion, file=sys.stderr)
+    return float(len(sample.completion))
+
+async def gives_up(sample):
+    if sample.completion == "own":
+        raise TimeoutError("the judge is away")
     return 1.0
 
 async def crash_later(sample):
@@ -385,6 +396,34 @@ def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
     ((good, bad),) = score([[sample("abc"), odd]], Line("my_rewards:plain"))
     assert good.value == 3.0
     assert "the sample cannot be handed to a process" in bad.failure
+
+
+def test_what_cannot_be_printed_costs_no_sample(folder: Path) -> None:
+    """Standard error on a full disk, as the file may be that a service's is in."""
+    kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.dup2(full, 2)
+        ((*scores,),) = score([[sample("abc"), sample("x" * 100_000)]], Line("my_rewards:talk"))
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(full)
+    assert [each.value for each in scores] == [3.0, 100_000.0]
+
+
+def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "TO_PROCESS_BYTES", 1 << 20)
+    group = [sample("x" * at, image="y" * 200_000) for at in range(16)]
+    ((*scores,),) = score([group], Line("my_rewards:plain"), processes=1)
+    assert [each.value for each in scores] == [float(at) for at in range(16)]
+
+
+def test_a_timeout_of_the_function_s_own_is_not_ours(folder: Path) -> None:
+    ((bad, good),) = score([[sample("own"), sample("x")]], Line("my_rewards:gives_up"))
+    assert (bad.kind, good.value) == ("raised", 1.0)
+    assert "TimeoutError: the judge is away" in bad.failure
 
 
 def test_closing_leaves_no_process_behind(folder: Path) -> None:

@@ -50,17 +50,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
-    """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
-    multiples of `keep_every`; later steps than this one go too.
-
-    Returns the path once everything is durable and verified. Raises OSError (disk full).
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    target = folder / f"{_PREFIX}{state.step}"
-    partial = folder / f".{target.name}.partial"
-    partial.mkdir()
+def _write(partial: Path, state: Snapshot) -> None:
+    """Everything of a checkpoint, durable and verified."""
     save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
     save_file(state.optimizer, partial / OPTIMIZER)
     if state.earlier:
@@ -75,6 +66,24 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     _sync(partial / STATE)
     _sync(partial)
     _verify(partial)
+
+
+def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
+    """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
+    multiples of `keep_every`; later steps than this one go too.
+
+    Returns the path once everything is durable and verified. Raises OSError (disk full).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    target = folder / f"{_PREFIX}{state.step}"
+    partial = folder / f".{target.name}.partial"
+    partial.mkdir()
+    try:
+        _write(partial, state)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk others need what it has taken
+        raise
     if target.exists():
         _exchange(partial, target)  # what it replaces may be the only one there is: never a moment without it
     else:

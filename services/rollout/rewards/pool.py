@@ -211,7 +211,9 @@ class RewardPool:
         """Have `calls` done; False when the process was ended."""
         function = calls[0].function
         name, timeout_s = self._terms[function].function, self._setup.timeout_s
-        calls, message = _encoded(name, calls)
+        calls, later, message = _encoded(name, calls)
+        self._waiting.extendleft(reversed(later))
+        self._more.set()
         pending = dict(enumerate(calls))
         # Memory that a call did not get, another one may hold: of those at once, or of those before it.
         shared = len(calls) > 1 or process not in self._fresh
@@ -291,10 +293,11 @@ async def _all_done(calls: Sequence[_Call]) -> None:
         await call.done.wait()
 
 
-def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
-    """The calls that a process can be handed, and the Work of them; the others fail here."""
+def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], bytes]:
+    """The calls that a process can be handed, those that are too large beside them, and the Work of the first; what can
+    never be handed over fails here."""
     try:
-        return calls, frame(Work(calls[0].function, [call.samples for call in calls]), TO_PROCESS_BYTES)
+        return calls, [], frame(Work(calls[0].function, [call.samples for call in calls]), TO_PROCESS_BYTES)
     except UNFIT:
         pass
     fit: list[_Call] = []
@@ -305,7 +308,8 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], bytes]:
             call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
         else:
             fit.append(call)
-    return fit, frame(Work(calls[0].function, [call.samples for call in fit]), TO_PROCESS_BYTES)
+    # One: together they may be past the limit.
+    return fit[:1], fit[1:], frame(Work(calls[0].function, [call.samples for call in fit[:1]]), TO_PROCESS_BYTES)
 
 
 def _same(first: _Call, other: _Call) -> bool:

@@ -58,13 +58,15 @@ async def _serve_async(link: socket.socket, function: RewardFunction, work: Work
 
     async def one(number: int, samples: list[Sample]) -> None:
         async with slots:
+            deadline = asyncio.timeout(timeout_s)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with deadline:
                     answer = await function.call(samples if function.group else samples[0], **function.params)
                 scores = totals(function.name, answer, len(samples), group=function.group)
-            except TimeoutError:
+            except TimeoutError as error:
                 why = f"no answer within {timeout_s:g} s (reward.timeout_s)"
-                scores = [failed(function.name, TIMEOUT, why)] * len(samples)
+                late = [failed(function.name, TIMEOUT, why)] * len(samples)
+                scores = late if deadline.expired() else _raised(function, samples, error)
             except (Exception, SystemExit) as error:
                 scores = _raised(function, samples, error)
         _send(link, function, number, scores)

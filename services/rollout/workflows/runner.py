@@ -143,7 +143,7 @@ class WorkflowRunner:
         attempt = await self._pool.make(job)
         if isinstance(attempt.ended, Returned):
             try:
-                return _made(task, attempt.ended, attempt.calls.conversation, self._max_tokens)
+                return _made(task, attempt.ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
             except WorkflowError as error:
                 why = f"{error}"
         else:
@@ -152,13 +152,15 @@ class WorkflowRunner:
         return Made(Rolled([], truncated=False), sample, failed(f"{self._name} sample {number}", WORKFLOW, why))
 
 
-def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int) -> Made:
+def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:
     """Raises WorkflowError for what is no trajectory to train on."""
     if returned.score is not None and returned.score.value is None:
         raise WorkflowError(returned.score.failure)
     sequences = [tokens_of(each) for each in returned.sequences]
     if not any(each.loss_mask.any() for each in sequences):
         raise WorkflowError("returned a trajectory without a sampled token")
+    if any(each.token_ids.min() < 0 or each.token_ids.max() >= vocab_size for each in sequences):
+        raise WorkflowError(f"returned token ids outside the vocabulary of {vocab_size}")
     tokens = sum(len(each.token_ids) for each in sequences)
     if tokens > max_tokens:
         raise WorkflowError(f"returned a trajectory of {tokens} tokens, workflow.max_tokens allows {max_tokens}")
@@ -194,4 +196,6 @@ def tokens_of(sequence: Sequence) -> Tokens:
     sampled: Array = made.loss_mask == 1
     if made.loss_mask.max() > 1 or (made.versions[sampled] < 0).any() or not np.isfinite(made.logprobs).all():
         raise WorkflowError("a sequence trains on tokens that no policy version sampled, or has no log-probs for them")
+    if sampled[0]:
+        raise WorkflowError("a sequence's first token has loss_mask 1, but nothing predicts it: begin with the prompt")
     return made

@@ -1,0 +1,83 @@
+"""A supervisor with processes of a line of shell: what happens when one cannot be started, or ends too early."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from launch.supervisor import server
+from launch.supervisor.plan import Key
+from launch.supervisor.server import Supervisor
+from launch.supervisor.state import Ended, Outcome, Reported
+from shared.actor import logging
+from shared.rundir import RunDir
+
+SCHEDULER, TRAINER = ("scheduler", 0), ("policy-trainer", 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    made = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    made.hold()
+    logging.configure(tmp_path / "supervisor.log")
+    yield made
+    made.remove_volatile()
+    structlog.reset_defaults()
+
+
+def supervised(
+    run: RunDir, keys: list[Key], program: str, scene: Callable[[Supervisor], Awaitable[None]], limit_s: float
+) -> Ended:
+    async def main() -> Ended:
+        made = Supervisor(run, keys, threads={}, on_event=lambda _: None, command=lambda _: ["/bin/sh", "-c", program])
+        ending = asyncio.create_task(made.run())
+        try:
+            await scene(made)
+            async with asyncio.timeout(limit_s):
+                return await asyncio.shield(ending)
+        finally:
+            made.kill()
+            await ending
+
+    return asyncio.run(main())
+
+
+def test_a_service_whose_output_has_no_file_fails_the_run_aloud(run: RunDir) -> None:
+    async def scene(made: Supervisor) -> None:
+        await asyncio.sleep(0.2)
+        shutil.rmtree(run.logs)  # a disk that is read-only now, no inodes left
+
+    ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
+    assert ended.outcome == Outcome.FAILED
+
+
+def test_a_driver_that_was_told_to_end_has_not_done_its_run_though_the_scheduler_is_silent(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
+    lives: list[int] = []
+
+    async def scene(made: Supervisor) -> None:
+        await asyncio.sleep(0.3)
+        made._feed(Reported(SCHEDULER, made.state.processes[SCHEDULER].pid, 1, "READY"))
+        async with asyncio.timeout(20):
+            while len(lives) < 2:  # it is started again
+                pid = made.state.processes[TRAINER].pid
+                if pid and pid not in lives:
+                    lives.append(pid)
+                    if len(lives) == 1:
+                        await asyncio.sleep(0.3)  # its shell sets its trap
+                        os.kill(pid, signal.SIGTERM)
+                await asyncio.sleep(0.05)
+        made.stop("the test is over")
+
+    program = "trap 'exit 0' TERM; while :; do sleep 0.1; done"
+    ended = supervised(run, [SCHEDULER, TRAINER], program, scene, 30)
+    assert ended.outcome != Outcome.DONE
