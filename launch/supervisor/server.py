@@ -238,6 +238,7 @@ class Supervisor:
         arguments += ["--supervisor", self._endpoint, "--parent", str(os.getpid())]
         if key in self._listen:
             arguments += ["--listen", self._listen[key]]
+        child = None
         try:
             with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
                 child = subprocess.Popen(
@@ -248,12 +249,15 @@ class Supervisor:
                     env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
                     process_group=0,
                 )
+            descriptor = os.pidfd_open(child.pid)
         except OSError as error:
+            if child is not None:  # nobody would see its end
+                child.kill()
+                child.wait()
             self._log.error("cannot start", name=service_name(*key), error=str(error))
             return Exited(key, 0, CANNOT_START)
         self._children[key] = child
         self._tell_guard(f"+{child.pid}\n")
-        descriptor = os.pidfd_open(child.pid)
         self._loop.add_reader(descriptor, self._on_exit, key, child, descriptor)
         self._log.info("started", name=service_name(*key), pid=child.pid)
         started = Spawned(key, child.pid)

@@ -28,6 +28,9 @@ from services.scheduler.slot_index import NO_SLOT
 from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 
+MOST_LAYOUTS = 1 << 16
+"""Sets of scalars of one run: a task names its own by a number of 16 bits."""
+
 
 class Accepting(Freshness):
     """The verb `complete`."""
@@ -89,6 +92,10 @@ class Accepting(Freshness):
             )
             if any(not 0 <= number < 1 << bits for number, bits in numbers):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number of its result is out of range")
+        layout = scalars.layout_of(request.scalars)
+        if len(self.layouts) >= MOST_LAYOUTS and layout not in self.layouts:
+            text = f"scalars {', '.join(request.scalars)[:200]}: {MOST_LAYOUTS} different sets are the limit of a run"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
         samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
         for name, values in request.scalars.items():
             if values.shape != (samples,):

@@ -77,7 +77,10 @@ class Evaluation:
 
 def _mean(values: array[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else math.nan
+    try:
+        return math.fsum(known) / len(known) if known else math.nan
+    except (ValueError, OverflowError):  # of both infinities, past what a float holds
+        return math.nan
 
 
 class Evaluations:

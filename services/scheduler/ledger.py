@@ -322,7 +322,7 @@ class Ledger(Stores):
                 return
             row = self.waiting_rows.pop(self.next_row)
             found = self.evaluations.row(self.next_row)
-            self.out.append(WriteRow(self.next_row, {"step": float(self.next_row), **row, **found}))
+            self.out.append(WriteRow(self.next_row, {"step": 0.0, **row, **found} | {"step": float(self.next_row)}))
             self.next_row += 1
 
     def check_driver(self, driver: int) -> None:

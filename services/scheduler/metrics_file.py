@@ -48,8 +48,12 @@ class MetricsFile:
             complete = tail[: tail.rfind(b"\n") + 1]
             previous = complete.rfind(b"\n", 0, -1)
             if complete and (previous >= 0 or start == 0):
+                try:
+                    step = int(json.loads(complete[previous + 1 :])["step"])
+                except (ValueError, KeyError, TypeError, OverflowError):
+                    break  # the journal has every row
                 os.ftruncate(self._fd, start + len(complete))
-                return int(json.loads(complete[previous + 1 :])["step"])
+                return step
         os.ftruncate(self._fd, 0)
         return _NO_ROW
 

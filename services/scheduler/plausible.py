@@ -4,20 +4,29 @@ status of the whole run. Pure.
 
 from __future__ import annotations
 
+import msgspec
+
 from proto.messages import ErrorCode, Heartbeat, Register
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
+MOST_TEXT = 1024
+"""Characters of each text that a service registers: the status of a run holds those of all."""
 MOST = 1 << 50
 """Bytes (a pebibyte) or shards of one store."""
 
 
 def check_numbers(request: Register | Heartbeat) -> None:
-    """Raises RpcError(bad_request) that names the number."""
+    """Raises RpcError(bad_request) that names the number, or the service."""
     if isinstance(request, Register):
         numbers = {"limit_bytes": request.limit_bytes}
     else:
         numbers = {"store_bytes": request.store_bytes, "store_shards": request.store_shards}
+    texts = [value for value in msgspec.structs.astuple(request) if isinstance(value, str)]
+    if not 0 <= request.instance < 1 << 31 or any(len(text) > MOST_TEXT for text in texts):
+        who = f"{request.service[:64]}/{request.instance}"
+        text = f"{who}: instances are counted from 0, and no text has more than {MOST_TEXT} characters"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
     for name, value in numbers.items():
         if not 0 <= value <= MOST:
             who = service_name(request.service, request.instance)

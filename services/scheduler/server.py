@@ -194,7 +194,7 @@ class SchedulerService(Service):
                 self._carry_out(effect)
             if self._journal.due:
                 self._journal.begin_snapshot(snapshot.begin(self._state.core))
-        except (RpcError, OSError) as error:
+        except Exception as error:  # what is left of the burst would be lost in silence
             self._failed.set_exception(error)
 
     def _carry_out(self, effect: Effect) -> None:

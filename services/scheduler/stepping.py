@@ -26,8 +26,10 @@ from services.scheduler.events import (
 )
 from services.scheduler.freshness import Freshness
 from services.scheduler.plan import due
+from services.scheduler.plausible import MOST
 from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
+from shared.stages import WEIGHTS
 
 
 class Stepping(Freshness):
@@ -220,6 +222,11 @@ class Stepping(Freshness):
         ref = request.ref
         if ref.lineage != self.lineage:
             raise RpcError(ErrorCode.CONFLICT, f"weights of lineage {ref.lineage}: this driver has {self.lineage}")
+        if not 0 <= ref.step <= self.committed_step or ref.task_id != f"{WEIGHTS}/{ref.lineage}/{ref.step}":
+            text = f"weights {ref.task_id[:80]!r} of step {ref.step}: step {self.committed_step} is committed"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if not 0 <= ref.nbytes <= MOST or not 0 <= ref.fence < 1 << 32:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: a number of it is out of range")
         old = self.versions.get((ref.lineage, ref.step))
         if old is not None and old.fence > ref.fence:
             raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over, it stands at {old.fence}")
@@ -252,6 +259,8 @@ class Stepping(Freshness):
     def checkpoint(self, request: CheckpointSaved) -> bool:
         """Collect what the oldest checkpoint that recovery may fall back to covers."""
         self.check_driver(request.driver)
+        if not 0 <= request.step <= self.committed_step:
+            raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: {self.committed_step} is committed")
         # ones that are newer than the committed step are of steps taken back since
         kept = sorted({request.step, *(step for step in request.kept if step <= self.committed_step)})
         kept = kept[-self.config.keep_last :]

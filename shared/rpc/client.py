@@ -93,7 +93,8 @@ class Client:
         if self._closed or endpoint == self.endpoint:
             return
         if self.endpoint:
-            self._socket.disconnect(self.endpoint)
+            before, self.endpoint = self.endpoint, ""  # whatever the new one is good for
+            self._socket.disconnect(before)
         self._dial(endpoint)
         for pending in self._pending.values():
             pending.sent = False
