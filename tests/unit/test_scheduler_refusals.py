@@ -51,14 +51,13 @@ def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> st
     [
         {"task_id": "train/0/3"},
         {"task_id": "weights/0/1"},
-        {"step": 1, "task_id": "weights/0/1"},
         {"step": 1 << 31, "task_id": f"weights/0/{1 << 31}"},
         {"step": -1, "task_id": "weights/0/-1"},
         {"nbytes": -1},
         {"fence": 1 << 32},
     ],
 )
-def test_weights_that_are_none_of_a_committed_step_are_refused(wrong: dict[str, Any]) -> None:
+def test_weights_whose_name_is_not_that_of_their_step_are_refused(wrong: dict[str, Any]) -> None:
     bench = Bench().start()
     right = {
         "lineage": 0, "step": 0, "task_id": "weights/0/0", "fence": 9, "store": STORE, "nbytes": 100,

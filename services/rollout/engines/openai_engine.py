@@ -237,11 +237,12 @@ class OpenAIEngine(Counted):
                     logprobs[at] += (choice.get("logprobs") or {}).get("token_logprobs") or []
                     reasons[at] = choice.get("finish_reason") or reasons[at]
         for at in range(count):
-            if reasons[at] not in ("stop", "length") or len(logprobs[at]) != len(token_ids[at]):
+            sampled = len(token_ids[at])
+            if reasons[at] not in ("stop", "length") or not sampled or len(logprobs[at]) != sampled:
                 raise RpcError(
                     ErrorCode.INTERNAL,
                     f"{self._who}: sample {at} of {prompt.name} ended with {reasons[at] or 'no reason'}, "
-                    f"{len(token_ids[at])} tokens and {len(logprobs[at])} log-probs; see the server's log",
+                    f"{sampled} tokens and {len(logprobs[at])} log-probs; see the server's log",
                 )
         return [
             Generation(
