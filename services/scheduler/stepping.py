@@ -223,7 +223,7 @@ class Stepping(Freshness):
         if ref.lineage != self.lineage:
             raise RpcError(ErrorCode.CONFLICT, f"weights of lineage {ref.lineage}: this driver has {self.lineage}")
         if not 0 <= ref.step < 1 << 31 or ref.task_id != f"{WEIGHTS}/{ref.lineage}/{ref.step}":
-            text = f"weights {ref.task_id[:80]!r} of step {ref.step}: the id must be {WEIGHTS}/<lineage>/<step below 2**31>"
+            text = f"weights {ref.task_id[:80]!r} of step {ref.step}: {WEIGHTS}/<lineage>/<step below 2**31> expected"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if not 0 <= ref.nbytes <= MOST or not 0 <= ref.fence < 1 << 32:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: a number of it is out of range")
