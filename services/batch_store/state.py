@@ -167,9 +167,7 @@ class StoreState(Room):
                 theirs = self._sealed[other].table
                 keys = theirs.checksums(theirs.index[task_id, fence])
                 if all(revised_name(key) in names for key in keys):
-                    self._shards -= self._different(task_id, fence, files)
-                    files.remove(other)
-                    self._shards += self._different(task_id, fence, files)
+                    self._unlist(task_id, fence, files, other)
                     effects.extend(self._kill(other, task_id, fence))
         return effects
 
@@ -224,9 +222,7 @@ class StoreState(Room):
         for index in sorted(self._sealed[put_id].alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             files = self._tasks[task_id].files
-            self._shards -= self._different(task_id, fence, files[fence])
-            files[fence].remove(put_id)
-            self._shards += self._different(task_id, fence, files[fence])
+            self._unlist(task_id, fence, files[fence], put_id)
             if not files[fence]:
                 del files[fence]
             if not files:
@@ -441,6 +437,12 @@ class StoreState(Room):
         if sealed.place == Place.MEMORY and self._spares.fits(sealed.nbytes):
             self._worth_keeping[effect.target] = sealed.nbytes
         return [effect]
+
+    def _unlist(self, task_id: str, fence: int, put_ids: list[str], put_id: str) -> None:
+        """A task's entry in one of its files goes; the others may hold the same shards."""
+        self._shards -= self._different(task_id, fence, put_ids)
+        put_ids.remove(put_id)
+        self._shards += self._different(task_id, fence, put_ids)
 
     def _different(self, task_id: str, fence: int, put_ids: Sequence[str]) -> int:
         """How many shards of one task these files hold: one that was put twice, the same bytes, is one."""

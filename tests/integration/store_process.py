@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -122,6 +122,13 @@ async def peer_of(run: RunDir, instance: int = 0) -> AsyncIterator[Peer]:
         data.close()
         client.close()
         await asyncio.to_thread(context.term)
+
+
+def fill(path: Path, unit: int = 4096) -> None:
+    """Write to the end of `path`, `unit` bytes at a time, until its disk takes no more."""
+    with path.open("ab", buffering=0) as stream, suppress(OSError):
+        while stream.write(bytes(unit)):
+            pass
 
 
 def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:

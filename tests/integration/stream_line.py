@@ -196,6 +196,18 @@ class Meddler:
             line.close()
 
 
+@contextlib.contextmanager
+def meddled(store: TcpStoreProcess, meddle: Callable[[Message], list[Message]]) -> Iterator[None]:
+    """`store` is started, and its readers are told of a meddler in front of it."""
+    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
+    store.advertised = meddler.endpoint
+    store.start()
+    try:
+        yield
+    finally:
+        meddler.close()
+
+
 class Tap(Meddler):
     """A meddler that only looks on."""
 

@@ -27,7 +27,8 @@ from shared.dataplane.stream import StreamReader
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from tests.integration.store_process import STORE, Peer, ending, make_run
-from tests.integration.stream_line import Meddler, TcpStoreProcess, free_port, remote
+from tests.integration.stream_line import Message as BulkMessage
+from tests.integration.stream_line import TcpStoreProcess, meddled, remote
 from tests.integration.test_stream import assert_same, block, fetch, with_peer
 
 Change = Callable[[Any], Message]
@@ -89,9 +90,8 @@ def test_more_clears_that_never_come_end_no_fetch_in_a_loop(store: TcpStoreProce
 def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -> None:
     """It sends a chunk that cannot be checked yet and says that the stream is gone."""
     tasks = block(0, 1, 300_000)
-    store.port = free_port()
 
-    def meddle(message: list[bytes]) -> list[list[bytes]]:
+    def meddle(message: BulkMessage) -> list[BulkMessage]:
         head = bulk.unpack_head(message[0])
         if head.kind != bulk.CHUNK or head.chunk != 1:
             return []
@@ -107,20 +107,14 @@ def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -
         assert caught.value.code == ErrorCode.INTERNAL
         assert liar.asked == stream.CORRUPT_TRIES + 1
 
-    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
-    store.advertised = meddler.endpoint
-    store.start()
-    try:
+    with meddled(store, meddle):
         with_peer(store, body)
-    finally:
-        meddler.close()
 
 
 def test_streams_said_to_be_gone_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
     tasks = block(0, 1, 300_000)
-    store.port = free_port()
 
-    def meddle(message: list[bytes]) -> list[list[bytes]]:
+    def meddle(message: BulkMessage) -> list[BulkMessage]:
         head = bulk.unpack_head(message[0])
         return [[bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, head.stream_id, 0)), b""]]
 
@@ -132,13 +126,8 @@ def test_streams_said_to_be_gone_are_opened_less_and_less_often(store: TcpStoreP
             await reader.fetch(STORE, names(tasks), (), 3)
         assert 2 < liar.asked <= 8  # 0.1, 0.2, 0.4, 0.8 and 1.6 s between them
 
-    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
-    store.advertised = meddler.endpoint
-    store.start()
-    try:
+    with meddled(store, meddle):
         with_peer(store, body)
-    finally:
-        meddler.close()
 
 
 def test_head_that_is_larger_than_what_was_asked_for_can_have_is_refused_before_memory_is_taken(

@@ -27,7 +27,7 @@ from proto.messages import (
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call
 from shared.rundir import RunDir
-from tests.integration.store_process import REPOSITORY, small_mount
+from tests.integration.store_process import REPOSITORY, fill, small_mount
 from tests.integration.test_scheduler_service import TASKS_PER_STEP, TOPOLOGY, World, world_of
 
 MOUNT_BYTES = 4 << 20
@@ -91,12 +91,6 @@ async def lost(world: World, life: int, leases: list[int]) -> list[int]:
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
     yield from small_mount(tmp_path / "mount", MOUNT_BYTES)
-
-
-def fill(junk: Path) -> None:
-    with junk.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while stream.write(bytes(4096)):
-            pass
 
 
 def ended(process: subprocess.Popen[bytes]) -> str:

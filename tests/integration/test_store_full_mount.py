@@ -35,7 +35,7 @@ from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of, small_mount
+from tests.integration.store_process import STORE, Peer, StoreProcess, fill, make_run, peer_of, small_mount
 
 MOUNT_BYTES = 8 << 20
 MEMORY = 6 << 20
@@ -112,14 +112,6 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
     store.start()
     junk = mount / "junk"
 
-    def fill() -> None:
-        with junk.open("wb", buffering=0) as stream:
-            try:
-                while stream.write(bytes(4096)):
-                    pass
-            except OSError:
-                return
-
     def use_up_the_inodes() -> list[Path]:
         made: list[Path] = []
         while True:
@@ -151,7 +143,7 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
     async def main() -> None:
         async with peer_of(store.run) as peer:
             await peer.data.put(first, store=STORE, deadline_s=10)
-            fill()
+            fill(junk)
             with pytest.raises(RpcError, match="enlarge it") as caught:
                 await peer.data.put(second, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
@@ -160,7 +152,7 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             with pytest.raises(RpcError) as caught:
                 await peer.data.put(first, store=STORE, deadline_s=5)
             assert caught.value.code == ErrorCode.COLLECTED
-            fill()
+            fill(junk)
             await peer.data.put(second, store=STORE, deadline_s=5)  # into the pages of the first
             await peer.store.call(Clear(tasks=[PutTask("t/0/2", 1)]), Ack, deadline_s=10)
             before = await busy(peer)

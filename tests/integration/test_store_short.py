@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from proto.messages import (
 )
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of, small_mount
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, fill, make_run, peer_of, small_mount
 
 MIB = 1 << 20
 
@@ -52,12 +51,6 @@ def with_peer(store: StoreProcess, body: Callable[[Peer], Coroutine[Any, Any, No
             await body(peer)
 
     asyncio.run(main())
-
-
-def fill(path: Path, unit: int = 4096) -> None:
-    with path.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
-        while stream.write(bytes(unit)):
-            pass
 
 
 @pytest.mark.parametrize("where", ["memory", "spill"])

@@ -32,7 +32,7 @@ from shared.dataplane import stream
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
-from tests.integration.stream_line import Meddler, Message, Tap, TcpLine, TcpStoreProcess, remote
+from tests.integration.stream_line import Message, Tap, TcpLine, TcpStoreProcess, meddled, remote
 
 MEMORY = 192 << 20
 Body = Callable[[Peer], Coroutine[Any, Any, None]]
@@ -588,7 +588,6 @@ def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetche
     store: TcpStoreProcess,
 ) -> None:
     mischief = Mischief()
-    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", mischief)
 
     async def body(peer: Peer) -> None:
         tasks = block(0, 8, 130_000)
@@ -599,12 +598,8 @@ def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetche
         assert data.streams.counts.refused >= 6
         data.close()
 
-    store.advertised = meddler.endpoint
-    store.start()
-    try:
+    with meddled(store, mischief):
         with_peer(store, body)
-    finally:
-        meddler.close()
 
 
 def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStoreProcess) -> None:
@@ -618,8 +613,6 @@ def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStor
             damaged += 1
             payload = payload[:-1] + bytes([payload[-1] ^ 0x80])
         return [[head, payload]]
-
-    meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
 
     async def body(peer: Peer) -> None:
         nonlocal always
@@ -636,9 +629,5 @@ def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStor
         data.close()
 
     store.plain = True
-    store.advertised = meddler.endpoint
-    store.start()
-    try:
+    with meddled(store, meddle):
         with_peer(store, body)
-    finally:
-        meddler.close()

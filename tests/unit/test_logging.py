@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from shared.actor import logging
-from tests.integration.store_process import small_mount
+from tests.integration.store_process import fill, small_mount
 
 
 @pytest.fixture
@@ -26,20 +26,13 @@ def undone() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def fill(folder: Path) -> Path:
-    junk = folder / "junk"
-    with junk.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while stream.write(bytes(4096)):
-            pass
-    return junk
-
-
 def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
     path = mount / "logs" / "a.jsonl"
     logging.configure(path, service="a")
     log = structlog.get_logger("a")
     log.info("first", value=1)
-    junk = fill(mount)
+    junk = mount / "junk"
+    fill(junk)
     for number in range(200):
         log.info("on a full disk", number=number, text="x" * 100)
     junk.unlink()
