@@ -1,1 +1,1 @@
-"""Requests and replies over ZeroMQ: every request has a deadline and an id, every retry is answered once."""
+"""Requests and replies over ZeroMQ. Every request has a deadline and an id, and retries are answered once."""

@@ -1,8 +1,7 @@
-"""One owner for each ipc endpoint: a lock file beside the socket decides, and the kernel frees it when its holder dies.
+"""Exclusive ownership of ipc endpoints: a lock file beside each socket, which the kernel releases when its holder dies.
 
-libzmq's bind silently takes over the path of a live peer, and its close unlinks that path some time later. So nothing
-here may bind to the final path: a socket is bound beside it and renamed under the lock, and only the lock's holder
-unlinks it.
+libzmq's bind silently takes over the path of a live peer, and its close unlinks that path some time later. Sockets are
+therefore bound to a scratch path and renamed under the lock, and only the holder of the lock unlinks the final path.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 IPC = "ipc://"
 LOCK_SUFFIX = ".lock"
 SCRATCH_BYTES = len(".ffff")
-"""What the path that is bound first is longer than the final one; ipc paths end at 107 bytes."""
+"""Length by which the scratch path exceeds the final path. ipc paths are limited to 107 bytes."""
 
 
 def socket_path(endpoint: str) -> Path | None:
@@ -24,7 +23,7 @@ def socket_path(endpoint: str) -> Path | None:
 
 
 class Claim:
-    """The right to answer at one socket path. Children forked without exec share it until they end too."""
+    """The right to answer at one socket path. Children forked without exec share it until they end, too."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -49,15 +48,15 @@ class Claim:
             os.close(descriptor)
 
     def scratch(self, salt: int) -> Path:
-        """Where to bind before `publish`. `salt` tells lives apart: a closing one unlinks its own scratch path."""
+        """Return the path to bind before `publish`. `salt` differs between lives, which unlink their own paths."""
         return Path(f"{self._path}.{salt & 0xFFFF:04x}")
 
     def publish(self, scratch: Path) -> None:
-        """Put the bound socket at the path, in place of what a killed owner left there."""
+        """Rename the bound socket to the final path, replacing a file that a killed owner left there."""
         scratch.rename(self._path)
 
     def release(self) -> None:
-        """Remove the socket file and the lock, and let others have the path."""
+        """Remove the socket file and the lock, so that another process can claim the path."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             self._lock.unlink(missing_ok=True)

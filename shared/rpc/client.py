@@ -1,7 +1,7 @@
-"""The asking side of the bus: one DEALER a peer. It must never wait without a deadline.
+"""The client side of the bus: one DEALER per peer. No call waits without a deadline.
 
-A request is sent again under the same id until it is answered or its deadline passes, so that it survives the restart
-of the peer; the peer answers each id once.
+A request is sent again under the same id until it is answered or its deadline passes, so it survives a restart of the
+peer. The peer answers each id once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ R = TypeVar("R", bound=Message)
 FIRST_RESEND_S = 0.25
 LAST_RESEND_S = 2.0
 RESEND_BYTES_PER_S = 16 << 20
-"""A large request is given this long to arrive before it is sent again."""
+"""Assumed transfer rate of a large request, which delays its first retry."""
 UNSENT_MESSAGES = 64
-"""One-way messages kept while the peer is not connected yet."""
+"""Maximum number of one-way messages that are kept until the peer connects."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Pending:
 
 
 class Client:
-    """Sends requests to one peer. Belongs to the event loop it was made on; safe to share among its tasks."""
+    """Sends requests to one peer. Belongs to the event loop on which it was made; tasks of that loop may share it."""
 
     def __init__(
         self,
@@ -60,20 +60,20 @@ class Client:
         limits: Limits = CONTROL,
         keys: Keyring | None = None,
     ) -> None:
-        """`peer`: the name for error messages; `incarnation`: of the calling process (retries are known by it).
+        """`peer` is the name used in error messages. `incarnation` identifies the calling process, and thereby retries.
 
-        `endpoint` empty: nothing is sent before `connect`. `keys`: for peers on other hosts (tcp).
+        With an empty `endpoint` nothing is sent before `connect`. Peers on other hosts (tcp) need `keys`.
         Raises RpcError(bad_request) for a tcp endpoint without keys.
         """
         self.peer = peer
         self.endpoint = ""
         self.on_silent: Callable[[], None] | None = None
-        """Called now and then while the peer does not answer: it may have moved (see `connect`)."""
+        """Called from time to time while the peer does not answer. It may have moved (see `connect`)."""
         self._keys = keys
         self._incarnation = incarnation
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        # a random start: two clients of one process share its incarnation, and peers know retries by both numbers
+        # A random start: two clients of one process share its incarnation, and peers identify retries by both numbers.
         self._ids = itertools.count(secrets.randbits(62))
         self._pending: dict[int, _Pending] = {}
         self._unsent: deque[list[Buffer]] = deque()
@@ -89,11 +89,11 @@ class Client:
         self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable, limits=limits)
 
     def connect(self, endpoint: str) -> None:
-        """Talk to the peer there from now on; what waits for an answer is sent again. The same endpoint: nothing."""
+        """Connect to `endpoint` instead and send unanswered requests again. Does nothing if it is the same endpoint."""
         if self._closed or endpoint == self.endpoint:
             return
         if self.endpoint:
-            before, self.endpoint = self.endpoint, ""  # whatever the new one is good for
+            before, self.endpoint = self.endpoint, ""  # even if connecting to the new one fails
             self._socket.disconnect(before)
         self._dial(endpoint)
         for pending in self._pending.values():
@@ -113,10 +113,10 @@ class Client:
         self.endpoint = endpoint
 
     async def call(self, request: Request, reply: type[R], *, deadline_s: float, arrays: Sequence[Array] = ()) -> R:
-        """Send `request`, return its reply.
+        """Send `request` and return its reply.
 
-        Raises RpcError when the peer answers Error (see its `code`), DeadlineExceeded when no answer came within
-        `deadline_s` seconds, WireError when the request itself is over the limits.
+        Raises RpcError when the peer answers with Error (see its `code`), DeadlineExceeded when no answer arrives
+        within `deadline_s` seconds, and WireError when the request itself exceeds the limits.
         """
         body = (await self.exchange(request, deadline_s=deadline_s, arrays=arrays)).body
         if not isinstance(body, reply):
@@ -124,7 +124,7 @@ class Client:
         return body
 
     async def exchange(self, request: Request, *, deadline_s: float, arrays: Sequence[Array] = ()) -> codec.Decoded:
-        """Like `call`, and returns the reply's tensors too. `arrays` must not change before it returns."""
+        """Like `call`, but also return the tensors of the reply. `arrays` must not change before this returns."""
         if deadline_s <= 0:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: no time left before it was sent")
         if self._closed:
@@ -159,9 +159,9 @@ class Client:
                 pending.timer.cancel()
 
     def tell(self, message: Message) -> bool:
-        """Send a one-way message. False: it was dropped because the peer is away or its queue is full.
+        """Send a one-way message. Return False if it was dropped because the peer is away or its queue is full.
 
-        The first few for a peer that is not connected yet are kept until it is.
+        The first `UNSENT_MESSAGES` messages to a peer that is not connected yet are kept until it is.
         """
         if self._closed:
             return False
@@ -178,7 +178,7 @@ class Client:
         return True
 
     def close(self) -> None:
-        """Fail what is pending and close the socket."""
+        """Fail all pending requests and close the socket."""
         self._closed = True
         self._unsent.clear()
         for pending in self._pending.values():
@@ -187,7 +187,7 @@ class Client:
         self._pump.close()
 
     def _on_timer(self, request_id: int) -> None:
-        """Give up at the deadline; before it, send again: the peer may have restarted."""
+        """Give up at the deadline. Before it, send the request again: the peer may have restarted."""
         pending = self._pending.get(request_id)
         if pending is None or pending.future.done():
             return
@@ -206,7 +206,7 @@ class Client:
         pending.sent = self._pump.send(pending.frames)
 
     def _on_writable(self) -> None:
-        """The peer has come (back): send at once what found nobody."""
+        """Send at once what could not be sent while the peer was away."""
         while self._unsent and self._pump.send(self._unsent[0]):
             self._unsent.popleft()
         for pending in list(self._pending.values()):
@@ -227,7 +227,7 @@ class Client:
             return
         pending = self._pending.get(decoded.envelope.request_id)
         if pending is None or pending.future.done():
-            return  # the answer to a retry of something answered or given up
+            return  # the answer to a retry of a request that has been answered or given up
         body = decoded.body
         if isinstance(body, Error):
             pending.future.set_exception(

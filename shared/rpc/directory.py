@@ -1,5 +1,7 @@
-"""Keeps clients connected to where their peers answer now, when a run spans hosts. It must never block a request:
-a client without a connection holds its requests until there is one or their deadline passes.
+"""Keeps clients connected to the current endpoints of their peers when a run spans several hosts.
+
+Look-ups never block a request: a client without a connection holds its requests until there is one or their deadline
+passes.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 
 RETRY_S = 0.5
-"""Between two look-ups of a peer that is not registered yet."""
+"""Seconds between two look-ups of a peer that is not registered yet."""
 PAUSE_S = 1.0
-"""Between two look-ups of a peer that is connected and silent: it may be busy, or it may have moved."""
+"""Seconds between two look-ups of a connected peer that is silent: it may be busy, or it may have moved."""
 Find = Callable[[str, int], Awaitable[str]]
-"""(service, instance) -> its endpoint as seen from here. Raises RpcError while nobody knows."""
+"""(service, instance) -> its endpoint as seen from this host. Raises RpcError while it is unknown."""
 
 
 class Directory:
@@ -29,7 +31,7 @@ class Directory:
         self._log = structlog.get_logger("directory")
 
     def follow(self, service: str, instance: int, client: Client) -> None:
-        """Connect `client` to that service as soon as it is known where it is, and again whenever it moves."""
+        """Connect `client` to that service as soon as its endpoint is known, and again whenever it moves."""
         key = (service, instance)
 
         def look() -> None:

@@ -1,17 +1,17 @@
-"""What a request can end with, besides its reply."""
+"""The errors with which a request can end."""
 
 from __future__ import annotations
 
 from proto.messages import Error, ErrorCode
 
 AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
-"""Answers after which the same call may succeed: the peer restarts, cannot be reached now, or has no room yet."""
+"""Codes after which the same call may succeed: the peer restarts, cannot be reached at the moment, or has no room."""
 MAX_NAMES = 64
-"""So many names an answer carries; its message says how many more there are."""
+"""Maximum number of names in an error message. The text says how many more there are."""
 
 
 class RpcError(Exception):
-    """The peer answered `Error`, or a handler wants to. `code` is one of `proto.messages.ErrorCode`."""
+    """An `Error` that a peer answered, or that a handler answers. `code` is one of `proto.messages.ErrorCode`."""
 
     def __init__(self, code: str, message: str, *, retry_after_s: float = 0.0, names: list[str] | None = None) -> None:
         super().__init__(message)
@@ -20,14 +20,14 @@ class RpcError(Exception):
         self.names = names or []
 
     def to_message(self) -> Error:
-        """As it travels: with the first `MAX_NAMES` names."""
+        """Return the message to send, with the first `MAX_NAMES` names."""
         left = len(self.names) - MAX_NAMES
         text = f"{self} (and {left} more than are named)" if left > 0 else str(self)
         return Error(code=self.code, message=text, retry_after_s=self.retry_after_s, names=self.names[:MAX_NAMES])
 
 
 class DeadlineExceeded(RpcError):
-    """No reply came in time. The request may or may not have been carried out; the same request may be sent again."""
+    """No reply arrived in time. The request may or may not have been carried out; it may be sent again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.DEADLINE, message)

@@ -1,7 +1,8 @@
-"""The answering side of the bus: one mailbox a process. It must always answer, so no handler may block its thread.
+"""The server side of the bus: one mailbox per process. Handlers must not block its thread, because it always answers.
 
-It listens on ipc, where the private directory of the run says who may come, and, for other hosts, on tcp, where only
-peers with a key of the run get in. Who sends what it must not is counted, then not listened to for a while.
+It listens on ipc, where the private directory of the run decides who may connect, and on tcp for other hosts, where
+only peers with a key of the run are admitted. A peer that sends forbidden or unreadable messages is counted, and
+ignored for a while after too many of them.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from shared.security.roles import Role, least_role
 from shared.security.zap import Gate
 
 REMOTE_MESSAGES = 128
-"""Whole messages of one connection of another host that wait to be read; more wait at the sender."""
+"""Maximum number of unread messages on a connection from another host. Further ones wait at the sender."""
 MAX_RUNNING = 65_536
-"""Requests being handled or held back at once; more are told to come again."""
+"""Maximum number of requests that are handled or deferred at once. Further ones are answered with BUSY."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
-"""Offences of one account that are logged one by one."""
+"""Maximum number of offences of one account that are logged individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply with tensors behind its body."""
+    """A reply with tensors after its body."""
 
     body: Message
     arrays: Sequence[Array] = ()
 
 
 class Deferred:
-    """The type of `DEFERRED`: what a handler returns when it will call `call.reply` or `call.fail` later."""
+    """The type of `DEFERRED`, which a handler returns when it will call `call.reply` or `call.fail` later."""
 
 
 DEFERRED = Deferred()
@@ -65,7 +66,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class Door:
-    """One socket of a mailbox: where answers to what came in here go out."""
+    """One socket of a mailbox. Answers leave through the socket on which the request arrived."""
 
     number: int
     claim: Claim | None
@@ -74,7 +75,7 @@ class Door:
     unread: Unread | None = None
 
     def send(self, to: Sender, frames: list[Buffer]) -> bool:
-        """Without blocking. False: the peer is gone, or has left too much unread."""
+        """Send without blocking. Return False if the peer is gone or has left too much unread."""
         if self.pump is None:
             return False
         nbytes = sum(map(len, frames))
@@ -103,26 +104,26 @@ class Call:
         self._mailbox = mailbox
         self.door = door
         self.sender = sender
-        """Whom to answer, and where; both follow a client that reconnected and retried."""
+        """The peer to answer. It and `door` change when the client reconnects and retries."""
         self.request = request
-        """Fingerprint of what it asks."""
+        """Fingerprint of the content of the request."""
         self.incarnation = head.incarnation
         self.request_id = head.request_id
         self.arrays: list[Array] = []
-        """The tensors behind the body, for the handler."""
+        """The tensors after the body."""
         self.deadline = now + head.remaining_ms / 1000
-        """Loop time at which the caller gives up."""
+        """Time of the event loop at which the caller gives up."""
         self.one_way = bool(head.flags & FLAG_ONE_WAY)
         self.answered = False
         self.expiry: asyncio.TimerHandle | None = None
 
     @property
     def role(self) -> Role:
-        """What the sender has proved to be."""
+        """The role that the sender has proved."""
         return self.sender.role
 
     def reply(self, body: Message, arrays: Sequence[Array] = ()) -> None:
-        """Answer, once; a second answer is ignored."""
+        """Answer the request. A second answer is ignored."""
         self._mailbox.answer(self, body, arrays)
 
     def fail(self, error: RpcError) -> None:
@@ -131,7 +132,7 @@ class Call:
 
 
 class Mailbox:
-    """Receives, checks, de-duplicates and dispatches requests; belongs to the event loop it was bound on."""
+    """Receives, checks, de-duplicates and dispatches requests. Belongs to the event loop on which it was bound."""
 
     def __init__(self, name: str, incarnation: int, limits: Limits = CONTROL) -> None:
         self._name = name
@@ -147,10 +148,10 @@ class Mailbox:
         self._log = structlog.get_logger("mailbox")
         self.offenders = Offenders()
         self.lost_replies = 0
-        """Replies that a full or vanished peer did not take."""
+        """Number of replies lost because the peer was gone or its queue was full."""
 
     def handle(self, request: type[M], handler: Callable[[M, Call], Answer | Awaitable[Answer]]) -> None:
-        """Register the handler of one message type: a plain function (answered at once) or a coroutine function."""
+        """Register the handler of one message type: a plain function (answers at once) or a coroutine function."""
         if request in self._handlers:
             raise ValueError(f"{self._name}: {request.__name__} has a handler already")
         self._handlers[request] = handler
@@ -164,11 +165,11 @@ class Mailbox:
         gate: Gate | None = None,
         admits: Role = Role.OPERATOR,
     ) -> str:
-        """Bind and begin to answer; returns the endpoint with a wildcard port resolved. A second call adds a second
+        """Bind, begin to answer, and return the endpoint with its wildcard port resolved. A second call adds a second
         endpoint; `on_drained` runs for all of them.
 
-        `gate` (of the same context) lets peers in on tcp whose role is at least `admits`; on ipc everyone counts as a
-        service. Raises RpcError(bad_request) naming the endpoint when it is in use, cannot be bound, or is tcp
+        On tcp, `gate` (of the same context) admits peers whose role is at least `admits`; on ipc every peer counts as
+        a service. Raises RpcError(bad_request) naming the endpoint when it is in use, cannot be bound, or is tcp
         without a gate.
         """
         if is_tcp(endpoint) and gate is None:
@@ -212,7 +213,7 @@ class Mailbox:
         return endpoint
 
     def counts(self) -> dict[str, int]:
-        """What peers did that they must not, and what they lost by it, since the start."""
+        """Return the number of offences by peers and of messages lost because of them, since the start."""
         offenders = self.offenders
         doors = [door.connections for door in self._doors if door.connections is not None]
         return {
@@ -226,7 +227,7 @@ class Mailbox:
         }
 
     async def close(self) -> None:
-        """Cancel handlers that still run, close the sockets, remove their files."""
+        """Cancel running handlers, close the sockets and remove their files."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -253,7 +254,7 @@ class Mailbox:
         return claim
 
     def answer(self, call: Call, body: Message, arrays: Sequence[Array]) -> None:
-        """Send the answer of `call` and remember it for retries. Called through `Call`."""
+        """Send the answer to `call` and keep it for retries. Called through `Call`."""
         if call.answered:
             return
         frames: list[Buffer] = []
@@ -293,7 +294,7 @@ class Mailbox:
         self._on_message(door, sender(door.number, Role.SERVICE, frames[0]), frames[1:])
 
     def _on_authenticated(self, door: Door, frames: list[bytes]) -> None:
-        """The gate named the sender's role at the handshake; libzmq puts it on every message."""
+        """Handle a message from tcp. libzmq attaches the role that the gate assigned during the handshake."""
         try:
             role = Role.of_label(frames[0].decode())
         except ValueError:
@@ -326,7 +327,7 @@ class Mailbox:
         if handler is None:
             call.fail(RpcError(ErrorCode.BAD_REQUEST, f"{self._name} does not answer {kind.__name__}"))
             return
-        # a body may take many times its length: nothing is built for who may not ask or would get no answer
+        # A decoded body may take many times its length: decode it only if the peer may send it and can be answered.
         try:
             decoded = codec.decode_checked(head, parts, self._limits)
         except WireError as error:
@@ -372,7 +373,7 @@ class Mailbox:
             call.expiry = asyncio.get_running_loop().call_at(call.deadline + 1.0, self._expire, call)
 
     def _expire(self, call: Call) -> None:
-        """Nobody waits for this deferred answer any more: forget it, so that nothing accumulates."""
+        """Forget a deferred answer that no caller is waiting for, so that calls do not accumulate."""
         call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: the deferred answer did not come in time"))
 
     def _fail(self, call: Call, body: Message, error: Exception) -> None:
@@ -384,7 +385,7 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _is_known(self, key: Key, call: Call) -> bool:
-        """True: a retry, which has its answer or will get it with the first one; or the id of another request."""
+        """Return whether the key was used before: by the same request, whose retry is served, or by another one."""
         running = self._running.get(key)
         if running is not None:
             if running.request != call.request:
@@ -402,7 +403,7 @@ class Mailbox:
         return True
 
     def _conflict(self, call: Call) -> None:
-        """The id was used for another request: neither its answer nor a second meaning is given."""
+        """Refuse a request whose id was already used for a different request."""
         text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
         self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
 
@@ -427,7 +428,7 @@ class Mailbox:
         except WireError:
             head = None
         if head is None or head.type in self._known_types:
-            # a number that only a later minor version knows is no offence
+            # A message number that only a later minor version defines is not an offence.
             self._strike(who, str(error), now)
         if head is not None and not head.flags & (FLAG_ONE_WAY | FLAG_REPLY):
             reply = RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {error}").to_message()

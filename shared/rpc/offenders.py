@@ -1,4 +1,4 @@
-"""Who sends what it must not, and who of them is not listened to for a while. Bounded, pure."""
+"""Counts offences by account and decides which accounts are in quarantine. Bounded and pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from shared.rpc.sender import Account
 
 STRIKES = 32
-"""So many offences within `WINDOW_S` put an account into quarantine."""
+"""Number of offences within `WINDOW_S` that put an account into quarantine."""
 WINDOW_S = 60.0
 QUARANTINE_S = 10.0
 MAX_PEERS = 1024
-"""Accounts remembered; the one whose last offence is longest ago is forgotten first."""
+"""Maximum number of remembered accounts. The one with the oldest last offence is forgotten first."""
 
 
 @dataclass(slots=True)
@@ -23,30 +23,30 @@ class _Record:
 
 
 class Offenders:
-    """Counts offences by account. Times are of any steady clock, in seconds."""
+    """Offences by account. Times are in seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.malformed = 0
-        """Messages that could not be read, in all."""
+        """Total number of messages that could not be decoded."""
         self.forbidden = 0
-        """Messages that the sender's role may not send, in all."""
+        """Total number of messages that the role of their sender may not send."""
         self.unread = 0
-        """Messages dropped unread because their sender was in quarantine, in all."""
+        """Total number of messages dropped because their sender was in quarantine."""
         self.quarantines = 0
         self._records: OrderedDict[Account, _Record] = OrderedDict()
         self._held = 0.0
-        """No quarantine is longer than until then."""
+        """Time at which the last quarantine ends."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def strikes(self, account: Account) -> int:
-        """Offences of this account since its count began."""
+        """Return the number of offences in the current window of this account."""
         record = self._records.get(account)
         return record.strikes if record is not None else 0
 
     def strike(self, account: Account, now: float) -> bool:
-        """One more offence. True: the account is in quarantine from now on."""
+        """Count one more offence. Return True if it puts the account into quarantine."""
         record = self._records.get(account)
         if record is None or now - record.since > WINDOW_S:
             record = self._records[account] = _Record(0, now)
@@ -62,7 +62,7 @@ class Offenders:
         return True
 
     def unheard(self, account: Account, now: float) -> bool:
-        """Whether a message of this account is to be dropped unread; counts it if so."""
+        """Return whether to drop a message of this account undecoded, and count it if so."""
         if now >= self._held:
             return False
         record = self._records.get(account)

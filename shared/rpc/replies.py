@@ -1,4 +1,4 @@
-"""The answers that were given, for retries. None may reach another role, or answer another request."""
+"""Keeps given answers for retries. An answer is never given to another role or for another request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shared.security.roles import Role
 CACHED_REPLIES = 16384
 CACHED_REPLY_BYTES = 32 << 20
 GRACE_S = 5.0
-"""A caller retries until its deadline; an answer is of no use to anyone this long after it."""
+"""Seconds after the caller's deadline for which an answer is kept."""
 
 
 class Key(NamedTuple):
-    """How a request is known: by who sent it, and by the two numbers in its envelope."""
+    """Identifies a request: the role of its sender and the two numbers in its envelope."""
 
     role: Role
     incarnation: int
@@ -27,14 +27,15 @@ class Key(NamedTuple):
 
 
 def fingerprint(kind: int, parts: Sequence[Buffer]) -> int:
-    """Of what a request asks: its type, body and tensor table (which has checksums of the tensors). A retry has the
-    same one; only the remaining time in its envelope differs."""
+    """Return a digest of the type, body and tensor table of a request (the table has checksums of the tensors).
+
+    A retry has the same fingerprint; only the remaining time in its envelope differs."""
     digest = xxhash.xxh3_64_intdigest(parts[1], kind)
     return digest if len(parts) == 2 else digest ^ xxhash.xxh3_64_intdigest(parts[2], kind + 1)
 
 
 class Replies:
-    """The newest answers of one role, bounded in number and bytes."""
+    """The most recent answers to one role, bounded in number and bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -49,15 +50,15 @@ class Replies:
         return self._kept.get(key)
 
     def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
-        """Remember an answer for as long as its caller may retry; the oldest ones go when there are too many."""
+        """Keep an answer for as long as its caller may retry. The oldest ones are dropped when there are too many."""
         while self._ends and self._ends[0][0] <= now:
             self._forget(heapq.heappop(self._ends)[1])
-        # copies: a handler may go on to write to the arrays it answered with
+        # Copies, because a handler may write to the arrays after it has answered with them.
         kept: list[Buffer] = [bytes(frame) for frame in frames]
         self._kept[key] = (request, kept)
         self.nbytes += sum(map(len, kept))
         heapq.heappush(self._ends, (deadline + GRACE_S, key))
-        if len(self._ends) > 2 * CACHED_REPLIES:  # far deadlines of answers that went for lack of room
+        if len(self._ends) > 2 * CACHED_REPLIES:  # deadlines of answers that were dropped for lack of room
             self._ends = [end for end in self._ends if end[1] in self._kept]
             heapq.heapify(self._ends)
         while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:

@@ -1,4 +1,4 @@
-"""Who sent a message: where answers go, what the sender has proved to be, and who answers for what it does."""
+"""The sender of a message: where answers go, the proved role, and the account that offences are charged to."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import NamedTuple
 from shared.security.roles import Role
 
 Account = tuple[int, Role, bytes]
-"""Who answers for offences and for answers left unread: the door of the mailbox, the role, and for services the routing
-id of their connection, for guests (observers, operators) the address of their host: all connections that one of their
-keys opens from there are one. Services of one host must not be silenced for one of them."""
+"""What offences and unread answers are charged to: the door of the mailbox, the role, and an identity.
+
+The identity of a guest (observer, operator) is the address of its host, so all connections that one of these keys opens
+from there share one account. A service is identified by the routing id of its connection, because the services of a
+host must not be silenced for the faults of one of them."""
 
 
 class Sender(NamedTuple):
-    """Of one message."""
+    """The sender of one message."""
 
     peer: bytes
-    """Routing id to answer to."""
+    """Routing id that answers are sent to."""
     role: Role
     account: Account
 
@@ -30,5 +32,5 @@ class Sender(NamedTuple):
 
 
 def sender(door: int, role: Role, peer: bytes, address: bytes = b"") -> Sender:
-    """`address`: of the host that the connection comes from; it says nothing on ipc."""
+    """Return the sender of a message. `address` is that of the connecting host and is empty on ipc."""
     return Sender(peer, role, (door, role, peer if role is Role.SERVICE else address))

@@ -1,8 +1,8 @@
 """ZeroMQ sockets with safe options, pumped by an asyncio loop through their file descriptor.
 
-`zmq.asyncio` with a task a request costs 2.3-2.5 times the bare round trip, `add_reader` and a drain 1.2-1.3 times:
-hence this pump. Nothing here ever blocks on a send: a full or vanished peer loses the message, not the server. Nothing
-here keeps more of a message than a peer may send.
+`zmq.asyncio` with a task per request costs 2.3 to 2.5 times the bare round trip; `add_reader` and a drain loop cost 1.2
+to 1.3 times. Sends never block: if a peer is gone or its queue is full, the message is lost. Messages that exceed the
+limits are cut, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ HIGH_WATER_MESSAGES = 4096
 LINGER_MS = 200
 DRAIN_MESSAGES = 256
 EXTRA_FRAMES = 6
-"""What a message has besides its raw frames, at most: user, address, routing id, envelope, body, table."""
+"""Maximum number of frames besides the raw ones: user, address, routing id, envelope, body, table."""
 SKIP_FRAMES = 20_000
-"""Frames of an endless message thrown away in one go; others on the loop come in between."""
+"""Number of frames of an overlong message that are discarded before other callbacks of the loop run."""
 CURVE_BYTES = 33
-"""What encryption adds to a frame (RFC 26, MESSAGE): libzmq measures the frame with it."""
+"""Bytes that encryption adds to a frame (RFC 26, MESSAGE). libzmq includes them in its size limit."""
 USER_PROPERTY = "User-Id"
 ADDRESS_PROPERTY = "Peer-Address"
-# Plain integers and pyzmq's compiled methods: its Python wrappers turn every option into an enum, and a mailbox that
-# wakes with cold caches pays 20 microseconds a round trip for that.
+# Plain integers and the compiled methods of pyzmq: its Python wrappers turn every option into an enum, which costs a
+# mailbox that wakes with cold caches 20 microseconds per round trip.
 _send = cast("Callable[[zmq.Socket[bytes], Buffer | zmq.Frame, int], None]", Raw.send)
 _recv = cast("Callable[[zmq.Socket[bytes], int], bytes]", Raw.recv)
 _recv_frame = cast("Callable[[zmq.Socket[bytes], int, bool], zmq.Frame]", Raw.recv)
@@ -44,12 +44,12 @@ _POLLOUT = int(zmq.POLLOUT)
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limits) -> zmq.Socket[bytes]:
-    """A socket with bounded queues, frame size and linger; heartbeats detect a dead TCP peer in 6 s."""
+    """Return a socket with bounded queues, frame size and linger, whose heartbeats detect a dead TCP peer in 6 s."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-    # per frame as it travels, so the codec checks sizes, counts and totals as well
+    # This limits single frames only; the codec checks sizes, counts and totals.
     socket.setsockopt(zmq.MAXMSGSIZE, max(limits.body_bytes, limits.frame_bytes) + CURVE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
@@ -58,13 +58,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if kind == zmq.DEALER:
-        # queue nothing for a peer that is away: it would get requests whose callers gave up long ago
+        # Queue nothing for a peer that is away: it would receive requests whose callers gave up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket
 
 
 class Pump:
-    """Moves messages between one socket and the loop it was made on. Not thread-safe: loop thread only."""
+    """Moves messages between one socket and the event loop on which it was made. Not thread-safe."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Pump:
         *,
         on_source: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_message` gets the frames of each message; `on_drained` runs after each burst (group commit).
+        """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
-        `on_writable` runs when a send that was refused would be taken now (the peer connected, or reads again).
-        `limits`: of a message with more frames or bytes only the beginning is handed over, a frame or the frame that
-        is too much included, so that what it announces does not fit what came. `on_source`: told by which descriptor
-        each message came in; then the sender's authenticated name (ZAP User-Id; empty when there is none) and the
-        address of its host are handed over too, as additional first frames.
+        `on_writable` is called when a message would be accepted after a refused send: the peer has connected or reads
+        again. A message that exceeds `limits` is cut after the first frame over the limit, so the frames do not match
+        what its envelope announces. `on_source` is called with the descriptor through which each message arrived; in
+        that case the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its
+        host are passed to `on_message` as two additional first frames.
         """
         self._socket = socket
         self._on_message = on_message
@@ -93,7 +93,7 @@ class Pump:
         self._max_frames = limits.frames + EXTRA_FRAMES
         self._max_bytes = limits.total_bytes + limits.body_bytes
         self._skipping = False
-        """The rest of a message that is too long is being thrown away."""
+        """Whether the rest of an overlong message is being discarded."""
         self._refused = False
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
@@ -104,7 +104,7 @@ class Pump:
         self._check()
 
     def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool:
-        """Send without blocking. False: the peer is gone or its queue is full, and the message is lost."""
+        """Send without blocking. Return False if the peer is gone or its queue is full: then the message is lost."""
         if self._closed:
             return False
         try:
@@ -119,19 +119,19 @@ class Pump:
                 return False
             raise
         finally:
-            # the descriptor is edge-triggered: a send may have swallowed the edge of an arriving message
+            # The descriptor is edge-triggered, and a send may have consumed the edge of an arriving message.
             if not self._draining:
                 self._check()
         return True
 
     def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None:
-        """Like `send`; the tracker is done when libzmq has let go of the message, all of it. None: it is lost."""
-        # libzmq reads a frame with a tracker where it lies: only bytes never change
+        """Like `send`. The tracker is done when libzmq has released the whole message. Return None if it is lost."""
+        # libzmq does not copy a tracked frame, so it must be immutable: bytes.
         last = zmq.Frame(bytes(frames[-1]), track=True, copy=False)
         return last.tracker if self.send([*frames[:-1], last]) else None
 
     def wait_writable(self) -> None:
-        """Run `on_writable` as soon as a message would be taken, as if a send had been refused."""
+        """Call `on_writable` as soon as a message would be accepted, as after a refused send."""
         self._refused = True
         if not self._draining:
             self._check()
@@ -147,7 +147,7 @@ class Pump:
         return self._closed
 
     def _check(self) -> None:
-        """Look at the socket's state, which takes every edge up to now, and schedule what there is to do."""
+        """Read the state of the socket, which resets its edge trigger, and schedule a drain if needed."""
         events = _get(self._socket, _EVENTS)
         writable = self._refused and self._on_writable is not None and bool(events & _POLLOUT)
         if (events & _POLLIN or writable) and not self._drain_scheduled:
@@ -179,15 +179,15 @@ class Pump:
             if self._refused and self._on_writable is not None and not self._closed:
                 self._retry()
         except zmq.ContextTerminated:
-            self.close()  # nothing will ever come: looking again would be a busy loop
+            self.close()  # no message will ever arrive, and checking again would be a busy loop
         finally:
             self._draining = False
             if not quiet and not self._closed:
-                # more may wait, but others on the loop come first; a raising callback must not lose the edge either
+                # More may be waiting, but other callbacks run first. The edge must not be lost if a callback raises.
                 self._check()
 
     def _receive_frames(self) -> list[bytes]:
-        """The frames of one message, or its beginning if it is over the limits. Raises zmq.Again: there is none."""
+        """Return the frames of one message, cut if it exceeds the limits. Raises zmq.Again if there is none."""
         socket = self._socket
         frame = _recv(socket, _DONTWAIT)
         frames = [frame]
@@ -212,7 +212,7 @@ class Pump:
         return frames
 
     def _skip(self) -> bool:
-        """Throw away more of a message that is too long. True: its last frame is gone."""
+        """Discard more of an overlong message. Return True if its last frame has been discarded."""
         for _ in range(SKIP_FRAMES):
             if not _get(self._socket, _RCVMORE):
                 self._skipping = False
@@ -227,7 +227,7 @@ class Pump:
 
 
 def _property(frame: zmq.Frame, name: str) -> bytes:
-    """What libzmq knows of the connection that a frame came from; empty if nothing."""
+    """Return a property of the connection through which a frame arrived, empty if it is not known."""
     try:
         return str(frame.get(name)).encode()
     except zmq.ZMQError:

@@ -1,7 +1,7 @@
-"""How many bytes of answers wait for peers of other hosts to read them, and for whom no more are kept.
+"""Bounds the bytes of answers that wait for peers on other hosts to read them.
 
-libzmq bounds its queues in messages, and an answer may have 8 MiB. It must never count what the kernel has taken: a
-message counts until libzmq has let go of its last frame.
+libzmq bounds its queues in messages only, and an answer may have 8 MiB. A message counts until libzmq has released its
+last frame; bytes that the kernel has taken do not count.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ import zmq
 from shared.rpc.sender import Account, Sender
 
 SERVICE_BYTES = 64 << 20
-"""One service may leave so much unread; an answer to who has read all it got is always kept."""
+"""Maximum bytes that one service may leave unread. An answer to a peer that has read everything is always kept."""
 GUEST_BYTES = 16 << 20
-"""The same of a connection of an observer or operator."""
+"""Maximum bytes that one connection of an observer or operator may leave unread."""
 GUESTS_BYTES = 64 << 20
-"""All of those together. What one connection, its account and all of them hold, added up, stays within it too with the
-next answer: so an account, however many connections it opens, has about half of what the others leave, and whoever
-comes next finds room."""
+"""Maximum bytes that all observers and operators together may leave unread.
+
+The bytes of a connection, of its account and of all guests, added up, stay within this bound with the next answer as
+well. An account thus gets about half of what the others leave, however many connections it opens, and a new guest finds
+room."""
 SMALL_BYTES = 16 << 10
-"""Answers to services up to this size are left to the bound in messages: counting one costs 45 microseconds."""
+"""Answers to services up to this size are not counted, because counting one costs 45 microseconds. The bound in
+messages covers them."""
 MESSAGE_BYTES = 512
-"""What a message takes besides its frames."""
+"""Bytes that a message takes in addition to its frames."""
 
 
 @dataclass(slots=True)
 class _Peer:
     account: Account | None
-    """None: a service, which is counted by itself."""
+    """None for a service, which is counted by itself."""
     nbytes: int = 0
     waiting: deque[tuple[int, zmq.MessageTracker]] = field(default_factory=deque)
-    """In the order sent, which is the order in which libzmq lets go of them."""
+    """In the order of sending, which is the order in which libzmq releases them."""
 
 
 class Unread:
-    """Of one socket."""
+    """The unread answers of one socket."""
 
     def __init__(self) -> None:
         self._peers: dict[bytes, _Peer] = {}
@@ -45,14 +48,14 @@ class Unread:
         """Bytes by account."""
         self._guests_bytes = 0
         self._look_at = 64
-        """So many peers with something unread make it time to forget those that are gone."""
+        """Number of peers with unread answers above which those that are gone are forgotten."""
 
     def counts(self, sender: Sender, nbytes: int) -> bool:
-        """Whether an answer of that size to it is to be counted."""
+        """Return whether an answer of `nbytes` bytes to `sender` is to be counted."""
         return sender.is_guest or nbytes > SMALL_BYTES
 
     def takes(self, sender: Sender, nbytes: int) -> bool:
-        """Whether an answer may be sent to it. False: too much waits for it."""
+        """Return whether an answer may be sent: False if too many bytes wait for `sender`."""
         known = self._peers.get(sender.peer)
         if known is not None:
             self._read(sender.peer, known)
@@ -65,7 +68,7 @@ class Unread:
         return not held or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
 
     def sent(self, sender: Sender, nbytes: int, tracker: zmq.MessageTracker) -> None:
-        """An answer is on its way; `tracker`: of its last frame."""
+        """Count an answer that was sent. `tracker` is that of its last frame."""
         known = self._peers.get(sender.peer)
         if known is None:
             known = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)

@@ -1,1 +1,1 @@
-"""Who may connect to a run over the network, as what, and which messages they may send."""
+"""Access to a run over the network: keys, roles, and the messages that each role may send."""

@@ -1,7 +1,7 @@
-"""One file that gives another machine access to a run in one role: its keys, and where the run answers.
+"""Access files: one file that gives another machine access to a run in one role, with its keys and endpoints.
 
-It must hold no secret of another role. Whoever has it is that role: it is written for its owner only, and what others
-can read is not taken.
+The file holds no secret of another role. Possession of the file grants the role, so it is written with mode 0600, and a
+file that others can read is refused.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shared.security.roles import Role
 
 FILE_LIMIT_BYTES = 1 << 20
 ANNOUNCED = ("scheduler", "supervisor", "monitor")
-"""Who answers other hosts at a port known before the run starts; the scheduler knows where all others are."""
+"""The services with ports that are known before the run starts. The scheduler knows the endpoints of all others."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """What the holder of an access file can reach, and as what."""
+    """The content of an access file: the role, its keys and the endpoints that it can reach."""
 
     name: str
-    """The run's."""
+    """Name of the run."""
     keys: Keyring
     endpoints: dict[str, str]
-    """`tcp://ADDRESS:PORT` by service, for those of `ANNOUNCED`."""
+    """`tcp://ADDRESS:PORT` by service, for the services in `ANNOUNCED`."""
     topology: str = ""
-    """For the role service, which joins the run: the resolved topology, as YAML."""
+    """The resolved topology as YAML, for the role service, which joins the run."""
 
     @property
     def role(self) -> Role:
@@ -50,7 +50,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write(path: Path, access: Access) -> None:
-    """Write it to `path`, mode 0600, in place of what was there. Raises OSError."""
+    """Write `access` to `path` with mode 0600, replacing an existing file. Raises OSError."""
     ring = access.keys
     known = {role.label: key.decode() for role, key in ring.known.items()}
     content = _File(
@@ -66,7 +66,7 @@ def write(path: Path, access: Access) -> None:
 
 
 def read(path: Path) -> Access:
-    """What `write` wrote. Raises RpcError(bad_request) naming the file: missing, readable by others, or damaged."""
+    """Return what `write` wrote. Raises RpcError(bad_request) if it is missing, readable by others, or damaged."""
     content = keys.read_private(path, _File, FILE_LIMIT_BYTES)
     try:
         role = Role.of_label(content.role)

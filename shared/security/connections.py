@@ -1,8 +1,8 @@
-"""Watches the TCP connections of one listening socket and ends those that send without end.
+"""Watches the TCP connections of one listening socket and closes those that send endless messages.
 
-libzmq hands a message over when its last frame is there, and bounds neither their number nor their sum: a peer that
-never sends the last one would fill the memory before anybody sees a byte. So the kernel's count of received bytes is
-compared with what came out. Nothing here may touch a descriptor of libzmq's: each is duplicated while it is known.
+libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their sum: a peer
+that never sends the last one would fill the memory unseen. The kernel's count of received bytes is therefore compared
+with the messages that were delivered. Descriptors of libzmq are duplicated while they are valid, never used directly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shared.descriptors import raise_descriptor_limit
 from shared.rpc.transport import Pump
 
 MOST_CONNECTIONS = 1024
-"""On one endpoint; more are ended at once."""
+"""Maximum number of connections on one endpoint. Further ones are closed at once."""
 DESCRIPTOR_SHARE = 8
-"""At most the limit on descriptors by this many, too: each has two, libzmq's and ours, a process up to two endpoints,
-and what comes in before we look at it has some as well."""
+"""An endpoint keeps at most the limit on descriptors divided by this. Each connection has two descriptors, libzmq's and
+ours, a process has up to two endpoints, and connections that have not been examined yet have descriptors as well."""
 UNSEEN_BYTES = 64 << 20
-"""A connection that sent so much, and not one whole message in it, is ended."""
+"""A connection that has sent this many bytes without one whole message is closed."""
 IDLE_BYTES_PER_S = 1024.0
-"""What a quiet connection's heartbeats are allowed."""
+"""Bytes per second allowed for the heartbeats of an idle connection."""
 LOOK_S = 0.1
 STALL_S = 0.5
 _RECEIVED = struct.Struct("<Q")
@@ -43,19 +43,19 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 class _Connection:
     handle: sockets.socket
     base: float = 0.0
-    """Bytes received when the last whole message came out."""
+    """Bytes received when the last whole message was delivered."""
     heard: bool = False
-    """A whole message came out since the last look."""
+    """Whether a whole message was delivered since the last check."""
 
 
 class Connections:
-    """Of one socket; made before its bind. Belongs to the event loop it was made on."""
+    """The connections of one socket. Made before its bind; belongs to the event loop on which it was made."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
         self.ended = 0
-        """Connections ended here, in all."""
+        """Total number of connections closed by this watcher."""
         self.failed = 0
-        """Handshakes that did not succeed, in all."""
+        """Total number of failed handshakes."""
         self._open: dict[int, _Connection] = {}
         self._log = structlog.get_logger("connections").bind(endpoint_of=name)
         descriptors = raise_descriptor_limit()
@@ -76,13 +76,13 @@ class Connections:
         return len(self._open)
 
     def heard(self, descriptor: int) -> None:
-        """A whole message came out of the connection with this descriptor (ZMQ_SRCFD)."""
+        """Note that a whole message was delivered from the connection with this descriptor (ZMQ_SRCFD)."""
         connection = self._open.get(descriptor)
         if connection is not None:
             connection.heard = True
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Stop watching. Must be called before the socket is closed."""
         self._timer.cancel()
         self._pump.close()
         self._socket.disable_monitor()
@@ -108,7 +108,7 @@ class Connections:
         except OSError as error:
             if error.errno == errno.EMFILE:
                 self._end_unwatched(descriptor)
-            return  # else it is gone meanwhile
+            return  # any other error means that it is gone
         if not _is_tcp(handle):
             handle.close()
             return
@@ -117,7 +117,7 @@ class Connections:
             self._end(handle, f"{self._most} connections are open")
 
     def _end_unwatched(self, descriptor: int) -> None:
-        """The descriptor put by for this is the only one left to reach it with."""
+        """Close a connection for which no descriptor is left, using the spare one."""
         self._use_spare()
         try:
             with _duplicate(descriptor) as handle:
@@ -144,7 +144,7 @@ class Connections:
         if self._spare is None:
             self._spare = _put_by()
         if since_s > STALL_S:
-            return  # the loop stood still: what has come in meanwhile is handed over first
+            return  # the loop was blocked: messages that arrived meanwhile are delivered first
         allowed = IDLE_BYTES_PER_S * since_s
         for connection in list(self._open.values()):
             received = _received_bytes(connection.handle)
@@ -160,16 +160,16 @@ class Connections:
         try:
             handle.shutdown(sockets.SHUT_RDWR)
         except OSError:
-            return  # it ended by itself
+            return  # it is already closed
 
 
 def most_connections(descriptors: int) -> int:
-    """How many one endpoint may have where that is the limit on open descriptors."""
+    """Return the maximum number of connections of one endpoint under that limit on open descriptors."""
     return min(MOST_CONNECTIONS, descriptors // DESCRIPTOR_SHARE)
 
 
 def _duplicate(descriptor: int) -> sockets.socket:
-    """Raises OSError: it is no socket (any more), or there are too many descriptors."""
+    """Return a duplicate. Raises OSError if it is not a socket or no descriptor is left."""
     copy = os.dup(descriptor)
     try:
         return sockets.socket(fileno=copy)
@@ -183,7 +183,7 @@ def _is_tcp(handle: sockets.socket) -> bool:
 
 
 def _put_by() -> int | None:
-    """A descriptor to be given up for another one; None: there is none to be had."""
+    """Return a descriptor to be closed when another one is needed, None if no descriptor is left."""
     try:
         return os.open(os.devnull, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Turns CURVE on and off for the next bind or connect of a socket. ipc never has it: its directory is private."""
+"""Turns CURVE on and off for the next bind or connect of a socket. ipc never uses it: its directory is private."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HANDSHAKE_MS = 10_000
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Whether strangers can reach it, so that it needs keys."""
+    """Return whether other hosts can reach the endpoint, which then needs keys."""
     return endpoint.startswith(TCP)
 
 
 def check_listen(endpoint: str) -> None:
-    """Raises RpcError(bad_request) unless `endpoint` is `tcp://ADDRESS:PORT` with an address others can connect to."""
+    """Raise RpcError(bad_request) unless `endpoint` is `tcp://ADDRESS:PORT` with an address others can connect to."""
     address, _, port = endpoint.removeprefix(TCP).rpartition(":")
     if not is_tcp(endpoint) or not port.isdigit() or int(port) > MAX_PORT or address in _EVERYWHERE:
         raise RpcError(
@@ -33,7 +33,7 @@ def check_listen(endpoint: str) -> None:
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
-    """Before bind: talk CURVE only, to peers whose role is at least `admits`; without a `Gate` to nobody."""
+    """Before bind: accept only CURVE and roles of at least `admits`. Without a `Gate` no peer is accepted."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())
@@ -42,12 +42,12 @@ def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
 
 
 def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
-    """Before connect: talk CURVE only, to whoever holds the secret key of the run's services."""
+    """Before connect: use CURVE, and accept only the holder of the secret key of the run's services as server."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def clear(socket: zmq.Socket[bytes]) -> None:
-    """Before connect: no CURVE."""
+    """Before connect: do not use CURVE."""
     socket.setsockopt(zmq.CURVE_SERVER, 0)

@@ -1,6 +1,6 @@
-"""The CURVE keys of one run: a pair for each role, made once, in files that only their owner reads.
+"""The CURVE keys of one run: one pair per role, made once, in files that only their owner can read.
 
-A secret must never reach a log, an error message or a repr.
+Secrets never appear in a log, an error message or a repr.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _PublicFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Keyring:
-    """What a process of one role holds: its own pair, and everybody's public keys (Z85)."""
+    """The keys of a process: the pair of its own role and the public keys of all roles (Z85)."""
 
     role: Role
     public: bytes
@@ -53,11 +53,11 @@ class Keyring:
 
     @property
     def server(self) -> bytes:
-        """The public key of every endpoint of the run: services alone bind."""
+        """The public key of every endpoint of the run, because only services bind."""
         return self.known[Role.SERVICE]
 
     def role_of(self, public: bytes) -> Role | None:
-        """Whose key this is; None for a stranger's."""
+        """Return the role of a public key, None if the key is not one of this run."""
         return next((role for role, key in self.known.items() if key == public), None)
 
 
@@ -66,9 +66,9 @@ def key_file(folder: Path, role: Role) -> Path:
 
 
 def create(folder: Path) -> None:
-    """Make a pair for each role in `folder`, unless it has them. Raises RpcError when only a part is there.
+    """Make a pair for each role in `folder`, unless they exist. Raises RpcError when some of them are missing.
 
-    The list of public keys is written last: where it is, the pairs are whole.
+    The list of public keys is written last: if it exists, all pairs do.
     """
     if (folder / PUBLIC_FILE).exists():
         for role in Role:
@@ -87,7 +87,7 @@ def create(folder: Path) -> None:
 
 
 def load(folder: Path, role: Role) -> Keyring:
-    """The keys of `role`. Raises RpcError(bad_request) naming the file: missing, readable by others, or damaged."""
+    """Return the keys of `role`. Raises RpcError(bad_request) if a file is missing, readable by others, or damaged."""
     pair = read_private(key_file(folder, role), _PairFile)
     publics = read_private(folder / PUBLIC_FILE, _PublicFile)
     if pair.role != role.label:
@@ -97,7 +97,7 @@ def load(folder: Path, role: Role) -> Keyring:
 
 
 def keyring(where: Path, role: Role, public: str, secret: str, known: Mapping[Role, str]) -> Keyring:
-    """The keys that were read at `where`. Raises RpcError(bad_request) when they cannot be what was written there."""
+    """Return the keys that were read at `where`. Raises RpcError(bad_request) when they are not valid."""
     for key in (secret, *known.values()):
         if not _is_key(key):
             raise damaged(where, f"a key is not {KEY_CHARACTERS} characters of Z85")
@@ -118,7 +118,7 @@ def save(folder: Path, ring: Keyring) -> None:
 
 
 def write_private(path: Path, content: msgspec.Struct) -> None:
-    """JSON in a file of mode 0600 that is there whole or not at all. Raises OSError."""
+    """Write JSON to a file of mode 0600, atomically. Raises OSError."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -130,7 +130,7 @@ def write_private(path: Path, content: msgspec.Struct) -> None:
 
 
 def read_private(path: Path, kind: type[T], limit_bytes: int = _FILE_LIMIT_BYTES) -> T:
-    """What `write_private` wrote. Raises RpcError(bad_request): missing, readable by others, or damaged."""
+    """Return what `write_private` wrote. Raises RpcError(bad_request): missing, readable by others, or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(descriptor, "rb") as stream:
@@ -160,5 +160,5 @@ def _is_key(key: str) -> bool:
 
 
 def damaged(path: Path, what: str) -> RpcError:
-    """The refusal of a file with keys; `what` must hold no secret."""
+    """Return the refusal of a file with keys. `what` must not contain a secret."""
     return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy it again, or get it anew (ctl export-access)")

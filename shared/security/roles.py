@@ -1,4 +1,4 @@
-"""What a peer may be, and which messages it may send. A message that nobody thought of must stay with services."""
+"""The roles of peers and the messages that each role may send. Messages that are not listed are for services only."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from proto.registry import Message
 
 
 class Role(enum.IntEnum):
-    """In ascending order of rights: each may do what the ones before it may."""
+    """Roles in ascending order of rights. Each may do everything that the previous ones may."""
 
     OBSERVER = 1
-    """Watches: the monitor's stream and snapshot, nothing else."""
+    """May read the stream and the snapshot of the monitor, and nothing else."""
     OPERATOR = 2
-    """Looks at a run and steers it (launch.ctl)."""
+    """May inspect and control a run (launch.ctl)."""
     SERVICE = 3
-    """Is a part of the run: everything."""
+    """Is part of the run and may send every message."""
 
     @property
     def label(self) -> str:
@@ -57,9 +57,9 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
         StopRun: Role.OPERATOR,
     }
 )
-"""The least role that may send a message; what is not listed is for services only."""
+"""The least role that may send a message. Messages that are not listed are for services only."""
 
 
 def least_role(kind: type[Message]) -> Role:
-    """The least role that may send messages of this type."""
+    """Return the least role that may send messages of this type."""
     return LEAST_ROLE.get(kind, Role.SERVICE)

@@ -1,7 +1,7 @@
-"""The gate of one ZeroMQ context: answers libzmq's question (ZAP, RFC 27) who may connect, and as which role.
+"""The gate of one ZeroMQ context: the ZAP handler (RFC 27) that decides which keys may connect, and as which role.
 
-It fails closed: an endpoint locked by `shared.security.curve.lock` takes nobody while no gate answers, and a
-stranger's key never gets past the handshake.
+It fails closed: an endpoint locked by `shared.security.curve.lock` accepts no peer while no gate answers, and an
+unknown key never passes the handshake.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shared.security.roles import Role
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 LOGGED_REFUSALS = 20
-"""The first so many refusals are logged one by one; all are counted."""
+"""Maximum number of refusals that are logged individually. All are counted."""
 
 
 class Gate:
-    """One a context. Belongs to the event loop it was made on; must exist before the first locked bind."""
+    """One per context. Belongs to the event loop on which it was made, and must exist before the first locked bind."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keyring) -> None:
         self.keys = keys
@@ -37,7 +37,7 @@ class Gate:
         self._pump = Pump(socket, self._on_request)
 
     def close(self) -> None:
-        """Nobody gets in any more."""
+        """Stop admitting peers."""
         self._pump.close()
 
     def _on_request(self, frames: list[bytes]) -> None:
@@ -57,7 +57,7 @@ class Gate:
         self._pump.send([peer, b"", VERSION, number, *answer])
 
     def _judge(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> tuple[Role | None, str]:
-        """The role of the peer, or None and why not."""
+        """Return the role of the peer, or None and the reason for the refusal."""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return None, "mechanism"
         role = self.keys.role_of(_z85(credentials[0]))
