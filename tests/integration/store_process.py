@@ -70,11 +70,13 @@ class StoreProcess:
     process: subprocess.Popen[bytes] | None = None
     killed: int = field(default=0)
     instance: int = 0
+    module: str = "services.batch_store"
+    """What is started: a store, or a test's with a defect."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "services.batch_store"),
+                *(sys.executable, "-m", self.module),
                 *("--run", str(self.run.path), "--instance", str(self.instance)),
             ],
             cwd=REPOSITORY,

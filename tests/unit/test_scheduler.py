@@ -278,6 +278,33 @@ def test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_la
     assert bench.complete(again, life=8) == []
 
 
+def test_a_result_counts_only_under_the_lease_that_holds_its_task() -> None:
+    bench = Bench().start()
+    mine, other = bench.granted(), bench.granted(instance=1)
+    stolen = msgspec.structs.replace(mine, lease_id=other.lease_id)
+    assert {refusal.code for refusal in bench.complete(stolen, content=6, final=False)} == {ErrorCode.LOST}
+    assert bench.counts()["LEASED"] == len(ids(mine)) + len(ids(other))
+    assert bench.complete(mine, content=5) == []
+    assert bench.complete(other) == []
+
+
+def test_a_result_of_a_former_life_of_the_holder_is_refused() -> None:
+    bench = Bench().start()
+    grant = bench.granted(life=8)
+    assert {refusal.code for refusal in bench.complete(grant, life=7)} == {ErrorCode.LOST}
+    assert bench.counts()["LEASED"] == len(ids(grant))
+    assert bench.complete(grant, life=8) == []
+
+
+def test_a_result_counts_only_for_the_stage_of_its_lease() -> None:
+    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    rollout = bench.granted()
+    forged = msgspec.structs.replace(rollout, stage="reference")
+    assert {refusal.code for refusal in bench.complete(forged, final=False)} == {ErrorCode.LOST}
+    assert bench.complete(rollout) == []
+    assert bench.counts()["ROLLED_OUT"] == len(ids(rollout))
+
+
 def test_a_fence_that_was_never_given_is_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
