@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Set before anything imports the hub's client: no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Wall-clock deadlines per example fail on a busy machine for reasons that are not ours.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# What a defect makes of an example is of no interest there, only that one is found.
+settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

@@ -47,7 +47,8 @@ def write(path: Path, text: str) -> None:
 
 def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Exit status and output of pytest over these tests of a tree."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider", f"--timeout={LIMIT_S}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider"]
+    command += [f"--timeout={LIMIT_S}", "--hypothesis-profile=mutants"]
     # CI: the same examples in each run, and what cannot run here fails without the mutation too
     done = subprocess.run(
         [*command, *tests],

@@ -88,6 +88,13 @@ SCHEDULER = [
         LEDGER,
         "min(self.plan.max_live - self._open_batch_tasks(), left)",
         "min(self.plan.max_live, left)",
+        f"{UNIT}::test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed",
+    ),
+    Mutation(
+        "admission goes one step further than staleness allows",
+        "services/scheduler/plan.py",
+        "return (self.staleness + 1) * self.tasks_per_step",
+        "return (self.staleness + 2) * self.tasks_per_step",
         f"{UNIT}::test_live_tasks_never_pass_the_bound",
     ),
     Mutation(

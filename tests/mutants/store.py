@@ -47,6 +47,13 @@ STORE = [
         f"{UNIT}::test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered",
     ),
     Mutation(
+        "recovery brings back what was cleared",
+        STATE,
+        "            if self.tombstones.get(task_id, -1) < fence\n",
+        "",
+        PROPERTY,
+    ),
+    Mutation(
         "a put is acknowledged before its file has its sealed name",
         SERVER,
         """\
@@ -82,7 +89,7 @@ STORE = [
         PROPERTY,
     ),
     Mutation(
-        "a cleared task is located",
+        "a reader of a collected task is told to wait for it",
         STATE,
         "        self._refuse_collected(tasks)\n        numbers",
         "        numbers",

@@ -476,6 +476,15 @@ def test_live_tasks_never_pass_the_bound() -> None:
     assert bench.machine.core.window.live == 8
 
 
+def test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed() -> None:
+    bench = Bench().start()
+    bench.complete(bench.granted())
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    assert bench.machine.core.window.live == 4
+    bench.ask(CommitStep(driver=1, step=1, metrics={}))
+    assert bench.machine.core.window.live == 8
+
+
 def test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with() -> None:
     bench = Bench(plan(staleness=1)).start()
     first, second = bench.granted(), bench.granted()
