@@ -7,6 +7,7 @@ from tests.mutants.mutation import Mutation
 ENVELOPE = "proto/envelope.py"
 CODEC = "proto/codec.py"
 MAILBOX = "shared/rpc/mailbox.py"
+NEWER = "tests/unit/test_proto_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise"
 HEADER = "tests/unit/test_proto_codec.py::test_header_is_refused"
 RPC = "tests/unit/test_rpc.py"
 SECURITY = "tests/unit/test_security.py"
@@ -17,7 +18,7 @@ BUS = [
         ENVELOPE,
         "if checksum != xxhash.xxh3_64_intdigest(data[: _LAYOUT.size]):",
         "if False:",
-        HEADER,
+        NEWER,
     ),
     Mutation(
         "a body over its limit is read",
@@ -38,7 +39,7 @@ BUS = [
         ENVELOPE,
         "if major != MAJOR:",
         "if False:",
-        "tests/unit/test_proto_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise",
+        NEWER,
     ),
     Mutation(
         "frames that are not those that the envelope announces are read",
