@@ -14,7 +14,6 @@ from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import MODEL, TOPOLOGY, Driver, cluster
 from tests.integration.stream_line import IN_CLEAR, tapped
 
-
 LEASE_S = 3
 
 

@@ -112,6 +112,22 @@ BUS = [
         f"{SECURITY}::test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted",
     ),
     Mutation(
+        "a message that does not end fills four times the memory that it may",
+        "shared/security/connections.py",
+        "UNSEEN_BYTES = 64 << 20",
+        "UNSEEN_BYTES = 256 << 20",
+        "tests/fuzz/test_hostile_peers.py"
+        "::test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_memory",
+    ),
+    Mutation(
+        "every shard of a product of two long lists is named as missing",
+        "proto/excerpt.py",
+        "MAX_NAMED = 1 << 16",
+        "MAX_NAMED = 1 << 21",
+        "tests/integration/test_lying_store.py"
+        "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
+    ),
+    Mutation(
         "a handler that outlives its caller's deadline goes on",
         MAILBOX,
         "asyncio.timeout_at(call.deadline if not call.one_way else None)",
