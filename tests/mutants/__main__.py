@@ -63,10 +63,17 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def is_there(tree: Path, mutation: Mutation) -> bool:
+    """Whether the file of its test exists."""
+    return (tree / mutation.test.partition("::")[0]).exists()
+
+
 def judge(tree: Path, mutation: Mutation) -> tuple[bool, str]:
     """Whether the mutant is killed, and what is printed for it. The tree is as before afterwards."""
     path = tree / mutation.file
     before = path.read_text()
+    if not is_there(tree, mutation):
+        return False, f"NO SUCH TEST  {mutation.test}: {mutation.name}"
     try:
         after = mutation.apply(before)
     except ValueError as error:
@@ -95,7 +102,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rlbus-mutants-") as folder:
         tree = Path(folder)
         copy_tree(tree)
-        status, output = run(tree, sorted({each.test for each in chosen}))
+        status, output = run(tree, sorted({each.test for each in chosen if is_there(tree, each)}))
         if status != PASSED:
             print(f"the tests do not pass without a mutation:\n{output[-4000:]}")
             return 1

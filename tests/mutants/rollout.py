@@ -55,11 +55,18 @@ ROLLOUT = [
         f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
     ),
     Mutation(
-        "a parameter that is missing from an update is left as it was",
+        "an update of parameters that the engine does not have is set",
         "services/rollout/engines/weights.py",
         "if missing or unexpected:",
-        "if unexpected:",
+        "if False:",
         f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched",
+    ),
+    Mutation(
+        "a parameter of another type or shape is set",
+        "services/rollout/engines/weights.py",
+        "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
+        "if False:",
+        f"{WEIGHTS}::test_a_parameter_of_another_shape_is_named",
     ),
     Mutation(
         "a token of weights that nobody has proved gets a version",

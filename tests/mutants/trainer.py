@@ -97,6 +97,13 @@ TRAINER = [
         f"{GRADIENTS}::test_gradients_equal_those_of_one_process_and_one_micro_batch[dp2]",
     ),
     Mutation(
+        "each context rank keeps its own part of a sequence's sums",
+        f"{WORKER}/mesh.py",
+        "        dist.all_reduce(total, group=self._context.group)\n",
+        "",
+        f"{GRADIENTS}::test_gradients_equal_those_of_one_process_and_one_micro_batch[cp2]",
+    ),
+    Mutation(
         "a micro-batch's gradient takes the place of those before it",
         f"{WORKER}/backend_torch.py",
         "            total.backward()",
@@ -136,7 +143,7 @@ TRAINER = [
         f"{WORKER}/residency.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
-        "tests/unit/test_residency.py",
+        "tests/integration/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
     ),
     Mutation(
         "a call of an older driver is carried out",
