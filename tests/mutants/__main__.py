@@ -24,6 +24,7 @@ LIMIT_S = 300
 """Maximum seconds for one test; a mutant that makes it hang is killed."""
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest. Any other one means that the tests did not run."""
+VERDICTS = {PASSED: "SURVIVED", FAILED: "killed"}
 
 _versions = itertools.count(1_000_000_000)
 
@@ -84,14 +85,12 @@ def judge(tree: Path, mutation: Mutation) -> tuple[bool, str]:
         status, output = run(tree, [mutation.test])
     finally:
         write(path, before)
-    seconds = f"{time.monotonic() - began:5.1f} s"
-    match status:
-        case _ if status == FAILED:
-            return True, f"killed    {seconds}  {mutation.name}"
-        case _ if status == PASSED:
-            return False, f"SURVIVED  {seconds}  {mutation.name}  ({mutation.test})"
-        case _:
-            return False, f"NOT RUN   {seconds}  {mutation.name}  ({mutation.test}, pytest {status})\n{output[-2000:]}"
+    seconds = time.monotonic() - began
+    verdict = VERDICTS.get(status, "NOT RUN")
+    line = f"{verdict:9} {seconds:6.1f} s  {mutation.name}"
+    if status == FAILED:
+        return True, line
+    return False, f"{line}  ({mutation.test})" + (f"\n{output[-2000:]}" if status != PASSED else "")
 
 
 def main(words: Sequence[str]) -> int:

@@ -182,6 +182,13 @@ SCHEDULER = [
         f"{STORES}::test_a_task_is_admitted_when_every_store_could_hold_it",
     ),
     Mutation(
+        "what changes the state is not journaled",
+        "services/scheduler/state.py",
+        "        self._durable(asked.request)\n",
+        "        self.core.apply(asked.request)\n",
+        f"{UNIT}::test_replay_gives_the_same_state",
+    ),
+    Mutation(
         "a row leaves before the evaluation of its version",
         LEDGER,
         "if self.evaluated(self.next_row) is None:",
