@@ -84,10 +84,9 @@ def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Pat
             processes.start("rollout")
             processes.start("reference")
             async with asyncio.timeout(90):
-                while not (leased := (await driver.status()).tasks.get("LEASED", 0)):
+                while not (await driver.status()).tasks.get("LEASED"):
                     await asyncio.sleep(0.1)
             await asyncio.sleep(2.5 * LEASE_S)  # with a lease, and no weights to begin with
-            assert (await driver.status()).tasks["LEASED"] >= leased
             assert not [line for line in log_of(tmp_path, "rollout") if line["event"] == "lease lost"]
             processes.start("batch_store")
             await check_batch(driver, 1)
