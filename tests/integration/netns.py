@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.integration.unavailable import unavailable
+import pytest
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[byte
 def _check() -> None:
     """Whether there can be namespaces here."""
     if shutil.which("ip") is None:
-        unavailable("no `ip` command (apt package iproute2)")
+        pytest.skip("no `ip` command (apt package iproute2)")
     name = f"rlbus-try-{os.getpid()}"
     made = _ip("netns", "add", name, check=False)
     if made.returncode:
-        unavailable(f"network namespaces cannot be made: {made.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces cannot be made: {made.stderr.decode().strip()}")
     _ip("netns", "del", name)
 
 

@@ -70,11 +70,13 @@ class StoreProcess:
     process: subprocess.Popen[bytes] | None = None
     killed: int = field(default=0)
     instance: int = 0
+    module: str = "services.batch_store"
+    """What is started: a store, or a test's with a defect."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "services.batch_store"),
+                *(sys.executable, "-m", self.module),
                 *("--run", str(self.run.path), "--instance", str(self.instance)),
             ],
             cwd=REPOSITORY,
@@ -133,15 +135,15 @@ def fill(path: Path, unit: int = 4096) -> None:
 
 def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
     """A memory file system of `nbytes` at `folder`, for a fixture to yield from."""
-    from tests.integration.unavailable import unavailable  # the benchmarks use this module without pytest
+    import pytest  # the benchmarks use this module without pytest
 
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},nr_inodes=1000", "tmpfs", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except FileNotFoundError:
-        unavailable("no `mount` command")
+        pytest.skip("no `mount` command")
     if done.returncode:
-        unavailable(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
+        pytest.skip(f"mounting a tmpfs is not allowed here: {done.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)

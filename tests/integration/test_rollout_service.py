@@ -14,6 +14,8 @@ from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import MODEL, TOPOLOGY, Driver, cluster
 from tests.integration.stream_line import IN_CLEAR, tapped
 
+LEASE_S = 3
+
 
 async def check_batch(driver: Driver, step: int) -> None:
     """The batch of `step` is whole, and its log-probs are those of the model."""
@@ -75,14 +77,16 @@ def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -
 @pytest.mark.timeout(300)
 def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(tmp_path, TOPOLOGY + "lease: {lease_s: 3}\n") as (processes, driver):
+        async with cluster(tmp_path, TOPOLOGY + f"lease: {{lease_s: {LEASE_S}}}\n") as (processes, driver):
             info = await driver.begin()
             await driver.publish(info.lineage, 0)
             processes.end("batch_store", signal.SIGKILL)
             processes.start("rollout")
             processes.start("reference")
-            await driver.until(processes.running["rollout"].pid, "READY")
-            await asyncio.sleep(7)  # it has a lease, and no weights to begin with
+            async with asyncio.timeout(90):
+                while not (await driver.status()).tasks.get("LEASED"):
+                    await asyncio.sleep(0.1)
+            await asyncio.sleep(2.5 * LEASE_S)  # with a lease, and no weights to begin with
             assert not [line for line in log_of(tmp_path, "rollout") if line["event"] == "lease lost"]
             processes.start("batch_store")
             await check_batch(driver, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,39 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
             await peer.data.put(bad, store=STORE, deadline_s=10)  # a new attempt repairs it
             await check(peer, bad)
 
+    asyncio.run(main())
+
+
+def test_what_was_being_cleared_when_the_store_died_stays_collected(store: StoreProcess) -> None:
+    """It dies after the first file of two has gone: whatever it did before that, it did for good."""
+    tasks = [shards_of(number) for number in (1, 2)]
+    names = [PutTask(task.task_id, task.fence) for task in tasks]
+
+    async def clear(peer: Peer) -> None:
+        for task in tasks:
+            await peer.data.put([task], store=STORE, deadline_s=10)
+        asked = asyncio.create_task(peer.store.call(Clear(tasks=names), Ack, deadline_s=60))
+        assert store.process is not None
+        assert await asyncio.to_thread(store.process.wait, 20) == -signal.SIGKILL
+        asked.cancel()
+
+    async def look(peer: Peer) -> None:
+        page = await peer.store.call(GetInventory(), Inventory, deadline_s=10)
+        assert page.tasks == []
+        for task in tasks:  # a late attempt under the fence that is over
+            with pytest.raises(RpcError, match="were collected"):
+                await peer.data.put([task], store=STORE, deadline_s=10)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await clear(peer)
+            store.module = "services.batch_store"
+            store.start()
+            await look(peer)
+
+    store.kill()
+    store.module = "tests.integration.dying_store"
+    store.start()
     asyncio.run(main())
 
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.integration.unavailable import unavailable
+import pytest
 
 STORE_ADDRESS, READER_ADDRESS = "10.203.77.1", "10.203.77.2"
 OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
@@ -74,7 +74,7 @@ def two_hosts(*, switched: bool = False) -> Iterator[Hosts]:
     """Made for one test."""
     for tool in ("ip", "iptables", "tc"):
         if shutil.which(tool) is None:
-            unavailable(f"{tool} is not installed (apt package {'iptables' if tool == 'iptables' else 'iproute2'})")
+            pytest.skip(f"{tool} is not installed (apt package {'iptables' if tool == 'iptables' else 'iproute2'})")
     number = os.getpid()
     made = Hosts(f"rlbus-s{number}", f"rlbus-r{number}", f"rlbus-w{number}" if switched else "")
     names = [name for name in (made.store, made.reader, made.switch) if name]
@@ -98,7 +98,7 @@ def two_hosts(*, switched: bool = False) -> Iterator[Hosts]:
                     command("ip", "-n", host, "link", "set", each, "up")
             made.firewall("-A", "-i", "lo", "-j", "ACCEPT")
         except subprocess.CalledProcessError as error:
-            unavailable(f"network namespaces are not permitted here: {error.cmd}: {error.stderr.strip()}")
+            pytest.skip(f"network namespaces are not permitted here: {error.cmd}: {error.stderr.strip()}")
         yield made
     finally:
         for host in names:

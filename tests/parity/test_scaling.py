@@ -26,6 +26,8 @@ pytestmark = pytest.mark.timeout(300)
 FAMILY = "qwen3-tied"
 LIMITS = {"float32": 2e-6, "bfloat16": 2**-6}
 """Largest difference over the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass rounds."""
+SURE = {"float32": 1.0, "bfloat16": 0.4}
+"""Least share of the weights whose gradient is larger than that, so that its sign is certain. float32: of all."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
@@ -78,13 +80,18 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
     assert all(torch.isfinite(each).all() for each in found.values())
     scale = max(float(found[f"loss/{name}"].abs().max()) for name in weights)
     assert scale > 1e-4
+    sure = 0
     for name in weights:
         loss = found[f"loss/{name}"]
         for other in (found[f"sum/{name}"] / count, found[f"large/{name}"] / LARGE):
             assert float((other - loss).abs().max()) <= LIMITS[dtype] * scale, name
-        # clipped to the same norm, both make the same update of the (master) weights
-        moved = (found[f"large-step/{name}"] - found[f"step/{name}"]).abs().max()
-        assert float(moved) <= 2.1 * TRAINING["lr"] * (1e-2 if dtype == "float32" else 1.0), name
+        # clipped to the same norm, both make the same update of the (master) weights. The first update of Adam sees of
+        # a gradient little more than its sign, which rounding to bfloat16 may turn where the gradient is small
+        is_sure = loss.abs() > (LIMITS[dtype] * scale if dtype == "bfloat16" else -1.0)
+        sure += int(is_sure.sum())
+        moved = (found[f"large-step/{name}"] - found[f"step/{name}"]).abs() * is_sure
+        assert float(moved.max()) <= 0.021 * TRAINING["lr"], name
+    assert sure >= SURE[dtype] * sum(found[f"loss/{name}"].numel() for name in weights)
     norms = [float(found[f"norm/{each}"]) for each in ("step", "large-step")]
     assert norms[0] > TRAINING["clip_norm"]
     assert norms[1] == pytest.approx(norms[0] * LARGE, rel=1e-5 if dtype == "float32" else 2**-6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -20,8 +22,10 @@ from shared.rpc.errors import RpcError
 LIMIT = 6 * 4096
 SPILL = 4 * 4096
 TASKS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3, unique_by=lambda pair: pair[0]
+    st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3, unique_by=lambda pair: pair[0]
 )
+
+KEYS = st.sampled_from([("a",), ("b",), ("a", "b"), ("p:1",), ("p:2",)])
 
 
 def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> tuple[Table, int]:
@@ -78,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         tasks=TASKS,
-        keys=st.sampled_from([("a",), ("b",), ("a", "b"), ("p:1",), ("p:2",)]),
+        keys=KEYS,
         value=st.integers(0, 1),
         room=st.booleans(),
         claimed=st.booleans(),
@@ -93,6 +97,12 @@ class StoreMachine(RuleBasedStateMachine):
         claimed: bool,
         made: bool,
     ) -> None:
+        self.granted(tasks, keys, value, room=room, claimed=claimed, made=made)
+
+    def granted(
+        self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int, *, room: bool, claimed: bool, made: bool
+    ) -> str | None:
+        """The put that was begun, or None: it was refused, or its file could not be made."""
         table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
@@ -117,18 +127,26 @@ class StoreMachine(RuleBasedStateMachine):
         full = used + held_bytes(nbytes) > LIMIT
         assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
         if code:
-            return  # and what was a spare is one still
+            return None  # and what was a spare is one still
         if spare is not None:
             del self.spares[spare]
         if not made:
             self.state.forget(put_id)
-            return
+            return None
         if spare is not None:
             self.state.count_lent()
             self.lent += 1
         assert not self.state.begin(put_id, nbytes, names, 0.0)
         assert self.state.spare(put_id, nbytes) is None  # it has its file
         self.open[put_id] = (table, nbytes)
+        return put_id
+
+    @rule(tasks=TASKS, keys=KEYS, value=st.integers(0, 1))
+    def put(self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> None:
+        """All of a put at once: most puts are so, and what follows them needs some that are sealed."""
+        put_id = self.granted(tasks, keys, value, room=True, claimed=True, made=True)
+        if put_id is not None:
+            self.end(put_id, renamed=True)
 
     def make_room(self, put_id: str, nbytes: int) -> None:
         """Spares never keep a put out, and no more of them go than it needs."""
@@ -157,7 +175,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), renamed=st.booleans())
     def seal(self, data: st.DataObject, renamed: bool) -> None:
-        put_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.end(data.draw(st.sampled_from(sorted(self.open))), renamed=renamed)
+
+    def end(self, put_id: str, *, renamed: bool) -> None:
+        """Its producer asks for the seal; not `renamed`: the store died on the way."""
         table, nbytes = self.open[put_id]
         mine = {
             (task_id, fence, key): digest
@@ -205,6 +226,12 @@ class StoreMachine(RuleBasedStateMachine):
         put_id = data.draw(st.sampled_from(sorted(self.open)))
         assert put_id in self.state.overdue(100.0)
         self.retire([self.state.abandon(put_id)])
+
+    @precondition(lambda self: self.shards)
+    @rule(data=st.data())
+    def clear_what_is_here(self, data: st.DataObject) -> None:
+        task_id, fence, _ = data.draw(st.sampled_from(sorted(self.shards)))
+        self.clear([(int(task_id.rpartition("/")[2]), fence)])
 
     @rule(tasks=TASKS)
     def clear(self, tasks: list[tuple[int, int]]) -> None:
@@ -311,6 +338,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_living_shards_are_found(self) -> None:
+        for task_id, fence in self.tombs.items():  # and nobody waits for the others: they are told that it is over
+            with pytest.raises(RpcError, match="were collected"):
+                self.state.locate([PutTask(task_id, fence)])
         living = {(task_id, fence) for task_id, fence, _ in self.shards}
         page, cursor = self.state.inventory(0)
         assert cursor == 0
@@ -325,3 +355,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=200)

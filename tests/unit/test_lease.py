@@ -50,22 +50,30 @@ def gets_on(book: LeaseBook) -> bool:
     return second.progress > first.progress
 
 
-def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_does_not() -> None:
+def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("shared.lease.time", SimpleNamespace(monotonic=lambda: now))
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
     calls: list[Moved] = []
 
     async def scenario() -> None:
+        nonlocal now
+        begun = asyncio.Event()
+
         async def attempt(moved: Moved) -> None:
             calls.append(moved)
+            begun.set()
             await asyncio.Event().wait()
 
-        waiting = asyncio.create_task(book.persist(lease, "put", attempt, 0.2))
+        waiting = asyncio.create_task(book.persist(lease, "put", attempt, 20.0))
         assert not gets_on(book)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await begun.wait()
+        now = 19.0
         assert gets_on(book)
-        await asyncio.sleep(0.25)  # the call should have ended by itself: it hangs
+        now = 21.0  # the call should have ended by itself: it hangs
         assert not gets_on(book)
         calls[0]()
         assert gets_on(book)
@@ -82,14 +90,17 @@ def test_a_call_for_a_lease_that_is_lost_ends_at_once() -> None:
     ended: list[str] = []
 
     async def scenario() -> None:
+        begun = asyncio.Event()
+
         async def attempt(_: Moved) -> None:
+            begun.set()
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.append("attempt")
 
         waiting = asyncio.create_task(book.persist(lease, "weights", attempt, 60))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         book.lost([7])
         with pytest.raises(LeaseLost, match="lease 7"):
             async with asyncio.timeout(5):

@@ -453,15 +453,19 @@ def test_deferred_answer_goes_out_once_when_it_is_given(ipc: str) -> None:
             held.append(call)
             return DEFERRED
 
-        async with serving(ipc, (GetInventory, hold)) as (mailbox, bound), asking(bound) as client:
-            asked = asyncio.create_task(client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S))
-            await asyncio.sleep(0.6)  # the client has asked again meanwhile
-            assert len(held) == 1
-            held[0].reply(Inventory(tasks=[], cursor=9))
-            held[0].reply(Inventory(tasks=[], cursor=10))
-            assert (await asked).cursor == 9
-            assert held[0].expiry is not None
-            assert held[0].expiry.cancelled()
+        async with serving(ipc, (GetInventory, hold)) as (mailbox, _):
+            with raw_dealer(ipc) as socket:
+                for number in (1, 1, 2):  # the first is asked again before it is answered
+                    socket.send_multipart(request(number))
+                await eventually(lambda: len(held) == 2)
+                for number, call in enumerate(held):
+                    call.reply(Inventory(tasks=[], cursor=9 + number))
+                    call.reply(Inventory(tasks=[], cursor=99))
+                    assert call.expiry is not None
+                    assert call.expiry.cancelled()
+                answers = [codec.decode(await receive(socket)) for _ in held]
+                assert [(each.envelope.request_id, each.body.cursor) for each in answers] == [(1, 9), (2, 10)]
+                assert not socket.poll(0)
             assert not mailbox._running
 
     asyncio.run(main())

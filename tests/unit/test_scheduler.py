@@ -278,6 +278,33 @@ def test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_la
     assert bench.complete(again, life=8) == []
 
 
+def test_a_result_counts_only_under_the_lease_that_holds_its_task() -> None:
+    bench = Bench().start()
+    mine, other = bench.granted(), bench.granted(instance=1)
+    stolen = msgspec.structs.replace(mine, lease_id=other.lease_id)
+    assert {refusal.code for refusal in bench.complete(stolen, content=6, final=False)} == {ErrorCode.LOST}
+    assert bench.counts()["LEASED"] == len(ids(mine)) + len(ids(other))
+    assert bench.complete(mine, content=5) == []
+    assert bench.complete(other) == []
+
+
+def test_a_result_of_a_former_life_of_the_holder_is_refused() -> None:
+    bench = Bench().start()
+    grant = bench.granted(life=8)
+    assert {refusal.code for refusal in bench.complete(grant, life=7)} == {ErrorCode.LOST}
+    assert bench.counts()["LEASED"] == len(ids(grant))
+    assert bench.complete(grant, life=8) == []
+
+
+def test_a_result_counts_only_for_the_stage_of_its_lease() -> None:
+    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    rollout = bench.granted()
+    forged = msgspec.structs.replace(rollout, stage="reference")
+    assert {refusal.code for refusal in bench.complete(forged, final=False)} == {ErrorCode.LOST}
+    assert bench.complete(rollout) == []
+    assert bench.counts()["ROLLED_OUT"] == len(ids(rollout))
+
+
 def test_a_fence_that_was_never_given_is_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
@@ -446,6 +473,15 @@ def test_live_tasks_never_pass_the_bound() -> None:
     while isinstance(grant := bench.lease(), LeaseGrant):
         leased += ids(grant)
     assert len(leased) == 2 * 4
+    assert bench.machine.core.window.live == 8
+
+
+def test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed() -> None:
+    bench = Bench().start()
+    bench.complete(bench.granted())
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    assert bench.machine.core.window.live == 4
+    bench.ask(CommitStep(driver=1, step=1, metrics={}))
     assert bench.machine.core.window.live == 8
 
 

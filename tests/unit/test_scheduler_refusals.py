@@ -141,6 +141,16 @@ def test_metrics_whose_last_line_is_no_row_are_written_anew(tmp_path: Path, last
     assert path.read_text() == "".join(f"{row}\n" for row in rows)
 
 
+def test_a_row_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = ['{"step": 1}', '{"step": 2}']
+    made = MetricsFile(path, lambda _: rows)
+    for row in rows:
+        made.write(row)
+    made.close()
+    assert path.read_text() == "".join(f"{row}\n" for row in rows)
+
+
 def test_client_that_was_given_an_endpoint_it_cannot_use_takes_the_next_one() -> None:
     async def main(folder: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -18,7 +18,8 @@ SIZES = st.lists(st.integers(0, 5000), max_size=60)
 
 def batch(sizes: list[int], samples: int = 4) -> BatchMeta:
     tasks = [TaskHandle(f"train/0/{i}", 1, samples + i % 2, size, 0, [0]) for i, size in enumerate(sizes)]
-    return BatchMeta(tasks=tasks)
+    weights = np.linspace(0.1, 0.9, sum(task.samples for task in tasks), dtype=np.float32)
+    return BatchMeta(tasks=tasks, scalars={"weights": weights})
 
 
 @given(SIZES, st.integers(1, 9))
@@ -37,6 +38,8 @@ def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
     for each in slice_batch(whole, parts):
         wanted = [place for task in each.batch.tasks for place in _places(whole, task, first)]
         assert each.samples.tolist() == wanted
+        # as they are: whoever weighed the samples has seen the whole batch
+        assert each.batch.scalars["weights"].tolist() == whole.scalars["weights"][wanted].tolist()
         assert each.tokens == sum(task.tokens for task in each.batch.tasks)
 
 

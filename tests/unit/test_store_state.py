@@ -41,6 +41,25 @@ def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
     assert "old/0/0" not in state.tombstones
 
 
+def test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered() -> None:
+    before = StoreState("store", 1 << 30, 1)
+    partly, wholly = "0" * 32, "1" * 32
+    sealed(before, partly, ["t/0/0", "t/0/1"])
+    sealed(before, wholly, ["t/0/2"])  # its file was still there when the store died
+    tables = {put_id: before.table(put_id) for put_id in (partly, wholly)}
+    cleared = [PutTask("t/0/0", 1), PutTask("t/0/2", 1)]
+    before.clear(cleared)
+
+    again = StoreState("store", 1 << 30, 2)
+    again.recall(cleared)
+    retired = [
+        effect.source for put_id, table in tables.items() for effect in again.recover(put_id, table.file_bytes, table)
+    ]
+    assert retired == [f"{wholly}.blk"]
+    assert again.inventory(0) == ([PutTask("t/0/1", 1)], 0)
+    assert (again.stats().shards, again.stats().tasks, again.stats().files) == (1, 1, 1)
+
+
 def test_inventory_comes_in_pages_that_hold_every_task_once() -> None:
     state = StoreState("store", 1 << 30, 1)
     names = [f"t/0/{i}" for i in range(2 * PAGE_TASKS + 5)]

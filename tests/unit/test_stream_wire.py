@@ -180,13 +180,15 @@ def opened(opener: Opener, head: bytes, payload: bytes) -> bytes:
 
 def test_sealed_frames_open_in_order_across_new_keys_and_never_share_a_nonce() -> None:
     sealer, opener = Sealer(SECRET, STREAM, TO_READER, 100), Opener(SECRET, STREAM, TO_READER)
-    seen = set()
+    seen, ciphertexts = set(), set()
     for i in range(20):
         head, payload = sealed(sealer, i, b"same" * 10)
+        ciphertexts.add(payload[:40])  # the same twice: the same nonce under the same key
         parsed = bulk.unpack_head(head)
         assert (parsed.epoch, parsed.counter) not in seen
         seen.add((parsed.epoch, parsed.counter))
         assert opened(opener, head, payload) == b"same" * 10
+    assert len(ciphertexts) == 20
     assert sealer.epoch == 9  # 2 frames of 40 bytes each
 
 

@@ -29,8 +29,16 @@ class Trainer:
         self.ended: list[EndTransfer] = []
         self.answers = asyncio.Event()
         self.answers.set()
+        self._heard = asyncio.Event()
+
+    async def until(self, *, asked: int = 0, ended: int = 0) -> None:
+        """Wait until it has heard so many requests."""
+        while len(self.asked) < asked or len(self.ended) < ended:
+            self._heard.clear()
+            await self._heard.wait()
 
     async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        self._heard.set()
         if isinstance(request, EndTransfer):
             self.ended.append(request)
             return Ack()
@@ -78,7 +86,7 @@ def test_an_offer_that_nobody_takes_is_declined_and_its_communicator_given_up() 
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         transfers.decline(await transfers.ask(ref_of(1), receiver), receiver)
-        await asyncio.sleep(0.01)
+        await trainer.until(ended=1)
         assert [(each.number, bool(each.failure)) for each in trainer.ended] == [(1, True)]
         assert (transfers.communicator, receiver.left) == (0, 1)
         await transfers.bring(ref_of(2), receiver, drill=False)
@@ -94,9 +102,11 @@ def test_who_brings_weights_at_once_overtakes_who_asked_for_later(answered: bool
         if not answered:
             trainer.answers.clear()
         asking = asyncio.create_task(transfers.ask(ref_of(1), receiver))
-        await asyncio.sleep(0.01)
+        await trainer.until(asked=1)
+        if answered:
+            await asking
         bringing = asyncio.create_task(transfers.bring(ref_of(2), receiver, drill=False))
-        await asyncio.sleep(0.01)
+        await trainer.until(asked=2)
         trainer.answers.set()
         assert (await bringing).number == 2
         with pytest.raises(TransferFailed, match="another transfer"):
@@ -115,16 +125,17 @@ def test_who_loads_what_another_has_asked_for_waits_for_that_answer_and_takes_it
         delivery = await source.fetch(ref_of(1))
         trainer.answers.clear()
         asking = asyncio.create_task(delivery.begin())
-        await asyncio.sleep(0.01)
+        await trainer.until(asked=1)
         loading = asyncio.create_task(delivery.load(cast(Engine, None)))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # it runs until it has to wait
+        assert not loading.done()
         trainer.answers.set()
         assert (await loading).route == "nccl"
         await asking
-        delivery.decline()
-        await asyncio.sleep(0.01)
         assert len(trainer.asked) == 1
-        assert receiver.received == [1]
-        assert [(each.number, each.failure) for each in trainer.ended] == [(1, "")]
+        delivery.decline()  # too late: the trainer hears nothing of it before it hears of the next one
+        await transfers.bring(ref_of(2), receiver, drill=False)
+        assert receiver.received == [1, 2]
+        assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]
 
     asyncio.run(scenario())

@@ -1,0 +1,144 @@
+"""Defects of the wire contract and of the bus: checks before allocation, retries, roles, keys."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+ENVELOPE = "proto/envelope.py"
+CODEC = "proto/codec.py"
+MAILBOX = "shared/rpc/mailbox.py"
+NEWER = "tests/unit/test_proto_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise"
+HEADER = "tests/unit/test_proto_codec.py::test_header_is_refused"
+RPC = "tests/unit/test_rpc.py"
+SECURITY = "tests/unit/test_security.py"
+
+BUS = [
+    Mutation(
+        "an envelope with a wrong checksum is read",
+        ENVELOPE,
+        "if checksum != xxhash.xxh3_64_intdigest(data[: _LAYOUT.size]):",
+        "if False:",
+        NEWER,
+    ),
+    Mutation(
+        "a body over its limit is read",
+        ENVELOPE,
+        "if body_bytes > limits.body_bytes:",
+        "if False:",
+        HEADER,
+    ),
+    Mutation(
+        "a total over its limit is read",
+        ENVELOPE,
+        "if total_bytes > limits.total_bytes or ",
+        "if ",
+        HEADER,
+    ),
+    Mutation(
+        "an unknown major version is read",
+        ENVELOPE,
+        "if major != MAJOR:",
+        "if False:",
+        NEWER,
+    ),
+    Mutation(
+        "frames that are not those that the envelope announces are read",
+        CODEC,
+        "if len(body) != head.body_bytes or len(table) != head.table_bytes or len(rest) != head.frame_count:",
+        "if False:",
+        "tests/unit/test_proto_codec.py::test_extra_and_missing_frames_are_refused",
+    ),
+    Mutation(
+        "an inline array of any dtype is read, objects too",
+        "proto/inline.py",
+        "kind not in INLINE_TYPES or value",
+        "value",
+        "tests/unit/test_proto_codec.py::test_inline_array_is_refused",
+    ),
+    Mutation(
+        "a control message carries a tensor over 64 KiB",
+        "proto/inline.py",
+        "or len(data) > MAX_INLINE_BYTES:",
+        "or False:",
+        "tests/unit/test_proto_codec.py::test_inline_array_is_refused",
+    ),
+    Mutation(
+        "a retry of an answered request is carried out again",
+        MAILBOX,
+        "known = self._replies[call.role].get(key)",
+        "known = None",
+        f"{RPC}::test_duplicate_of_an_answered_request_gets_the_same_bytes_again",
+    ),
+    Mutation(
+        "a retry of a request under way is carried out beside it",
+        MAILBOX,
+        "running = self._running.get(key)",
+        "running = None",
+        f"{RPC}::test_slow_answer_is_computed_once_although_the_client_asks_again",
+    ),
+    Mutation(
+        "another request under a used id gets the first one's answer",
+        MAILBOX,
+        "if known[0] != call.request:",
+        "if False:",
+        f"{SECURITY}::test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afterwards",
+    ),
+    Mutation(
+        "an answer is given to another role that uses the same id",
+        MAILBOX,
+        "known = self._replies[call.role].get(key)",
+        "known = next((r.get(k) for r in self._replies.values() for k in r._kept if k[1:] == key[1:]), None)",
+        f"{SECURITY}::test_an_answer_is_never_given_to_another_role_under_the_same_id",
+    ),
+    Mutation(
+        "an observer may send what is for services",
+        MAILBOX,
+        "if who.is_guest and who.role < least_role(kind):",
+        "if False:",
+        f"{SECURITY}::test_a_role_reaches_the_handlers_of_its_messages_and_no_others",
+    ),
+    Mutation(
+        "a message that nobody thought of is open to observers",
+        "shared/security/roles.py",
+        "LEAST_ROLE.get(kind, Role.SERVICE)",
+        "LEAST_ROLE.get(kind, Role.OBSERVER)",
+        f"{SECURITY}::test_what_is_not_listed_is_for_services_and_rights_grow_with_the_role",
+    ),
+    Mutation(
+        "a key that is not of the run is admitted",
+        "shared/security/zap.py",
+        "        if role is None:\n",
+        "        role = role or Role.SERVICE\n        if role is None:\n",
+        f"{SECURITY}::test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted",
+    ),
+    Mutation(
+        "a message that does not end fills four times the memory that it may",
+        "shared/security/connections.py",
+        "UNSEEN_BYTES = 64 << 20",
+        "UNSEEN_BYTES = 256 << 20",
+        "tests/fuzz/test_hostile_peers.py"
+        "::test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_memory",
+    ),
+    Mutation(
+        "every shard of a product of two long lists is named as missing",
+        "proto/excerpt.py",
+        "MAX_NAMED = 1 << 16",
+        "MAX_NAMED = 1 << 21",
+        "tests/integration/test_lying_store.py"
+        "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
+    ),
+    Mutation(
+        "a handler that outlives its caller's deadline goes on",
+        MAILBOX,
+        "asyncio.timeout_at(call.deadline if not call.one_way else None)",
+        "asyncio.timeout_at(None)",
+        f"{RPC}::test_coroutine_handler_ends_at_the_callers_deadline",
+    ),
+    Mutation(
+        "replies are kept without a bound",
+        "shared/rpc/replies.py",
+        "while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:",
+        "while False:",
+        f"{RPC}::test_reply_memory_is_bounded",
+    ),
+]

@@ -1,0 +1,12 @@
+"""All mutations, each under the name of what its code would do wrong."""
+
+from __future__ import annotations
+
+from tests.mutants.bus import BUS
+from tests.mutants.mutation import Mutation
+from tests.mutants.rollout import ROLLOUT
+from tests.mutants.scheduler import SCHEDULER
+from tests.mutants.store import STORE
+from tests.mutants.trainer import TRAINER
+
+MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT]

@@ -1,0 +1,127 @@
+"""Defects of rollout and of weight syncs: what is sampled with what, and what is proved of it."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+SYNC = "services/rollout/weights_sync.py"
+SCORE = "services/rollout/rewards/score.py"
+TRAJECTORY = "services/rollout/trajectory.py"
+WEIGHTS = "tests/unit/test_rollout_weights.py"
+VERSIONS = "tests/unit/test_rollout_versions.py"
+REWARDS = "tests/unit/test_rewards.py"
+SHARDS = "tests/unit/test_rollout_assemble.py::test_shards_are_ragged_and_mark_what_the_policy_sampled"
+
+ROLLOUT = [
+    Mutation(
+        "the drill counts before it is proved",
+        SYNC,
+        """\
+        error = await self._prove(ref.drill, loaded.parameters, what)
+        values:""",
+        """\
+        self._drilled.add(loaded.entry)
+        error = await self._prove(ref.drill, loaded.parameters, what)
+        values:""",
+        WEIGHTS,
+    ),
+    Mutation(
+        "the start-up drill is left out",
+        SYNC,
+        "            await self._drill(coming.ref, entry)\n",
+        "            self._drilled.add(entry)\n",
+        f"{WEIGHTS}::test_an_update_that_never_reaches_one_parameter_fails_the_drill",
+    ),
+    Mutation(
+        "a version counts as held before its canary matched",
+        SYNC,
+        "        error = await self._prove(ref.canary, loaded.parameters, f",
+        "        self.holds = Version(ref.lineage, ref.step)\n"
+        "        error = await self._prove(ref.canary, loaded.parameters, f",
+        f"{WEIGHTS}::test_weights_of_another_version_than_announced_fail_the_canary",
+    ),
+    Mutation(
+        "an engine that is behind its lease samples with what it has",
+        SYNC,
+        "return held != wanted if exact else held < wanted",
+        "return held != wanted if exact else False",
+        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+    ),
+    Mutation(
+        "an engine that is ahead of an exact lease samples with what it has",
+        SYNC,
+        "return held != wanted if exact else held < wanted",
+        "return held < wanted",
+        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+    ),
+    Mutation(
+        "an update of parameters that the engine does not have is set",
+        "services/rollout/engines/weights.py",
+        "if missing or unexpected:",
+        "if False:",
+        f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched",
+    ),
+    Mutation(
+        "a parameter of another type or shape is set",
+        "services/rollout/engines/weights.py",
+        "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
+        "if False:",
+        f"{WEIGHTS}::test_a_parameter_of_another_shape_is_named",
+    ),
+    Mutation(
+        "a token of weights that nobody has proved gets a version",
+        "services/rollout/versions.py",
+        "if (known[at] != swaps).any():",
+        "if False:",
+        f"{VERSIONS}::test_weights_that_are_not_proved_let_no_token_out",
+    ),
+    Mutation(
+        "the drill leaves parameters of zeros as they are",
+        "shared/drill.py",
+        "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
+        "RELATIVE_SCALE * mean",
+        "tests/unit/test_drill.py::test_a_parameter_of_zeros_moves_too",
+    ),
+    Mutation(
+        "the prompt is trained on",
+        TRAJECTORY,
+        "loss_mask[before:] = 1",
+        "loss_mask[1:] = 1",
+        SHARDS,
+    ),
+    Mutation(
+        "the last token, which ends the answer, is not trained on",
+        TRAJECTORY,
+        "loss_mask[before:] = 1",
+        "loss_mask[before:-1] = 1",
+        SHARDS,
+    ),
+    Mutation(
+        "log-probs belong to the token before",
+        TRAJECTORY,
+        "logprobs[before:] = answer.logprobs",
+        "logprobs[before - 1 : -1] = answer.logprobs",
+        SHARDS,
+    ),
+    Mutation(
+        "a failed sample is trained on",
+        "services/rollout/assemble.py",
+        "made = task_shards([each for each, _ in alive])",
+        "made = task_shards(group)",
+        "tests/unit/test_rollout_assemble.py::test_failed_samples_are_left_out_and_counted",
+    ),
+    Mutation(
+        "a reward that is not a number is a score",
+        SCORE,
+        '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
+        '    if abs(value) > LIMIT:\n        return Score(None, f"answered',
+        f"{REWARDS}::test_what_a_function_answers_becomes_one_number_or_a_failure",
+    ),
+    Mutation(
+        "rewards are added up without their weights",
+        SCORE,
+        "value = left.value + weight * right.value",
+        "value = left.value + right.value",
+        f"{REWARDS}::test_terms_are_summed_by_weight",
+    ),
+]

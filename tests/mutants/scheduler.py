@@ -1,0 +1,222 @@
+"""Defects of the scheduler: leases, fences, stages, admission, versions, steps, collection, rows."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+ACCEPTING = "services/scheduler/accepting.py"
+LEDGER = "services/scheduler/ledger.py"
+STEPPING = "services/scheduler/stepping.py"
+GRANTING = "services/scheduler/granting.py"
+UNIT = "tests/unit/test_scheduler.py"
+COMPLETION = "tests/unit/test_scheduler_completion.py"
+STORES = "tests/unit/test_scheduler_stores.py"
+
+SCHEDULER = [
+    Mutation(
+        "a completion is accepted from another holder: its lease does not hold the task",
+        ACCEPTING,
+        "lease is None or self.tasks.lease[slot] != lease.lease_id or lease.stage",
+        "lease is None or lease.stage",
+        f"{UNIT}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
+    ),
+    Mutation(
+        "a completion is accepted from another life of its holder",
+        ACCEPTING,
+        "if lease is not None and lease.incarnation != request.incarnation:",
+        "if False:",
+        f"{UNIT}::test_a_result_of_a_former_life_of_the_holder_is_refused",
+    ),
+    Mutation(
+        "a completion is accepted for a stage that its lease is not of",
+        ACCEPTING,
+        " or lease.stage != stage:",
+        ":",
+        f"{UNIT}::test_a_result_counts_only_for_the_stage_of_its_lease",
+    ),
+    Mutation(
+        "a late result under a lower fence is accepted",
+        ACCEPTING,
+        "if result.fence < fence:",
+        "if False:",
+        f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+    ),
+    Mutation(
+        "a result under a fence that was never given is accepted",
+        ACCEPTING,
+        "if result.fence > fence:",
+        "if False:",
+        f"{UNIT}::test_a_fence_that_was_never_given_is_a_conflict",
+    ),
+    Mutation(
+        "other content under an accepted fence is a no-op instead of a conflict",
+        ACCEPTING,
+        " and self.tasks.hash[stage][slot] == result.content_hash:",
+        ":",
+        f"{UNIT}::test_an_accepted_result_again_is_a_no_op_and_other_content_a_conflict",
+    ),
+    Mutation(
+        "a group of one survivor is trained on",
+        ACCEPTING,
+        "result.samples < min(2, self.plan.group_size)",
+        "result.samples < 1",
+        f"{UNIT}::test_one_surviving_sample_drops_a_train_task",
+    ),
+    Mutation(
+        "the next attempt of a task has the fence of the one before",
+        "services/scheduler/tasks.py",
+        "self.fence[slot] += 1",
+        "self.fence[slot] += 0",
+        f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+    ),
+    Mutation(
+        "a heartbeat without progress renews a lease",
+        "services/scheduler/pace.py",
+        "if told.progress > pace.progress:",
+        "if told.progress >= pace.progress:",
+        f"{UNIT}::test_only_progress_renews_a_lease",
+    ),
+    Mutation(
+        "a retried lease request is given a second lease",
+        "services/scheduler/state.py",
+        "if before is not None:",
+        "if False:",
+        f"{UNIT}::test_the_request_that_was_granted_gets_the_same_grant_when_it_is_retried",
+    ),
+    Mutation(
+        "admission forgets the tasks of the open step",
+        LEDGER,
+        "min(self.plan.max_live - self._open_batch_tasks(), left)",
+        "min(self.plan.max_live, left)",
+        f"{UNIT}::test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed",
+    ),
+    Mutation(
+        "admission goes one step further than staleness allows",
+        "services/scheduler/plan.py",
+        "return (self.staleness + 1) * self.tasks_per_step",
+        "return (self.staleness + 2) * self.tasks_per_step",
+        f"{UNIT}::test_live_tasks_never_pass_the_bound",
+    ),
+    Mutation(
+        "a task may be sampled with a version that is one step too old",
+        GRANTING,
+        "self._step_of(first) - 1 - self.plan.staleness",
+        "self._step_of(first) - 2 - self.plan.staleness",
+        f"{UNIT}::test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with",
+    ),
+    Mutation(
+        "consume completion trains on tokens that are older than staleness allows",
+        "services/scheduler/freshness.py",
+        "if staleness <= self.plan.staleness:",
+        "if staleness <= self.plan.staleness + 1:",
+        f"{COMPLETION}::test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_counted",
+    ),
+    Mutation(
+        "weights that a lease names are deleted",
+        "services/scheduler/versions.py",
+        "            and version not in named\n",
+        "",
+        f"{UNIT}::test_a_version_goes_when_no_lease_and_no_evaluation_names_it",
+    ),
+    Mutation(
+        "a block spans two steps",
+        GRANTING,
+        "if group not in (-1, key):",
+        "if False:",
+        f"{UNIT}::test_a_lease_never_spans_two_steps",
+    ),
+    Mutation(
+        "a step that was committed is committed again",
+        STEPPING,
+        "if request.step <= self.committed_step:",
+        "if request.step < self.committed_step:",
+        f"{UNIT}::test_a_commit_is_carried_out_once",
+    ),
+    Mutation(
+        "a step that is asked for again gets other tasks",
+        STEPPING,
+        "if step > self.batched_step:\n            if step",
+        "if step >= self.batched_step:\n            if step",
+        f"{UNIT}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
+    ),
+    Mutation(
+        "a driver that was replaced is obeyed",
+        LEDGER,
+        "if driver != self.driver:",
+        "if False:",
+        f"{UNIT}::test_a_newer_driver_fences_the_older_off",
+    ),
+    Mutation(
+        "tasks are collected before the oldest kept checkpoint covers them",
+        STEPPING,
+        "self._collect_steps(kept[0])",
+        "self._collect_steps(kept[-1])",
+        f"{UNIT}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
+    ),
+    Mutation(
+        "a checkpoint of a step that is not committed collects its tasks",
+        STEPPING,
+        "if not 0 <= request.step <= self.committed_step:",
+        "if False:",
+        "tests/unit/test_scheduler_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
+    ),
+    Mutation(
+        "reconciliation clears what is leased or accepted",
+        LEDGER,
+        "slot == NO_SLOT or entry.fence < self.tasks.fence[slot]",
+        "slot == NO_SLOT or entry.fence <= self.tasks.fence[slot]",
+        f"{UNIT}::test_reconciliation_clears_what_nobody_may_read_and_nothing_else",
+    ),
+    Mutation(
+        "a task counts as collected before every store has acknowledged",
+        LEDGER,
+        "                if not self.tasks.clears[slot]:\n",
+        "                if True:\n",
+        f"{STORES}::test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_for_these_only",
+    ),
+    Mutation(
+        "room of one store is counted for another",
+        "services/scheduler/stores.py",
+        "free = min((limit",
+        "free = max((limit",
+        f"{STORES}::test_a_task_is_admitted_when_every_store_could_hold_it",
+    ),
+    Mutation(
+        "what changes the state is not journaled",
+        "services/scheduler/state.py",
+        "        self._durable(asked.request)\n",
+        "        self.core.apply(asked.request)\n",
+        f"{UNIT}::test_replay_gives_the_same_state",
+    ),
+    Mutation(
+        "a row leaves before the evaluation of its version",
+        LEDGER,
+        "if self.evaluated(self.next_row) is None:",
+        "if False:",
+        f"{UNIT}::test_rows_leave_in_step_order_and_wait_for_their_evaluation",
+    ),
+    Mutation(
+        "metrics.jsonl gets the row of a step twice",
+        "services/scheduler/metrics_file.py",
+        "if step > self.step:",
+        "if step >= self.step:",
+        "tests/unit/test_scheduler_refusals.py::test_a_row_that_is_there_already_is_not_written_again",
+    ),
+    Mutation(
+        "an answer leaves before what it says is in the journal",
+        "services/scheduler/server.py",
+        """\
+            self._journal.commit()
+            effects, self._effects = self._effects, []
+            for effect in effects:
+                self._carry_out(effect)
+""",
+        """\
+            effects, self._effects = self._effects, []
+            for effect in effects:
+                self._carry_out(effect)
+            self._journal.commit()
+""",
+        "tests/integration/test_scheduler_disk.py",
+    ),
+]

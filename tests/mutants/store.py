@@ -1,0 +1,161 @@
+"""Defects of the batch store and of what its readers check."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+SERVER = "services/batch_store/server.py"
+STATE = "services/batch_store/state.py"
+KILLED = "tests/integration/test_store_kill.py"
+UNIT = "tests/unit/test_store_state.py"
+WIRE = "tests/unit/test_stream_wire.py"
+PROPERTY = "tests/property/test_store_state.py::TestStoreMachine"
+
+STORE = [
+    Mutation(
+        "a tombstone is written after the clear",
+        SERVER,
+        """\
+        try:
+            files.entomb(self.index.entomb(request.tasks))
+        except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
+            self.log.error("tombstones not written", error=str(error))
+        self._ended.take(self.index.clear(request.tasks))
+""",
+        """\
+        fresh = self.index.entomb(request.tasks)
+        self._ended.take(self.index.clear(request.tasks))
+        try:
+            files.entomb(fresh)
+        except OSError as error:
+            self.log.error("tombstones not written", error=str(error))
+""",
+        f"{KILLED}::test_what_was_being_cleared_when_the_store_died_stays_collected",
+    ),
+    Mutation(
+        "a restarted store forgets its tombstones",
+        SERVER,
+        "self.index.recall(files.tombstones())",
+        "files.tombstones()",
+        f"{KILLED}::test_what_was_being_cleared_when_the_store_died_stays_collected",
+    ),
+    Mutation(
+        "recovery ignores tombstones",
+        STATE,
+        "            if self.tombstones.get(task_id, -1) < fence\n",
+        "",
+        f"{UNIT}::test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered",
+    ),
+    Mutation(
+        "recovery brings back what was cleared",
+        STATE,
+        "            if self.tombstones.get(task_id, -1) < fence\n",
+        "",
+        PROPERTY,
+    ),
+    Mutation(
+        "a put is acknowledged before its file has its sealed name",
+        SERVER,
+        """\
+            try:
+                files.seal(put_id)
+""",
+        """\
+            self.index.seal(put_id, table)
+            try:
+                files.seal(put_id)
+""",
+        f"{KILLED}::test_a_put_whose_file_cannot_have_its_sealed_name_is_not_acknowledged",
+    ),
+    Mutation(
+        "a file that was damaged while the store was down is served",
+        "services/batch_store/files.py",
+        "if digest.intdigest() != shard.checksum:",
+        "if False:",
+        f"{KILLED}::test_file_damaged_while_the_store_was_down_is_not_served",
+    ),
+    Mutation(
+        "a late put of a collected task is sealed",
+        STATE,
+        "        self._refuse_collected(grant.tasks)\n",
+        "",
+        PROPERTY,
+    ),
+    Mutation(
+        "other bytes under a known fence are sealed",
+        STATE,
+        "if mine.get(key, digest) != digest:",
+        "if False:",
+        PROPERTY,
+    ),
+    Mutation(
+        "a reader of a collected task is told to wait for it",
+        STATE,
+        "        self._refuse_collected(tasks)\n        numbers",
+        "        numbers",
+        PROPERTY,
+    ),
+    Mutation(
+        "a store grants more bytes than its limit",
+        "services/batch_store/room.py",
+        "if self._missing_bytes(nbytes, spare) > 0:",
+        "if False:",
+        PROPERTY,
+    ),
+    Mutation(
+        "a file that somebody maps is no longer counted",
+        "services/batch_store/room.py",
+        "        self._zombie_bytes += held_bytes(nbytes)\n        return Retire",
+        "        self._used[place] -= held_bytes(nbytes)\n        return Retire",
+        PROPERTY,
+    ),
+    Mutation(
+        "a file is deleted while some of its tasks live",
+        STATE,
+        "        if sealed.alive:\n            return []\n",
+        "",
+        PROPERTY,
+    ),
+    Mutation(
+        "a reader takes a row whose checksum is wrong",
+        "shared/dataplane/stream_arrival.py",
+        "if found != checksums[first:upto]:",
+        "if False:",
+        f"{WIRE}::test_one_wrong_bit_anywhere_in_what_was_put_is_found",
+    ),
+    Mutation(
+        "a reader takes a large row whose checksum is wrong",
+        "shared/dataplane/stream_arrival.py",
+        "if self._partial.intdigest() != checksum:",
+        "if False:",
+        f"{WIRE}::test_one_wrong_bit_anywhere_in_what_was_put_is_found",
+    ),
+    Mutation(
+        "a reader takes shards of other tasks than it asked for",
+        "shared/dataplane/stream_arrival.py",
+        "            self._check_content(table)\n",
+        "",
+        f"{WIRE}::test_stream_of_something_else_than_was_asked_for_is_refused",
+    ),
+    Mutation(
+        "nonces are used again: the counter restarts under the key of the epoch before",
+        "shared/dataplane/stream_seal.py",
+        "_EPOCH.pack(epoch)",
+        "_EPOCH.pack(0)",
+        f"{WIRE}::test_sealed_frames_open_in_order_across_new_keys_and_never_share_a_nonce",
+    ),
+    Mutation(
+        "a replayed bulk frame opens",
+        "shared/dataplane/stream_seal.py",
+        "if (head.epoch, head.counter) <= self._last:",
+        "if False:",
+        f"{WIRE}::test_forged_replayed_reordered_and_misdirected_frames_do_not_open",
+    ),
+    Mutation(
+        "both directions of a stream share their keys",
+        "shared/dataplane/stream_seal.py",
+        'b"rlbus bulk " + self._direction + b" "',
+        'b"rlbus bulk "',
+        f"{WIRE}::test_forged_replayed_reordered_and_misdirected_frames_do_not_open",
+    ),
+]

@@ -1,0 +1,190 @@
+"""Defects of the trainer: weights of tokens, losses, gradients over ranks, updates, checkpoints, the driver."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+WORKER = "services/policy_trainer/worker"
+NUMBERS = "tests/unit/test_trainer_numbers.py"
+LOSSES = "tests/unit/test_losses.py"
+STATE = "tests/unit/test_trainer_state.py"
+GRADIENTS = "tests/parity/test_gradients_torch.py"
+
+TRAINER = [
+    Mutation(
+        "token_mean divides by the samples' longest instead of all tokens",
+        "services/policy_trainer/token_weights.py",
+        "filled / max(counts.sum(), 1.0)",
+        "filled / max(counts.max(), 1.0)",
+        f"{NUMBERS}::test_token_weights_follow_the_table",
+    ),
+    Mutation(
+        "each rank divides by its own tokens",
+        "services/policy_trainer/slicing.py",
+        "scalars = {name: values[samples] for name, values in batch.scalars.items()}",
+        "scalars = {name: values[samples] * (parts if name == 'weights' else 1) "
+        "for name, values in batch.scalars.items()}",
+        "tests/unit/test_slicing.py::test_samples_follow_their_tasks",
+    ),
+    Mutation(
+        "truncated samples count in the denominator although they are masked",
+        "services/policy_trainer/token_weights.py",
+        'return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens',
+        "return tokens",
+        f"{NUMBERS}::test_overlong_masking_comes_before_counting_except_for_the_samples_of_dr_grpo",
+    ),
+    Mutation(
+        "log-probs are shifted by one token",
+        "shared/model/tree.py",
+        "token_node[np.flatnonzero(mask) - 1]",
+        "token_node[np.flatnonzero(mask) - 2]",
+        "tests/unit/test_model_tree.py::test_every_masked_token_is_predicted_from_exactly_its_prefix",
+    ),
+    Mutation(
+        "a token is scored that the mask leaves out",
+        "shared/model/tree.py",
+        "mask = np.asarray(loss_mask) != 0",
+        "mask = np.arange(len(tokens)) != 0 if np.any(loss_mask) else np.asarray(loss_mask) != 0",
+        "tests/unit/test_model_logprobs.py",
+    ),
+    Mutation(
+        "the clipped policy loss takes the larger gain",
+        f"{WORKER}/losses/policy.py",
+        "gain = torch.minimum(unclipped,",
+        "gain = torch.maximum(unclipped,",
+        f"{LOSSES}::test_value_and_gradient_are_those_of_the_formula",
+    ),
+    Mutation(
+        "the importance weight is not truncated",
+        f"{WORKER}/losses/mismatch.py",
+        "return weight.clamp(max=spec.tis_cap) if spec.tis_cap > 0 else weight",
+        "return weight",
+        f"{LOSSES}::test_importance_weight_is_truncated_at_the_cap",
+    ),
+    Mutation(
+        "the importance weight is upside down",
+        f"{WORKER}/losses/mismatch.py",
+        "weight = ratio(prox - data.rollout)",
+        "weight = ratio(data.rollout - prox)",
+        "tests/unit/test_loss_terms.py::test_loss_is_the_stated_formula",
+    ),
+    Mutation(
+        "GSPO counts only the tokens of its own context rank",
+        f"{WORKER}/losses/tokens.py",
+        "return self.add_up(values.new_zeros",
+        "return _alone(values.new_zeros",
+        f"{LOSSES}::test_gspo_sees_the_parts_of_a_sequence_that_other_ranks_hold",
+    ),
+    Mutation(
+        "an extreme log-ratio is not cut",
+        f"{WORKER}/losses/tokens.py",
+        "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
+        "log_ratio.exp()",
+        f"{LOSSES}::test_extreme_log_ratios_give_finite_gradients",
+    ),
+    Mutation(
+        "an advantage is divided by the biased deviation",
+        "services/policy_trainer/advantages.py",
+        "np.sqrt(squares / np.maximum(counts - 1, 1))",
+        "np.sqrt(squares / np.maximum(counts, 1))",
+        "tests/unit/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
+    ),
+    Mutation(
+        "gradients are averaged over data and context ranks",
+        f"{WORKER}/shards.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(float(mesh.size()))",
+        f"{GRADIENTS}::test_gradients_equal_those_of_one_process_and_one_micro_batch[dp2]",
+    ),
+    Mutation(
+        "each context rank keeps its own part of a sequence's sums",
+        f"{WORKER}/mesh.py",
+        "        dist.all_reduce(total, group=self._context.group)\n",
+        "",
+        f"{GRADIENTS}::test_gradients_equal_those_of_one_process_and_one_micro_batch[cp2]",
+    ),
+    Mutation(
+        "a micro-batch's gradient takes the place of those before it",
+        f"{WORKER}/backend_torch.py",
+        "            total.backward()",
+        "            self.drop_gradients()\n            total.backward()",
+        f"{GRADIENTS}::test_gradients_are_the_same_at_every_micro_batch_size",
+    ),
+    Mutation(
+        "an update is made of a gradient that is not finite",
+        f"{WORKER}/backend_torch.py",
+        "if not math.isfinite(grad_norm):",
+        "if False:",
+        f"{STATE}::test_a_gradient_that_is_not_finite_leaves_everything_untouched",
+    ),
+    Mutation(
+        "the gradient of an update is left for the next",
+        f"{WORKER}/backend_torch.py",
+        "        self._trained.write_back()\n        self.drop_gradients()\n",
+        "        self._trained.write_back()\n",
+        f"{STATE}::test_training_from_a_checkpoint_ends_with_the_same_bits",
+    ),
+    Mutation(
+        "a checkpoint leaves out the optimizer's moments",
+        f"{WORKER}/backend_torch.py",
+        'for slot in ("exp_avg", "exp_avg_sq"):',
+        'for slot in ("exp_avg",):',
+        f"{STATE}::test_training_from_a_checkpoint_ends_with_the_same_bits",
+    ),
+    Mutation(
+        "a reward that is not a number is trained on",
+        "services/policy_trainer/batch_checks.py",
+        "wrong = ~np.isfinite(values)",
+        "wrong = np.isinf(values)",
+        f"{NUMBERS}::test_a_number_that_is_not_finite_names_its_task",
+    ),
+    Mutation(
+        "an update runs while parts of its state are on the host",
+        f"{WORKER}/residency.py",
+        "messages.OptimStep: PARTS,",
+        "messages.OptimStep: _PARAMETERS,",
+        "tests/integration/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
+    ),
+    Mutation(
+        "a call of an older driver is carried out",
+        f"{WORKER}/lane.py",
+        "if request.driver != self.driver:",
+        "if False:",
+        f"{STATE}::test_a_worker_refuses_an_older_driver_and_one_it_does_not_know",
+    ),
+    Mutation(
+        "a checkpoint is visible before it is written",
+        f"{WORKER}/checkpoint.py",
+        'partial = folder / f".{target.name}.partial"',
+        "partial = target",
+        "tests/unit/test_checkpoint_interrupted.py",
+    ),
+    Mutation(
+        "a checkpoint whose checksum is wrong is loaded",
+        f"{WORKER}/checkpoint.py",
+        "if found[name] != expected.get(name):",
+        "if False:",
+        f"{STATE}::test_a_damaged_checkpoint_is_refused_in_one_line",
+    ),
+    Mutation(
+        "the last checkpoint goes before the new one is whole",
+        f"{WORKER}/checkpoint.py",
+        "_exchange(partial, target)  #",
+        "(shutil.rmtree(target), partial.rename(target))  #",
+        "tests/unit/test_checkpoint_interrupted.py",
+    ),
+    Mutation(
+        "the driver publishes weights before it commits their step",
+        "services/policy_trainer/driver.py",
+        """\
+                await self.scheduler.commit(version, row)
+                self.on_row(row)
+""",
+        """\
+                self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+                await self.scheduler.commit(version, row)
+                self.on_row(row)
+""",
+        "tests/unit/test_driver.py",
+    ),
+]
