@@ -1,9 +1,9 @@
-"""OpenAI's chat completions for agents that know nothing of us: every call is captured in the sample whose base URL it
-came to. Must never listen beyond the loopback interface, nor let a request change the sampling distribution.
+"""OpenAI's chat completions for agents that know nothing of rlbus: every call is captured in the sample whose base
+URL it came to. The endpoint must never listen beyond the loopback interface, nor let a request change the sampling
+distribution.
 
-HTTP/1.1 is parsed by h11 (pure Python, no further packages); aiohttp and uvicorn + starlette would each bring several
-more for one route. A request may shorten an answer (max_tokens, stop); its temperature, top_p, penalties and seed are
-overridden by the topology's sampling, which the response's header `x-overridden` lists.
+A request may shorten an answer (max_tokens, stop). Its temperature, top_p, penalties and seed are overridden by the
+topology's sampling; the response's header `x-overridden` lists them.
 """
 
 from __future__ import annotations
@@ -11,38 +11,86 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import re
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import h11
 import msgspec
 import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
 HOST = "127.0.0.1"
+HEAD_LIMIT_BYTES = 16 << 10
 BODY_LIMIT_BYTES = 16 << 20
-READ_BYTES = 1 << 16
-IDLE_S = 600.0
+IDLE_S = 600
+"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
+STOP_S = 1
+"""Maximum seconds that `stop` waits for the calls it has cancelled."""
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
-_JSON = ("content-type", "application/json")
+_JSON = "application/json"
+_NO_SAMPLE = "no sample is made at this address (any more): use ctx.base_url of a running workflow"
+T = TypeVar("T")
 
 
 class _Refused(Exception):
     """A request that is answered with an error."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed when its client stays silent for IDLE_S while a request, or its rest, is awaited.
+
+    uvicorn itself bounds only the silence after an answer.
+    """
+
+    _silence: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bound_silence()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._bound_silence()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        super().connection_lost(exc)
+
+    def _bound_silence(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        awaited = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+        self._silence = self.loop.call_later(IDLE_S, self.transport.abort) if awaited else None
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process it runs in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 @dataclass(frozen=True)
@@ -70,26 +118,31 @@ class OpenAIEndpoint:
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
         self._numbers = itertools.count(1)
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._server = _Server(_config(self._application()))
+        self._serving: asyncio.Task[None] | None = None
         self._port = 0
         self._log = structlog.get_logger("openai-endpoint")
 
     async def start(self) -> None:
         """Listen on a free port of the loopback interface."""
-        self._server = await asyncio.start_server(self._connected, HOST, 0)
-        self._port = self._server.sockets[0].getsockname()[1]
+        # asyncio turns Nagle's algorithm off only where the protocol is named; else an answer takes 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind((HOST, 0))
+        listener.listen()
+        self._port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
-        """Close every connection."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._connections):
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        """Close every connection, which cancels its call."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await self._serving
 
     def open(self, calls: SampleCalls) -> str:
-        """The base URL of one sample's calls, the same for each call. Whoever knows it may call."""
+        """Return the base URL of one sample's calls, the same for each call. Any client that knows it may call."""
         token = self._tokens.get(calls)
         if token is None:
             token = self._tokens[calls] = secrets.token_urlsafe(16)
@@ -97,69 +150,61 @@ class OpenAIEndpoint:
         return f"http://{HOST}:{self._port}/s/{token}/v1"
 
     def close(self, calls: SampleCalls) -> None:
-        """Forget a sample: its base URL is none any more."""
+        """Forget a sample: calls to its base URL are refused from now on."""
         token = self._tokens.pop(calls, None)
         if token is not None:
             self._sessions.pop(token, None)
 
     # ---- HTTP
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-        link = _Link(reader, writer)
-        try:
-            while await self._one_request(link):
-                pass
-        except (h11.RemoteProtocolError, h11.LocalProtocolError, ConnectionError, TimeoutError) as error:
-            self._log.info("connection ended", error=str(error))
-        finally:
-            writer.close()
+    def _application(self) -> Starlette:
+        routes = [
+            Route("/s/{token}/v1/models", self._models),
+            Route("/s/{token}/v1/chat/completions", self._chat_completions, methods=["POST"]),
+        ]
+        handlers = {
+            _Refused: _refuse,
+            WorkflowError: _refuse,
+            HTTPException: self._no_route,
+            ClientDisconnect: _nobody,
+            Exception: self._failed,
+        }
+        application = Starlette(routes=routes, exception_handlers=handlers)
+        application.router.redirect_slashes = False
+        return application
 
-    async def _one_request(self, link: _Link) -> bool:
-        """Answer one request; whether the connection stays open."""
-        request = await link.request()
-        if request is None:
-            return False
-        method, path, body = request
-        overridden: list[str] = []
-        try:
-            if len(body) > BODY_LIMIT_BYTES:
-                raise _Refused(413, f"a request of more than {BODY_LIMIT_BYTES} bytes")
-            session, route = self._route(path)
-            if (method, route) == ("GET", "models"):
-                answer: Any = {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rlbus"}]}
-                await link.answer(200, msgspec.json.encode(answer), [_JSON])
-            elif (method, route) == ("POST", "chat/completions"):
-                asked = _asked(body)
-                overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
-                headers = [("x-overridden", ",".join(overridden))] if overridden else []
-                turns = await link.unless_gone(_choices(session, asked))
-                if turns is None:
-                    return False
-                whole = self._completion(session, turns, asked)
-                if asked.get("stream"):
-                    await link.stream(_chunks(whole, asked), headers)
-                else:
-                    await link.answer(200, msgspec.json.encode(whole), [_JSON, *headers])
-            else:
-                raise _Refused(404, f"no {method} {route}, only POST chat/completions and GET models")
-        except _Refused as error:
-            await link.answer(error.status, _error(str(error), error.code), [_JSON])
-        except ContextFull as error:
-            await link.answer(400, _error(str(error), "context_length_exceeded"), [_JSON])
-        except WorkflowError as error:
-            await link.answer(400, _error(str(error), None), [_JSON])
-        return link.next_cycle()
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        models = [{"id": self._model, "object": "model", "owned_by": "rlbus"}]
+        return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
 
-    def _route(self, path: str) -> tuple[_Session, str]:
-        parts = path.partition("?")[0].split("/", 4)
-        session = self._sessions.get(parts[2]) if len(parts) == 5 and parts[1] == "s" and parts[3] == "v1" else None
+    async def _chat_completions(self, request: Request) -> Response:
+        session = self._session(request)
+        asked = _asked(await _body(request))
+        overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
+        headers = {"x-overridden": ",".join(overridden)} if overridden else {}
+        turns = await _unless_gone(request, _choices(session, asked))
+        whole = self._completion(session, turns, asked)
+        if asked.get("stream"):
+            events = b"".join(b"data: " + chunk + b"\n\n" for chunk in _chunks(whole, asked))
+            return Response(events, media_type="text/event-stream", headers=headers)
+        return Response(msgspec.json.encode(whole), media_type=_JSON, headers=headers)
+
+    def _session(self, request: Request) -> _Session:
+        session = self._sessions.get(request.path_params["token"])
         if session is None:
-            raise _Refused(404, "no sample is made at this address (any more): use ctx.base_url of a running workflow")
-        return session, parts[4]
+            raise _Refused(404, _NO_SAMPLE)
+        return session
+
+    async def _no_route(self, request: Request, _: Exception) -> Response:
+        parts = request.scope["path"].split("/", 4)
+        known = len(parts) == 5 and parts[2] in self._sessions
+        only = "only POST chat/completions and GET models"
+        return _error(404, f"no {request.method} {parts[4]}, {only}" if known else _NO_SAMPLE)
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        self._log.error("call failed", exc_info=error)
+        return _error(500, f"{type(error).__name__}, see the log of the rollout service", kind="server_error")
 
     def _completion(self, session: _Session, turns: list[Turn], asked: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -204,78 +249,69 @@ class OpenAIEndpoint:
         return {"index": index, "message": message, "finish_reason": finish, "logprobs": logprobs}
 
 
-class _Link:
-    """One HTTP connection."""
+def _config(application: Starlette) -> uvicorn.Config:
+    """Return what makes uvicorn a guest in this process: no logging, lifespan, WebSocket or proxies of its own."""
+    return uvicorn.Config(
+        application,
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        workers=1,
+        log_config=None,
+        log_level=logging.CRITICAL + 1,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=STOP_S,
+        h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+    )
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._http = h11.Connection(h11.SERVER)
 
-    async def request(self) -> tuple[str, str, bytes] | None:
-        """Method, path and body (cut past the limit) of the next request; None when the client has gone."""
-        head: h11.Request | None = None
-        body = bytearray()
-        while True:
-            event = self._http.next_event()
-            if event is h11.NEED_DATA:
-                if self._http.they_are_waiting_for_100_continue:
-                    await self._send(h11.InformationalResponse(status_code=100, headers=[]))
-                async with asyncio.timeout(IDLE_S):
-                    self._http.receive_data(await self._reader.read(READ_BYTES))
-            elif isinstance(event, h11.Request):
-                head = event
-            elif isinstance(event, h11.Data):
-                if len(body) <= BODY_LIMIT_BYTES:
-                    body += event.data
-            elif isinstance(event, h11.EndOfMessage) and head is not None:
-                return head.method.decode(), head.target.decode(), bytes(body)
-            else:
-                return None
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_LIMIT_BYTES:
+            raise _Refused(413, f"a request of more than {BODY_LIMIT_BYTES} bytes")
+    return bytes(body)
 
-    async def unless_gone(self, work: Any) -> Any:
-        """The result of the coroutine `work`, or None, cancelling it, when the client goes away meanwhile."""
-        working = asyncio.create_task(work)
-        reading = asyncio.create_task(self._reader.read(READ_BYTES))
-        try:
-            await asyncio.wait({working, reading}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and not working.done():
-                early = reading.result()
-                if not early:
-                    return None
-                self._http.receive_data(early)
-            return await working
-        finally:
-            for task in (working, reading):
-                task.cancel()
-            await asyncio.gather(working, reading, return_exceptions=True)
 
-    async def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        length = ("content-length", str(len(body)))
-        await self._send(h11.Response(status_code=status, headers=[*headers, length]))
-        await self._send(h11.Data(data=body))
-        await self._send(h11.EndOfMessage())
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Raises ClientDisconnect, with `work` cancelled, if the client goes away first."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
-    async def stream(self, events: AsyncIterator[bytes], headers: list[tuple[str, str]]) -> None:
-        """Server-sent events."""
-        kind = ("content-type", "text/event-stream")
-        await self._send(h11.Response(status_code=200, headers=[*headers, kind, ("transfer-encoding", "chunked")]))
-        async for event in events:
-            await self._send(h11.Data(data=b"data: " + event + b"\n\n"))
-        await self._send(h11.EndOfMessage())
 
-    def next_cycle(self) -> bool:
-        """Whether there may be another request on this connection."""
-        with contextlib.suppress(h11.ProtocolError):
-            self._http.start_next_cycle()
-            return True
-        return False
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
-    async def _send(self, event: Any) -> None:
-        data = self._http.send(event)
-        if data:
-            self._writer.write(data)
-            await self._writer.drain()
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    status = error.status if isinstance(error, _Refused) else 400
+    return _error(status, str(error), "context_length_exceeded" if isinstance(error, ContextFull) else None)
+
+
+async def _nobody(_: Request, __: Exception) -> Response:
+    """Return what is sent to a client that has gone, which is discarded."""
+    return Response()
+
+
+def _error(status: int, message: str, code: str | None = None, kind: str = "invalid_request_error") -> Response:
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return Response(msgspec.json.encode({"error": error}), status, media_type=_JSON)
 
 
 def _asked(body: bytes) -> dict[str, Any]:
@@ -361,7 +397,7 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 
 
-async def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> AsyncIterator[bytes]:
+def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
     """A finished completion as a stream: its text in one piece, since it is sampled in a block with others."""
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
@@ -376,9 +412,3 @@ async def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> AsyncIterator
     if (asked.get("stream_options") or {}).get("include_usage"):
         yield msgspec.json.encode({**head, "choices": [], "usage": whole["usage"]})
     yield b"[DONE]"
-
-
-def _error(message: str, code: str | None) -> bytes:
-    return msgspec.json.encode(
-        {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    )

@@ -47,7 +47,7 @@ def whole(body: bytes, status: str = "200 OK") -> bytes:
 
 
 def chunked(*parts: bytes) -> list[bytes]:
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     return [head, *(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)]
 
 
