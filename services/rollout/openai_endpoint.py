@@ -9,88 +9,34 @@ topology's sampling; the response's header `x-overridden` lists them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
 import re
 import secrets
-import socket
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 import structlog
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from services.rollout.loopback_server import LoopbackServer
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
-HOST = "127.0.0.1"
-HEAD_LIMIT_BYTES = 16 << 10
 BODY_LIMIT_BYTES = 16 << 20
-IDLE_S = 600
-"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
-STOP_S = 1
-"""Maximum seconds that `stop` waits for the calls it has cancelled."""
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no sample is made at this address (any more): use ctx.base_url of a running workflow"
 T = TypeVar("T")
-
-
-class _Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed when its client stays silent for IDLE_S while a request, or its rest, is awaited.
-
-    uvicorn itself bounds only the silence after an answer.
-    """
-
-    _silence: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._bound_silence()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self._bound_silence()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-        super().connection_lost(exc)
-
-    def _bound_silence(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-        awaited = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
-        self._silence = self.loop.call_later(IDLE_S, self.transport.abort) if awaited else None
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the process it runs in."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 @dataclass(frozen=True)
@@ -118,28 +64,16 @@ class OpenAIEndpoint:
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
         self._numbers = itertools.count(1)
-        self._server = _Server(_config(self._application()))
-        self._serving: asyncio.Task[None] | None = None
-        self._port = 0
+        self._server = LoopbackServer(self._application())
         self._log = structlog.get_logger("openai-endpoint")
 
     async def start(self) -> None:
         """Listen on a free port of the loopback interface."""
-        # asyncio turns Nagle's algorithm off only where the protocol is named; else an answer takes 40 ms.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind((HOST, 0))
-        listener.listen()
-        self._port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        await self._server.start()
 
     async def stop(self) -> None:
         """Close every connection, which cancels its call."""
-        if self._serving is None:
-            return
-        self._server.should_exit = True
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
-        await self._serving
+        await self._server.stop()
 
     def open(self, calls: SampleCalls) -> str:
         """Return the base URL of one sample's calls, the same for each call. Any client that knows it may call."""
@@ -147,7 +81,7 @@ class OpenAIEndpoint:
         if token is None:
             token = self._tokens[calls] = secrets.token_urlsafe(16)
             self._sessions[token] = _Session(calls)
-        return f"http://{HOST}:{self._port}/s/{token}/v1"
+        return f"http://{self._server.address}/s/{token}/v1"
 
     def close(self, calls: SampleCalls) -> None:
         """Forget a sample: calls to its base URL are refused from now on."""
@@ -162,11 +96,12 @@ class OpenAIEndpoint:
             Route("/s/{token}/v1/models", self._models),
             Route("/s/{token}/v1/chat/completions", self._chat_completions, methods=["POST"]),
         ]
-        handlers = {
-            _Refused: _refuse,
+        handlers: dict[Any, Any] = {
+            404: self._not_found,
+            405: self._not_found,
+            HTTPException: _refuse,
             WorkflowError: _refuse,
-            HTTPException: self._no_route,
-            ClientDisconnect: _nobody,
+            ClientDisconnect: _refuse,  # the answer is discarded
             Exception: self._failed,
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
@@ -193,12 +128,12 @@ class OpenAIEndpoint:
     def _session(self, request: Request) -> _Session:
         session = self._sessions.get(request.path_params["token"])
         if session is None:
-            raise _Refused(404, _NO_SAMPLE)
+            raise HTTPException(404)
         return session
 
-    async def _no_route(self, request: Request, _: Exception) -> Response:
+    async def _not_found(self, request: Request, _: Exception) -> Response:
         parts = request.scope["path"].split("/", 4)
-        known = len(parts) == 5 and parts[2] in self._sessions
+        known = len(parts) == 5 and parts[3] == "v1" and parts[2] in self._sessions
         only = "only POST chat/completions and GET models"
         return _error(404, f"no {request.method} {parts[4]}, {only}" if known else _NO_SAMPLE)
 
@@ -249,33 +184,12 @@ class OpenAIEndpoint:
         return {"index": index, "message": message, "finish_reason": finish, "logprobs": logprobs}
 
 
-def _config(application: Starlette) -> uvicorn.Config:
-    """Return what makes uvicorn a guest in this process: no logging, lifespan, WebSocket or proxies of its own."""
-    return uvicorn.Config(
-        application,
-        http=_Connection,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        workers=1,
-        log_config=None,
-        log_level=logging.CRITICAL + 1,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=IDLE_S,
-        timeout_graceful_shutdown=STOP_S,
-        h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
-    )
-
-
 async def _body(request: Request) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > BODY_LIMIT_BYTES:
-            raise _Refused(413, f"a request of more than {BODY_LIMIT_BYTES} bytes")
+            raise HTTPException(413, f"a request of more than {BODY_LIMIT_BYTES} bytes")
     return bytes(body)
 
 
@@ -300,13 +214,9 @@ async def _gone(request: Request) -> None:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, _Refused) else 400
-    return _error(status, str(error), "context_length_exceeded" if isinstance(error, ContextFull) else None)
-
-
-async def _nobody(_: Request, __: Exception) -> Response:
-    """Return what is sent to a client that has gone, which is discarded."""
-    return Response()
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail)
+    return _error(400, str(error), "context_length_exceeded" if isinstance(error, ContextFull) else None)
 
 
 def _error(status: int, message: str, code: str | None = None, kind: str = "invalid_request_error") -> Response:
@@ -315,30 +225,32 @@ def _error(status: int, message: str, code: str | None = None, kind: str = "inva
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """The request's fields. Raises _Refused for what cannot be done as it is asked."""
+    """The request's fields. Raises HTTPException for what cannot be done as it is asked."""
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _Refused(400, f"the request is no JSON: {error}") from None
+        raise HTTPException(400, f"the request is no JSON: {error}") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
-        raise _Refused(400, "the request has no list of messages")
+        raise HTTPException(400, "the request has no list of messages")
     if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):
-        raise _Refused(400, "a message is an object with a role")
+        raise HTTPException(400, "a message is an object with a role")
     if not all(_is_calls(each.get("tool_calls")) for each in asked["messages"]):
-        raise _Refused(400, "tool_calls of a message is a list of objects, each with an object `function`")
+        raise HTTPException(400, "tool_calls of a message is a list of objects, each with an object `function`")
     choices = asked.get("n")
     if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
-        raise _Refused(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
+        raise HTTPException(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
     if asked.get("top_logprobs"):
-        raise _Refused(400, "top_logprobs: only the sampled token's log-prob is known")
+        raise HTTPException(400, "top_logprobs: only the sampled token's log-prob is known")
     if asked.get("logit_bias"):
-        raise _Refused(400, "logit_bias changes the distribution that the log-probs claim")
+        raise HTTPException(400, "logit_bias changes the distribution that the log-probs claim")
     if (asked.get("response_format") or {}).get("type", "text") != "text":
-        raise _Refused(400, "response_format: only text, a grammar changes the distribution that the log-probs claim")
+        raise HTTPException(
+            400, "response_format: only text, a grammar changes the distribution that the log-probs claim"
+        )
     if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise _Refused(400, "tool_choice: only auto and none, the policy is not forced")
+        raise HTTPException(400, "tool_choice: only auto and none, the policy is not forced")
     if asked.get("functions"):
-        raise _Refused(400, "functions: use tools")
+        raise HTTPException(400, "functions: use tools")
     return asked
 
 
@@ -363,11 +275,11 @@ async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
 async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise _Refused(400, f"max_tokens is {limit!r}, must be a whole number above 0")
+        raise HTTPException(400, f"max_tokens is {limit!r}, must be a whole number above 0")
     stop = asked.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise _Refused(400, "stop must be a text or a list of texts")
+        raise HTTPException(400, "stop must be a text or a list of texts")
     tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
     messages = [_message(session, each) for each in asked["messages"]]
     return await session.calls.chat(messages, tools, max_new_tokens=limit, stop=tuple(stops))
