@@ -22,6 +22,21 @@ class _Fails:
         raise ValueError("the engine broke")
 
 
+class _Waits:
+    """In the place of a sample's calls, whose engine samples for ever."""
+
+    def __init__(self) -> None:
+        self.under_way = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def chat(self, *_: Any, **__: Any) -> Any:
+        self.under_way.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
 def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
     """Status and error of each (method, path below the base URL, body), all on one connection."""
 
@@ -86,3 +101,25 @@ def test_a_call_that_fails_is_an_error_of_the_server_that_says_no_more_than_its_
     assert (status, error["type"]) == (500, "server_error")
     assert [str(each["exc_info"]) for each in logged] == ["the engine broke"]
     assert error["message"] == "ValueError, see the log of the rollout service"
+
+
+@pytest.mark.parametrize("leaves", ["client", "endpoint"])
+def test_a_call_ends_with_its_client_and_with_the_endpoint(leaves: str) -> None:
+    async def scenario() -> None:
+        endpoint = OpenAIEndpoint("m")
+        await endpoint.start()
+        calls = _Waits()
+        _, _, address, base = endpoint.open(calls).split("/", 3)  # type: ignore[arg-type]
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        head = f"POST /{base}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(CHAT)}\r\n\r\n"
+        writer.write(head.encode() + CHAT)
+        async with asyncio.timeout(10):
+            await calls.under_way.wait()
+            if leaves == "client":
+                writer.close()
+                await calls.cancelled.wait()
+            await endpoint.stop()
+            assert calls.cancelled.is_set()
+        writer.close()
+
+    asyncio.run(scenario())
