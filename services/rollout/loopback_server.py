@@ -19,11 +19,11 @@ HEAD_LIMIT_BYTES = 16 << 10
 IDLE_S = 600
 """Maximum seconds between two pieces of a request, and between two requests of a connection."""
 STOP_S = 1
-"""Maximum seconds that `stop` waits for requests that it has cancelled."""
+"""Maximum seconds that `stop` waits for requests under way before it cancels them."""
 
 
 class LoopbackServer:
-    """Serves one ASGI application. Belongs to the loop that starts it."""
+    """One ASGI application on a free port. The server belongs to the loop that starts it."""
 
     def __init__(self, application: ASGIApp, idle_s: int = IDLE_S) -> None:
         config = uvicorn.Config(
@@ -46,10 +46,10 @@ class LoopbackServer:
         self._server = _Guest(config)
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
-        """Host and port, once it is started."""
+        """Host and port; empty before `start`."""
 
     async def start(self) -> None:
-        """Listen on a free port. A client that connects from now on is served."""
+        """Bind a port, so that `address` is valid and clients may connect when this returns."""
         # asyncio disables Nagle's algorithm only on sockets whose protocol is named; with it an answer takes 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind((HOST, 0))
@@ -58,7 +58,7 @@ class LoopbackServer:
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
-        """Close every connection; the application is told of it as `http.disconnect`."""
+        """Close every connection. Requests under way receive `http.disconnect` and have STOP_S to end."""
         if self._serving is None:
             return
         self._server.should_exit = True

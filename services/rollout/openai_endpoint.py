@@ -56,10 +56,10 @@ class _Session:
 
 
 class OpenAIEndpoint:
-    """Belongs to the service's loop; `open` and `close` may be called from any thread."""
+    """The endpoint belongs to the service's loop; `open` and `close` may be called from any thread."""
 
     def __init__(self, model: str) -> None:
-        """`model`: the name it answers to; requests may name any."""
+        """`model`: the name that answers carry; requests may name any."""
         self._model = model
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}

@@ -1,4 +1,4 @@
-"""What the endpoint answers to requests that no OpenAI client makes, over plain sockets."""
+"""The endpoint answers requests that no OpenAI client makes; they are sent over plain sockets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 
 
 class _Fails:
-    """In the place of a sample's calls, whose engine has broken."""
+    """Stands for the calls of a sample whose engine has broken."""
 
     async def chat(self, *_: Any, **__: Any) -> Any:
         raise ValueError("the engine broke")
 
 
 class _Waits:
-    """In the place of a sample's calls, whose engine samples for ever."""
+    """Stands for the calls of a sample whose engine never finishes."""
 
     def __init__(self) -> None:
         self.under_way = asyncio.Event()
@@ -38,7 +38,7 @@ class _Waits:
 
 
 def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
-    """Status and error of each (method, path below the base URL, body), all on one connection."""
+    """Send each (method, path below the base URL, body) on one connection; return statuses and errors."""
 
     async def scenario() -> list[tuple[int, dict[str, Any]]]:
         endpoint = OpenAIEndpoint("m")

@@ -1,4 +1,4 @@
-"""What the server of the loopback interface does about time: silent clients, its end, small answers. Real sockets."""
+"""The server of the loopback interface bounds every wait: for silent clients, for its end, for small answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def application(answer: Callable[[Receive], Awaitable[None]]) -> ASGIApp:
-    """Awaits `answer` with a request's body read, then says so."""
+    """Read a request's body, await `answer`, then send `ok`."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         while (message := await receive()).get("more_body"):
@@ -39,7 +39,7 @@ async def at_once(_: Receive) -> None:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[Callable[[bytes], Awaitable[Streams]]]:
-    """Connects to a server of `app` and sends the first bytes."""
+    """Yield a function that connects to a server of `app` and sends the first bytes."""
     server = LoopbackServer(app, **options)
     await server.start()
     writers: list[asyncio.StreamWriter] = []

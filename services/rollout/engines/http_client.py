@@ -1,4 +1,6 @@
-"""HTTP requests to an inference server: whole answers and streams of events. Must never wait without a deadline."""
+"""HTTP requests to an inference server: whole answers and streams of events. A request must never wait without
+a deadline.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Refused(RpcError):
 
 
 class HttpClient:
-    """Holds no connection, so coroutines of any loop may use it."""
+    """A client that holds no connection, so coroutines of any loop may use it."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], who: str, silence_s: float) -> None:
         """`base_url`: http or https, with or without a path; `silence_s`: the longest wait for the next bytes."""
@@ -47,7 +49,7 @@ class HttpClient:
         return await self._whole("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """As `get`."""
+        """Return and raise as `get` does."""
         return await self._whole("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
