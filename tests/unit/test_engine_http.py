@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def whole(body: bytes, status: str = "200 OK") -> bytes:
 
 
 def chunked(*parts: bytes) -> list[bytes]:
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     return [head, *(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)]
 
 
@@ -82,6 +83,61 @@ def test_a_refusal_is_one_line_with_its_status() -> None:
 def test_a_server_that_falls_silent_is_given_up() -> None:
     with pytest.raises(RpcError, match=r"silent for 0.2 s"):
         ask([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], stream=False, silence_s=0.2)
+
+
+def test_a_line_of_an_event_ends_with_a_line_feed_only() -> None:
+    text = '{"text": "\u2028\x85"}'
+    assert ask([*chunked(f"data: {text}\n\ndata: [DONE]\n\n".encode()), b"0\r\n\r\n"], stream=True)[0] == [
+        {"text": "\u2028\x85"}
+    ]
+
+
+def test_a_whole_answer_in_the_place_of_a_stream_is_named() -> None:
+    with pytest.raises(RpcError, match="Expected response with content type 'text/event-stream'"):
+        ask([whole(b'{"a": 1}')], stream=True)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert ask([whole(b"{}")], stream=False)[0] == {}
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = HttpClient(f"http://127.0.0.1:{port}", {}, "engine", 20.0)
+    with pytest.raises(
+        RpcError, match=rf"engine: GET http://127.0.0.1:{port}/x: no connection .* is the server running"
+    ):
+        asyncio.run(client.get("/x"))
+
+
+def test_a_request_that_is_cancelled_closes_its_connection() -> None:
+    async def scenario() -> bytes:
+        came = asyncio.Event()
+        rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b'{"n":1}')
+            writer.write(chunked(b'data: {"at": 0}\n\n')[0])
+            came.set()
+            rest.set_result(await reader.read())
+            writer.close()
+
+        async def listen() -> None:
+            async for _ in client.events("/x", {"n": 1}):
+                pass
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, "engine", 20.0)
+        async with server, asyncio.timeout(10):
+            listening = asyncio.create_task(listen())
+            await came.wait()
+            listening.cancel()
+            return await rest
+
+    assert asyncio.run(scenario()) == b""
 
 
 def test_an_answer_that_is_no_json_is_named() -> None:

@@ -85,7 +85,7 @@ LIGHT_MODULES = (
     "launch.ctl",
     "launch.monitor",
 )
-HEAVY_MODULES = ("torch", "transformers", "megatron", "vllm")
+HEAVY_MODULES = ("torch", "transformers", "megatron", "vllm", "starlette", "uvicorn", "httpx2")
 
 PROBE = """
 import importlib, sys

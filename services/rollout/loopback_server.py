@@ -1,0 +1,99 @@
+"""uvicorn as a guest of a running event loop, on the loopback interface. It must never touch the signal handlers or the
+logging of its process, nor wait for a silent client without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HOST = "127.0.0.1"
+HEAD_LIMIT_BYTES = 16 << 10
+IDLE_S = 600
+"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
+STOP_S = 1
+"""Maximum seconds that `stop` waits for requests under way before it cancels them."""
+
+
+class LoopbackServer:
+    """One ASGI application on a free port. The server belongs to the loop that starts it."""
+
+    def __init__(self, application: ASGIApp, idle_s: int = IDLE_S) -> None:
+        config = uvicorn.Config(
+            application,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            workers=1,
+            log_config=None,
+            log_level=logging.CRITICAL + 1,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=idle_s,
+            timeout_graceful_shutdown=STOP_S,
+            h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+        )
+        self._server = _Guest(config)
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+        """Host and port; empty before `start`."""
+
+    async def start(self) -> None:
+        """Bind a port, so that `address` is valid and clients may connect when this returns."""
+        # asyncio disables Nagle's algorithm only on sockets whose protocol is named; with it an answer takes 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind((HOST, 0))
+        listener.listen()
+        self.address = f"{HOST}:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+
+    async def stop(self) -> None:
+        """Close every connection. Requests under way receive `http.disconnect` and have STOP_S to end."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await self._serving
+
+
+class _Guest(uvicorn.Server):
+    """A server that leaves signals to its process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed when its client is silent for too long, wherever a request is awaited or incomplete.
+
+    uvicorn starts its timer after an answer only, and stops it at the next byte.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bound_silence()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._bound_silence()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def _bound_silence(self) -> None:
+        awaited = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+        if awaited and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)

@@ -1,0 +1,125 @@
+"""The endpoint answers requests that no OpenAI client makes; they are sent over plain sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import structlog
+
+from services.rollout import openai_endpoint
+from services.rollout.openai_endpoint import OpenAIEndpoint
+
+CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
+
+
+class _Fails:
+    """Stands for the calls of a sample whose engine has broken."""
+
+    async def chat(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("the engine broke")
+
+
+class _Waits:
+    """Stands for the calls of a sample whose engine never finishes."""
+
+    def __init__(self) -> None:
+        self.under_way = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def chat(self, *_: Any, **__: Any) -> Any:
+        self.under_way.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
+    """Send each (method, path below the base URL, body) on one connection; return statuses and errors."""
+
+    async def scenario() -> list[tuple[int, dict[str, Any]]]:
+        endpoint = OpenAIEndpoint("m")
+        await endpoint.start()
+        answers = []
+        try:
+            _, _, address, base = endpoint.open(_Fails()).split("/", 3)  # type: ignore[arg-type]
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            for method, path, body in requests:
+                writer.write(
+                    f"{method} /{base}{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                )
+                writer.write(body)
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = int(head.split("content-length: ")[1].split("\r\n")[0])
+                answers.append((int(head.split()[1]), json.loads(await reader.readexactly(length))["error"]))
+            writer.close()
+        finally:
+            await endpoint.stop()
+        return answers
+
+    return asyncio.run(scenario())
+
+
+def test_a_request_beyond_the_limit_is_refused_by_size_and_the_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_endpoint, "BODY_LIMIT_BYTES", 1 << 20)
+    (large, at_limit, small) = ask(
+        ("POST", "/chat/completions", b" " * (4 << 20)),
+        ("POST", "/chat/completions", b" " * (1 << 20)),
+        ("POST", "/chat/completions", b"{}"),
+    )
+    assert large[0] == 413
+    assert large[1]["message"] == "a request of more than 1048576 bytes"
+    assert large[1]["type"] == "invalid_request_error"
+    assert "no JSON" in at_limit[1]["message"]
+    assert small[1]["message"] == "the request has no list of messages"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        ("GET", "/chat/completions", "no GET chat/completions, only POST"),
+        ("POST", "/models", "no POST models, only POST"),
+        ("POST", "/models/", "no POST models/, only POST"),
+        ("DELETE", "/embeddings", "no DELETE embeddings, only POST"),
+        ("GET", "0/models", "no sample is made at this address"),
+    ],
+)
+def test_other_routes_are_not_found_by_name(method: str, path: str, says: str) -> None:
+    ((status, error),) = ask((method, path, b""))
+    assert status == 404
+    assert says in error["message"]
+
+
+def test_a_call_that_fails_is_an_error_of_the_server_that_says_no_more_than_its_kind() -> None:
+    with structlog.testing.capture_logs() as logged:
+        ((status, error),) = ask(("POST", "/chat/completions", CHAT))
+    assert (status, error["type"]) == (500, "server_error")
+    assert [str(each["exc_info"]) for each in logged] == ["the engine broke"]
+    assert error["message"] == "ValueError, see the log of the rollout service"
+
+
+@pytest.mark.parametrize("leaves", ["client", "endpoint"])
+def test_a_call_ends_with_its_client_and_with_the_endpoint(leaves: str) -> None:
+    async def scenario() -> None:
+        endpoint = OpenAIEndpoint("m")
+        await endpoint.start()
+        calls = _Waits()
+        _, _, address, base = endpoint.open(calls).split("/", 3)  # type: ignore[arg-type]
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        head = f"POST /{base}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(CHAT)}\r\n\r\n"
+        writer.write(head.encode() + CHAT)
+        async with asyncio.timeout(10):
+            await calls.under_way.wait()
+            if leaves == "client":
+                writer.close()
+                await calls.cancelled.wait()
+            await endpoint.stop()
+            assert calls.cancelled.is_set()
+        writer.close()
+
+    asyncio.run(scenario())

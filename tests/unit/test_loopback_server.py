@@ -1,0 +1,159 @@
+"""The server of the loopback interface bounds every wait: for silent clients, for its end, for small answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.rollout.loopback_server import LoopbackServer
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+REQUEST = HEAD + b"{}"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def application(answer: Callable[[Receive], Awaitable[None]]) -> ASGIApp:
+    """Read a request's body, await `answer`, then send `ok`."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.request":
+            await answer(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    return called
+
+
+async def at_once(_: Receive) -> None:
+    pass
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[Callable[[bytes], Awaitable[Streams]]]:
+    """Yield a function that connects to a server of `app` and sends the first bytes."""
+    server = LoopbackServer(app, **options)
+    await server.start()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect(first: bytes) -> Streams:
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
+        writers.append(writer)
+        writer.write(first)
+        return reader, writer
+
+    try:
+        yield connect
+    finally:
+        await server.stop()
+        for writer in writers:
+            writer.close()
+
+
+async def answer_of(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readuntil(b"\r\n\r\nok")
+
+
+def test_a_client_that_falls_silent_is_closed_wherever_it_stopped_but_not_while_it_waits() -> None:
+    async def scenario() -> None:
+        gone = asyncio.Event()
+
+        async def once_others_are_gone(_: Receive) -> None:
+            await gone.wait()
+
+        async with serving(application(once_others_are_gone), idle_s=1) as connect, asyncio.timeout(30):
+            waiting, _ = await connect(REQUEST)
+            silent = [await connect(first) for first in (b"", HEAD[:9], HEAD, HEAD + b"{")]
+            for reader, _ in silent:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            gone.set()
+            assert (await answer_of(waiting)).startswith(b"HTTP/1.1 200")
+            assert await waiting.read() == b""  # silent after its answer
+
+    asyncio.run(scenario())
+
+
+def test_one_connection_serves_one_request_after_another_also_when_they_come_at_once() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(10), serving(application(at_once)) as connect:
+            reader, writer = await connect(HEAD)
+            for rest in (b"{}", REQUEST, REQUEST + REQUEST):
+                writer.write(rest)
+                await answer_of(reader)
+            await answer_of(reader)
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_the_server_is_told_to_a_request_under_way_and_does_not_wait_for_it() -> None:
+    async def scenario() -> str:
+        came = asyncio.Event()
+        told = ""
+
+        async def until_gone(receive: Receive) -> None:
+            nonlocal told
+            came.set()
+            told = (await receive())["type"]
+
+        async with asyncio.timeout(10), serving(application(until_gone)) as connect:
+            reader, _ = await connect(REQUEST)
+            await came.wait()
+        assert b"200" not in await reader.read()
+        return told
+
+    assert asyncio.run(scenario()) == "http.disconnect"
+
+
+def test_a_request_that_hears_nothing_of_the_end_is_left_after_a_second() -> None:
+    async def scenario() -> None:
+        came = asyncio.Event()
+
+        async def deaf(_: Receive) -> None:
+            came.set()
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(10), serving(application(deaf)) as connect:
+            await connect(REQUEST)
+            await came.wait()
+
+    asyncio.run(scenario())
+
+
+def test_signals_stay_with_the_process() -> None:
+    async def scenario() -> list[Any]:
+        async with serving(application(at_once)) as connect:
+            reader, _ = await connect(REQUEST)
+            await answer_of(reader)  # it is up
+            return [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    before = [signal.SIG_IGN, signal.SIG_DFL]
+    kept = [signal.signal(each, to) for each, to in zip((signal.SIGINT, signal.SIGTERM), before, strict=True)]
+    try:
+        assert asyncio.run(scenario()) == before
+    finally:
+        for each, to in zip((signal.SIGINT, signal.SIGTERM), kept, strict=True):
+            signal.signal(each, to)
+
+
+def test_an_answer_in_two_pieces_does_not_wait_for_an_acknowledgement() -> None:
+    async def scenario() -> list[float]:
+        took = []
+        async with serving(application(at_once)) as connect:
+            reader, writer = await connect(b"")
+            for _ in range(60):  # at first Linux acknowledges at once, later after 40 ms
+                began = time.perf_counter()
+                writer.write(REQUEST)
+                await answer_of(reader)
+                took.append(time.perf_counter() - began)
+        return took
+
+    assert min(asyncio.run(scenario())[50:]) < 0.02
