@@ -201,7 +201,7 @@ class Service:
             self._report()
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
-            await self._until_stopping(self._start())
+            await self._until_stopping(self._start_once())
             if not self.stopping.is_set():
                 # What was loaded by now stays, modules or a million tasks; a full collection would walk through it
                 # each time (a store's in 0.03 s, while it sends nothing).
@@ -228,7 +228,7 @@ class Service:
             await self.close()
         return 0 if self.state == State.STOPPED else self.exit_status
 
-    async def _start(self) -> None:
+    async def _start_once(self) -> None:
         try:
             await self.start()
         except RpcError as error:
