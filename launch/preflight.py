@@ -1,19 +1,19 @@
-"""What is looked at before anything starts: data rows, shared memory, ports. Changes nothing, starts nothing."""
+"""What is looked at before anything starts: rows, functions, tokenizer, memory, ports. Changes nothing in the run."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import socket
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
-from launch import gpus
+from launch import functions, gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
-from shared.topology import Topology
+from shared.topology import Topology, model_files
 
 SHOWN_ROWS = 3
 MIB = 1 << 20
@@ -30,14 +30,12 @@ class Findings:
 def check(topology: Topology, file: str) -> Findings:
     """Look at everything that `shared.topology` cannot know from the file alone; `file` is named in the lines."""
     findings = Findings()
-    sources = {"data.train.source": topology.data.train.source}
-    sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
-    for key, source in sources.items():
+    for key, source in _sources(topology).items():
         _check_rows(source, f"{file}: {key}", findings)
     _check_functions(topology, file, findings)
+    _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
     _check_gpus(topology, file, findings)
-    _check_port(topology, file, findings)
     _check_doors(topology, file, findings)
     return findings
 
@@ -71,6 +69,12 @@ def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
     return names[: known.index(False)] if False in known else names
 
 
+def _sources(topology: Topology) -> dict[str, str]:
+    """Every data source by the key that names it."""
+    sources = {"data.train.source": topology.data.train.source}
+    return sources | {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
+
+
 def _check_rows(source: str, where: str, findings: Findings) -> None:
     try:
         rows = open_source(source, where=where)
@@ -87,25 +91,44 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
 
 
 def _check_functions(topology: Topology, file: str, findings: Findings) -> None:
-    """Modules of the user's own that are not there. Imports none: that is for the processes that can be killed."""
-    named = {f"reward.functions[{i}].function": term.function for i, term in enumerate(topology.reward.functions)}
-    if topology.reward.function is not None:
-        named["reward.function"] = topology.reward.function
-    if topology.workflow is not None:
-        named["workflow.function"] = topology.workflow.function
-    named["algorithm.advantage.name"] = topology.algorithm.advantage.name
-    named["algorithm.loss.name"] = topology.algorithm.loss.name
-    folder = Path.cwd()
-    for key, name in named.items():
-        module, separator, function = name.partition(":")
-        top = module.partition(".")[0]
-        if not separator or module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file():
-            continue
-        if find_spec(top) is None:
-            findings.errors.append(
-                f"{file}: {key}: {name!r}: no module {top!r} in {folder} or on Python's path; start from the folder "
-                f"with {top}.py that defines {function!r}, or set PYTHONPATH"
-            )
+    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
+
+
+def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
+    """A rollout tokenizes prompts and answers with the files in the model's folder."""
+    model = topology.policy.model
+    where = f"{file}: policy.model: {model}"
+    if not model_files.has_tokenizer(model):
+        names = ", ".join(model_files.TOKENIZERS)
+        findings.errors.append(f"{where} has no tokenizer (none of {names}); write one with save_pretrained")
+        return
+    largest, size = model_files.largest_token(model), model_files.read_config(model).get("vocab_size")
+    if largest is not None and isinstance(size, int) and largest >= size:
+        findings.errors.append(
+            f"{where}: its tokenizer has token {largest}, its config.json a vocabulary of {size}; enlarge the model's "
+            "embedding (resize_token_embeddings), or use the tokenizer that it was trained with"
+        )
+    if not model_files.has_chat_template(model) and (needs := _messages(topology)):
+        findings.errors.append(
+            f"{where} has no chat template (chat_template.jinja), which {needs} needs; add one, or write text"
+        )
+
+
+def _messages(topology: Topology) -> str:
+    """Whatever of the topology has to be rendered by a chat template; empty when nothing has."""
+    workflow = topology.workflow
+    if workflow is not None and workflow.function.startswith("builtin:"):
+        return f"workflow.function {workflow.function}"
+    for key, source in _sources(topology).items():
+        try:
+            rows = open_source(source, where=key)
+        except DataError:
+            continue  # said by _check_rows
+        for index in range(len(rows)):
+            with contextlib.suppress(DataError):
+                if isinstance(rows.row(index)["prompt"], list):
+                    return f"{key}: {rows.place(index)}"
+    return ""
 
 
 def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
@@ -135,20 +158,6 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
             f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
-
-
-def _check_port(topology: Topology, file: str, findings: Findings) -> None:
-    port = topology.services.monitor.port
-    if port is None:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            findings.errors.append(
-                f"{file}: services.monitor.port: {port} cannot be used ({error.strerror}); choose another"
-            )
 
 
 def _check_doors(topology: Topology, file: str, findings: Findings) -> None:

@@ -1,7 +1,9 @@
 """Decides when which process of a run starts, starts again and ends: `handle(event, now) -> effects`.
 
-It must never touch a process, a socket or a clock. Two edges are missing on purpose: a run that failed or drains never
-starts a process again, and a restart never happens for a process that ended because it was told to end the run.
+It must never touch a process, a socket or a clock. Three edges are missing on purpose: a run that failed or drains
+never starts a process again; nor is one started again that ended because it was told to end the run; nor one whose
+first start was refused (a bad model, a bad setting), because the next would be refused too. A process that was
+READY before is started again even then: what it started with was good once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
-from shared.actor.service import PEER_LOST_STATUS
+from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
@@ -203,6 +205,8 @@ class Process:
     restarts: int = 0
     cause: str = ""
     told_to_end: bool = False
+    was_ready: bool = False
+    """Whether one of its lives was."""
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
@@ -277,6 +281,7 @@ class SupervisorState:
             return  # an earlier life, or one started by hand
         process.incarnation = event.incarnation
         process.state = event.state
+        process.was_ready = process.was_ready or event.state == ProcessState.READY
         if event.cause:
             process.cause = event.cause
         if event.state != ProcessState.STARTING:
@@ -318,6 +323,8 @@ class SupervisorState:
         elif event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             process.state = ProcessState.STOPPED
             self._drain(Outcome.DONE, "", None)
+        elif event.status == UNUSABLE_STATUS and not process.was_ready:
+            self._fail(process, f"{cause} (another start would not mend it)")
         else:
             killed = not reported and event.status in _OUTSIDE_KILLS
             outside = killed or event.status == PEER_LOST_STATUS
@@ -331,12 +338,7 @@ class SupervisorState:
         while deaths[0] < now - WINDOW_S:
             deaths.popleft()
         if len(deaths) >= limit:
-            process.state = ProcessState.FAILED
-            self._drain(
-                Outcome.FAILED,
-                f"{service_name(*process.key)}: {cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})",
-                process.key,
-            )
+            self._fail(process, f"{cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})")
             return
         longest = KILL_BACKOFF_S if killed else FAILURE_BACKOFF_S
         delay_s = 0.0 if killed and len(deaths) == 1 else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
@@ -344,6 +346,12 @@ class SupervisorState:
         process.state = ProcessState.BACKOFF
         process.start_at = now + delay_s
         self._effects.append(Died(process.key, cause, process.restarts, delay_s))
+
+    def _fail(self, process: Process, cause: str) -> None:
+        """End the run because of `process`."""
+        process.cause = cause
+        process.state = ProcessState.FAILED
+        self._drain(Outcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
 
     def _restart(self, process: Process, now: float) -> None:
         if self.phase == Phase.DRAINING:

@@ -29,6 +29,14 @@ from shared.topology.schema import Topology
 PROX_KEY = PROXIMAL.makes[0]
 
 
+def own_estimator(topology: Topology) -> Estimator:
+    """Raises RpcError(bad_request), one line, when the topology names one that cannot be used."""
+    try:
+        return Estimator(topology.algorithm.advantage)
+    except ValueError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+
+
 class Driver:
     """Trains from `standing` to the topology's last step; a new one is made when the workers had to be reloaded."""
 
@@ -41,16 +49,10 @@ class Driver:
         standing: Standing,
         on_row: Callable[[dict[str, float]], None],
     ) -> None:
-        """`on_row` gets every committed step's metrics (telemetry).
-
-        Raises RpcError(bad_request) when the topology names an advantage estimator that cannot be used.
-        """
+        """`on_row` gets every committed step's metrics (telemetry). Raises RpcError(bad_request) as `own_estimator`."""
         self.topology = topology
         self.loss = loss_spec(topology)
-        try:
-            self.estimator = Estimator(topology.algorithm.advantage)
-        except ValueError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+        self.estimator = own_estimator(topology)
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher

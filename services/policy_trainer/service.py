@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
-from services.policy_trainer.driver import Driver
+from services.policy_trainer.driver import Driver, own_estimator
 from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
@@ -25,6 +25,10 @@ class PolicyTrainer(Service):
     """`python -m services.policy_trainer`: ends with status 0 when the run is complete."""
 
     NAME = "policy-trainer"
+
+    async def start(self) -> None:
+        """Find the advantage estimator, which nothing later in the run could mend."""
+        own_estimator(topologies.load(self.run.topology))
 
     async def serve(self) -> None:
         topology = topologies.load(self.run.topology)

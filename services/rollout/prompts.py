@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
 from shared.workflow import ToolCall
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -30,14 +32,28 @@ class PromptBuilder:
     """Belongs to one thread at a time: fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Loads the tokenizer of the model directory; imports transformers."""
+        """Loads the tokenizer of the model directory; imports transformers. Raises RpcError(bad_request)."""
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RpcError(ErrorCode.BAD_REQUEST, f"model {model}: no tokenizer: {first[:300]}") from None
         self._add_generation_prompt = add_generation_prompt
         self._special_ids = {
             int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises RpcError(bad_request) when the tokenizer has token ids that a model of `size` tokens does not."""
+        largest = max(self._tokenizer.get_vocab().values(), default=-1)
+        if largest >= size:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"model {self._tokenizer.name_or_path}: its tokenizer has token {largest}, the model a vocabulary of "
+                f"{size}; enlarge its embedding (resize_token_embeddings), or use the tokenizer it was trained with",
+            )
 
     def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
         """Token ids of the row's prompt: raw text as it is, messages through the chat template.

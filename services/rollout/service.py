@@ -115,6 +115,7 @@ class RolloutService(Service):
         turns.done()
         add_prompt = topology.policy.chat_template.add_generation_prompt
         prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
+        await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
         workflow: WorkflowRunner | None = None
         if chosen is not None and self._workflows is not None:

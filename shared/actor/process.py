@@ -43,7 +43,8 @@ def die_with_parent() -> None:
 def run_process(service_class: type[Service], module: str) -> int:
     """Run `service_class` until it stops; returns the exit status.
 
-    0 stopped, 1 failed, 2 command line, 75 (`PEER_LOST_STATUS`) ended because another process is gone.
+    0 stopped, 1 failed, 2 command line, 75 (`PEER_LOST_STATUS`) ended because another process is gone, 78
+    (`UNUSABLE_STATUS`) refused at its start.
     """
     arguments = parse_arguments(module)
     if arguments.supervisor:

@@ -47,6 +47,8 @@ LAST_REPORTS_S = 1.0
 FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that ends because another one that it cannot do without is gone."""
+UNUSABLE_STATUS = os.EX_CONFIG
+"""Exit status (78) of a process whose start was refused (`bad_request`): another start would be refused too."""
 
 
 class State:
@@ -108,7 +110,10 @@ class Service:
     # ---- to override
 
     async def start(self) -> None:
-        """Do what must be done before READY (load a model, open a journal)."""
+        """Do what must be done before READY (load a model, open a journal).
+
+        Raises RpcError(bad_request) for a model, a function or a setting that no later start could use either.
+        """
 
     async def serve(self) -> None:
         """Work until done; returning ends the service well. The default waits for a stop."""
@@ -196,7 +201,7 @@ class Service:
             self._report()
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
-            await self._until_stopping(self.start())
+            await self._until_stopping(self._start_once())
             if not self.stopping.is_set():
                 # What was loaded by now stays, modules or a million tasks; a full collection would walk through it
                 # each time (a store's in 0.03 s, while it sends nothing).
@@ -222,6 +227,14 @@ class Service:
             await self._flush_reports()
             await self.close()
         return 0 if self.state == State.STOPPED else self.exit_status
+
+    async def _start_once(self) -> None:
+        try:
+            await self.start()
+        except RpcError as error:
+            if error.code == ErrorCode.BAD_REQUEST:
+                self.exit_status = UNUSABLE_STATUS
+            raise
 
     def bind(self) -> str:
         """Open the mailbox. The scheduler overrides this to commit once a burst."""

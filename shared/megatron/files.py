@@ -50,10 +50,18 @@ class ModelFiles:
 
 
 def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Configuration and safetensors, as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError."""
+    """Configuration and safetensors, as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError.
+
+    A tensor that is a view of a larger buffer is copied first, as megatron-core's parameters are on a rank that holds
+    them whole: the writer takes tensors of one storage for one weight of several names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    save_torch_state_dict(
-        {name: each.contiguous() for name, each in weights.items()}, folder, metadata={"format": "pt"}
-    )
+    save_torch_state_dict({name: _alone(each) for name, each in weights.items()}, folder, metadata={"format": "pt"})
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous, in a storage that holds nothing else."""
+    whole = tensor.contiguous()
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

@@ -5,10 +5,9 @@ One place for the arithmetic: the check at start, the reservation at admission a
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
+from shared.topology.model_files import weight_shapes
 from shared.topology.schema import Topology
 
 # Of a token, by key. Proximal and reference log-probs are counted only where the topology makes them.
@@ -33,7 +32,6 @@ _EXACT_VERSIONS = 3
 # With algorithm.kl.refresh_every: the reference's, and its next one while the last tasks of before are being scored.
 _REFERENCE_VERSIONS = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_HEADER_LIMIT_BYTES = 100 * 1024**2
 
 
 def token_bytes(topology: Topology) -> dict[str, int]:
@@ -137,20 +135,7 @@ def limit_bytes(topology: Topology) -> int:
 def weight_bytes(model: str, dtype: str) -> int:
     """Bytes of one weight version in the store: every parameter in the model's safetensors files, in `dtype`.
 
-    Raises ValueError naming the file whose header is not a safetensors header, and OSError.
+    Raises ValueError naming the file that is missing, cut off or no safetensors file, and OSError.
     """
-    shapes = [shape for file in sorted(Path(model).glob("*.safetensors")) for shape in _shapes(file)]
+    shapes = weight_shapes(model)
     return sum(map(math.prod, shapes)) * _DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
-
-
-def _shapes(file: Path) -> list[list[int]]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > _HEADER_LIMIT_BYTES:
-            raise ValueError(f"{file} is not a safetensors file: header of {length} bytes, limit {_HEADER_LIMIT_BYTES}")
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-        return [[int(size) for size in entry["shape"]] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is not a safetensors file: unreadable header") from error

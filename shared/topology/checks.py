@@ -7,7 +7,6 @@ A check yields `(path, message)`; a message gives the value, the limit and the r
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -15,6 +14,7 @@ from pathlib import Path as FilePath
 from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
+from shared.topology.model_files import read_config
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 
@@ -111,8 +111,8 @@ def _lengths(topology: Topology) -> Found:
     """The longest sample (or, without max_prompt_tokens, completion) fits the positions and a micro-batch."""
     prompt, new = topology.data.train.max_prompt_tokens or 0, topology.sampling.max_new_tokens
     said = f"{prompt} prompt tokens (data.train.max_prompt_tokens) and {new} new" if prompt else f"{new} new tokens"
-    positions = _positions(topology.policy.model)
-    if positions is not None and prompt + new > positions:
+    positions = read_config(topology.policy.model).get("max_position_embeddings")
+    if isinstance(positions, int) and prompt + new > positions:
         message = f"{said} exceed the model's {positions} positions; lower one of them"
         yield ("sampling", "max_new_tokens"), message
     for key, service in (
@@ -127,15 +127,6 @@ def _lengths(topology: Topology) -> Found:
         if longest > limit:
             message = f"{limit} is less than one sample: {said}; use at least {longest}"
             yield ("services", key, "max_tokens_per_micro_batch"), message
-
-
-def _positions(model: str) -> int | None:
-    try:
-        config = json.loads((FilePath(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # whether the file is there is _files' to say, its content the model library's
-    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    return positions if isinstance(positions, int) else None
 
 
 def _services(topology: Topology) -> Found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from shared.topology.model_files import experts, read_config
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 from shared.topology.services import Rollout
@@ -15,6 +16,7 @@ from shared.topology.services import Rollout
 SERVED_TEMPERATURE = 2.0
 """The highest that vLLM and servers of OpenAI's interface take."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
+_NOT_VLLM = ("gpt_neox",)
 Found = Iterator[tuple[Path, str]]
 
 
@@ -28,6 +30,8 @@ def check(topology: Topology) -> Found:
         message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
         yield ("services", "rollout", "parallel", "tp"), message
     yield from _gpus(rollout)
+    if rollout.engine == "vllm":
+        yield from _family(topology.policy.model)
     hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
         ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
     }
@@ -84,6 +88,19 @@ def _route(topology: Topology) -> Found:
             f"ipc reaches one engine on the one GPU of the trainer, not {rollout.instances} on {trainer.gpus} GPUs"
         )
         yield path, f"{message}; use shards"
+
+
+def _family(model: str) -> Found:
+    """Models whose new weights vLLM does not take under the names that the trainer has for them."""
+    config, path = read_config(model), ("services", "rollout", "engine")
+    count, kind = experts(config), config.get("model_type")
+    remedy = "use engine transformers"
+    if count:
+        message = f"vllm: the model is a mixture of {count} experts, whose weights vLLM does not take from the trainer"
+        yield path, f"{message}; {remedy}"
+    if kind in _NOT_VLLM:
+        message = f"vllm: the model is a {kind}, which cannot be read again in a process of vLLM to prove its weights"
+        yield path, f"{message}; {remedy}"
 
 
 def _gpus(rollout: Rollout) -> Found:

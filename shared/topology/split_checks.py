@@ -4,11 +4,9 @@ against the model's own numbers, read from its config.json. Never imports a mode
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path as FilePath
-from typing import Any
 
+from shared.topology.model_files import read_config
 from shared.topology.problem import Path
 from shared.topology.schema import Topology
 from shared.topology.services import Scorer
@@ -39,7 +37,7 @@ def _check(topology: Topology, name: str, service: Scorer, torch_has_no: set[str
         return
     if topology.policy.dtype not in ("float32", "bfloat16"):
         yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron has float32 and bfloat16"
-    config = _config(topology.policy.model)
+    config = read_config(topology.policy.model)
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:
         message = f"megatron knows {', '.join(MEGATRON_FAMILIES)}, the model is a {kind}; use torch"
@@ -55,11 +53,3 @@ def _check(topology: Topology, name: str, service: Scorer, torch_has_no: set[str
         if isinstance(count, int) and count % degrees[degree]:
             message = f"{degrees[degree]} does not divide the model's {count} {what}, use a divisor"
             yield (*place, "parallel", degree), message
-
-
-def _config(model: str) -> dict[str, Any]:
-    try:
-        config = json.loads((FilePath(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # whether the file is there is checked elsewhere, its content is the model library's to judge
-    return config if isinstance(config, dict) else {}

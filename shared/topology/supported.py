@@ -48,6 +48,7 @@ UNSUPPORTED = (
     Unsupported("services.rollout.parallel.cp", _above(1), "context parallelism {value}", "1"),
     Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
     Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
+    Unsupported("services.monitor.port", _given, "a web page at port {value}", "python -m launch.monitor"),
     Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
     Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
 )

@@ -174,6 +174,22 @@ def test_run_of_a_service_that_cannot_start_fails_with_its_cause_and_log(tmp_pat
     assert "Traceback" in errors or "RuntimeError" in errors.split("service failed")[1]
 
 
+def test_run_of_a_service_that_no_start_can_mend_fails_at_its_first(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "refuse-rollout").touch()
+    with launched(tmp_path / "run") as here:
+        status, _, errors = here.end()
+        assert_nothing_left(here.run)
+        log = (here.run.logs / "supervisor-0.jsonl").read_text()
+    assert status == 1
+    assert (
+        "the run failed: rollout/0: model of rollout: cannot be loaded (another start would not mend it)"
+        in errors.splitlines()
+    )
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert [line["status"] for line in lines if line["event"] == "exited" and line["name"] == "rollout/0"] == [78]
+
+
 def test_resume_goes_on_in_the_same_directory(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()

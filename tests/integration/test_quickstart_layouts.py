@@ -28,6 +28,7 @@ LAYOUTS = {
     "torch dp2": ("services.policy-trainer.workers=2",),
     "megatron tp2": ("services.policy-trainer.backend=megatron", "services.policy-trainer.parallel={tp: 2}"),
 }
+WHOLE = {**LAYOUTS, "megatron tp1": ("services.policy-trainer.backend=megatron",)}
 SAME = (
     "reward/mean",
     "reward/std",
@@ -86,9 +87,9 @@ def mean(values: list[float]) -> float:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WHOLE)
 def test_the_whole_quickstart_reaches_its_accuracy(layout: str, tmp_path: Path) -> None:
-    with cluster(QUICKSTART, tmp_path, *LAYOUTS[layout], limit_s=1100) as running:
+    with cluster(QUICKSTART, tmp_path, *WHOLE[layout], limit_s=1100) as running:
         assert running.end() == 0
         last = running.rows()[-1]
     assert last["step"] == 200

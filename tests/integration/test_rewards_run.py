@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from shared.actor.service import UNUSABLE_STATUS
 from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
 
@@ -186,7 +187,7 @@ def test_a_workflow_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path:
             processes.start("rollout")
             process = processes.running.pop("rollout")
             _, errors = await asyncio.to_thread(process.communicate, timeout=60)
-            assert process.returncode == 1
+            assert process.returncode == UNUSABLE_STATUS
             assert "workflow 'no_such:workflow': cannot be imported" in errors.decode().splitlines()[-1]
 
     asyncio.run(scenario())

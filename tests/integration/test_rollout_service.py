@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shared.actor.service import UNUSABLE_STATUS
 from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import MODEL, TOPOLOGY, Driver, cluster
 from tests.integration.stream_line import IN_CLEAR, tapped
@@ -134,7 +135,7 @@ def test_a_reward_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path: P
             processes.start("rollout")
             process = processes.running.pop("rollout")
             _, errors = await asyncio.to_thread(process.communicate, timeout=60)
-            assert process.returncode == 1
+            assert process.returncode == UNUSABLE_STATUS
             assert "reward function 'no_such_module:reward': cannot be imported" in errors.decode().splitlines()[-1]
 
     asyncio.run(scenario())

@@ -29,7 +29,7 @@ from proto.messages import (
     ServiceReport,
     Telemetry,
 )
-from shared.actor.service import Service, State
+from shared.actor.service import UNUSABLE_STATUS, Service, State
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -84,8 +84,8 @@ def test_supervisor_hears_every_state_in_order(run: RunDir) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("phase", ["start", "serve", "drain"])
-def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str) -> None:
+@pytest.mark.parametrize(("phase", "status"), [("start", UNUSABLE_STATUS), ("serve", 1), ("drain", 1)])
+def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str, status: int) -> None:
     async def main() -> None:
         async def fail() -> None:
             raise RpcError("bad_request", f"cheese ran out in {phase}")
@@ -99,7 +99,7 @@ def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str
                 await eventually(lambda: service.state == State.READY)
                 service.request_stop()
             async with asyncio.timeout(DEADLINE_S):
-                assert await task == 1
+                assert await task == status
         assert (seen[-1].state, seen[-1].cause) == ("FAILED", f"cheese ran out in {phase}")
         assert [report.cause for report in seen[:-1]] == [""] * (len(seen) - 1)
         assert not run.socket_file("quiet", 0).exists()

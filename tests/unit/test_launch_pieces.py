@@ -140,17 +140,6 @@ def test_threads_come_from_the_topology() -> None:
     assert preflight.threads_of(topology, "scheduler") == 1
 
 
-def test_port_in_use_is_found(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        topology = load(QUICKSTART, [f"services.monitor.port={port}"], check_supported=False)
-        assert any(str(port) in line for line in preflight.check(topology, "t.yaml").errors)
-
-
 def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from proto.messages import ErrorCode
 from services.rollout.engine import Generation
 from services.rollout.prompts import PromptBuilder
 from services.rollout.workflows.conversation import Conversation
+from shared.rpc.errors import RpcError
 from shared.workflow import ContextFull
 from tests.unit.rollout_engine import MODEL
 
@@ -87,3 +90,15 @@ def test_a_prompt_of_few_tokens_is_not_refused_for_its_characters(prompts: Promp
     text = "<eos>" * 3000  # each of five characters
     assert len(prompts.token_ids({"prompt": text}, 3000)) == 3000
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})
+
+
+def test_a_tokenizer_that_is_not_there_or_larger_than_the_model_is_one_refusal(tmp_path: Path) -> None:
+    with pytest.raises(RpcError, match=f"model {tmp_path}: no tokenizer: ") as caught:
+        PromptBuilder(tmp_path, add_generation_prompt=True)
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+    assert "\n" not in str(caught.value)
+    prompts = PromptBuilder(MODEL, add_generation_prompt=True)
+    prompts.check_vocabulary(64)
+    with pytest.raises(RpcError, match="its tokenizer has token 63, the model a vocabulary of 63; enlarge") as caught:
+        prompts.check_vocabulary(63)
+    assert caught.value.code == ErrorCode.BAD_REQUEST

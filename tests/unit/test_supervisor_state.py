@@ -7,6 +7,7 @@ import pytest
 from launch.supervisor import state as s
 from launch.supervisor.plan import Key, module_of, select
 from launch.supervisor.state import Outcome, Phase, ProcessState, SupervisorState
+from shared.actor.service import UNUSABLE_STATUS
 from shared.rpc.errors import RpcError
 
 SCHEDULER, STORE, MONITOR = ("scheduler", 0), ("batch-store", 0), ("monitor", 0)
@@ -162,6 +163,32 @@ def test_a_process_that_ends_because_a_peer_died_has_not_failed_itself() -> None
         world.exit(WORKER, 1)
         world.wait(s.FAILURE_BACKOFF_S)
     assert world.state.phase == Phase.DRAINING
+
+
+def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() -> None:
+    world = World()
+    world.feed(s.Begin())
+    world.report(STORE, ProcessState.FAILED, "services.batch-store.directory: not writable")
+    world.exit(STORE, UNUSABLE_STATUS)
+    assert world.died == []
+    assert set(world.terminated) == {MONITOR}
+    world.exit(MONITOR, 0)
+    world.exit(SCHEDULER, 0)
+    [ended] = world.ended
+    assert (ended.outcome, ended.key) == (Outcome.FAILED, STORE)
+    assert ended.cause.startswith("batch-store/0: services.batch-store.directory: not writable (another start")
+    assert world.spawned == [SCHEDULER, STORE, MONITOR]
+
+
+def test_a_refused_start_of_a_process_that_was_ready_before_is_tried_again() -> None:
+    world = World().run()
+    world.exit(ROLLOUT, SIGKILL)
+    world.report(ROLLOUT, ProcessState.FAILED, "model: cannot be loaded: stale file handle")
+    world.exit(ROLLOUT, UNUSABLE_STATUS)
+    assert world.state.phase == Phase.RUNNING
+    assert [each.cause for each in world.died][-1] == "model: cannot be loaded: stale file handle"
+    world.wait(s.FIRST_BACKOFF_S)
+    assert world.spawned == [ROLLOUT, ROLLOUT]
 
 
 def test_driver_failure_restarts_the_driver() -> None:

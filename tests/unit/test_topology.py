@@ -249,6 +249,7 @@ def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
     ("override", "path", "use"),
     [
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
+        ("services.monitor.port=8080", "services.monitor.port", "python -m launch.monitor"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
         ("placement.engine=ray", "placement.engine", "local"),
     ],

@@ -61,6 +61,7 @@ class TorchBackend:
         self.place = place
         self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
         self._source = model_dir
+        self._dtype = dtype
         self._optimizer_options = optimizer
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
@@ -260,6 +261,9 @@ class TorchBackend:
         if self.place.rank == 0:
             model: Any = self._trained.model
             model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
+            # it has written the dtype of what it trains, which is float32 where several ranks hold pieces
+            model.config.dtype = self._dtype
+            model.config.save_pretrained(folder)
 
     # ---- memory
 

@@ -249,8 +249,10 @@ class VllmEngine(Counted):
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # vLLM's own advice is for a GPU.
             more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
+            # memory that another process still holds, on a GPU, may be free at the next start
+            code = ErrorCode.INTERNAL if isinstance(error, RuntimeError) else ErrorCode.BAD_REQUEST
             raise RpcError(
-                ErrorCode.BAD_REQUEST,
+                code,
                 f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
             ) from error
         if self._tensor_parallel > 1:

@@ -1,6 +1,7 @@
 """A real service of any name that does nothing but live, steered by files in the run directory; never imports torch.
 
-`fail-<service>`: it fails in its start. `finish`: the driver is done. `scheduler` answers registrations and status.
+`fail-<service>`: it fails in its start. `refuse-<service>`: its start is refused, with one line. `finish`: the driver
+is done. `scheduler` answers registrations and status.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 
 from proto.messages import (
+    ErrorCode,
     GetStatus,
     Heartbeat,
     HeartbeatAck,
@@ -20,6 +22,7 @@ from proto.messages import (
     Status,
 )
 from shared.actor.service import Service
+from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 
@@ -30,6 +33,8 @@ class TinyService(Service):
     async def start(self) -> None:
         if (self.run.path / f"fail-{self.NAME}").exists():
             raise RuntimeError(f"{self.NAME} was told to fail")
+        if (self.run.path / f"refuse-{self.NAME}").exists():
+            raise RpcError(ErrorCode.BAD_REQUEST, f"model of {self.NAME}: cannot be loaded")
         if self.NAME == "rollout":  # as an engine with ranks of its own
             sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(self.run.path), "rank"]
             subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

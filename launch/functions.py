@@ -1,0 +1,132 @@
+"""Whether the functions that a topology names could be used. Users' modules are imported by another process, which is
+killed when it hangs; never by this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.supervisor.server import child_environment
+from services.rollout.function_check import Wanted, problem
+from services.rollout.rewards.load import is_inline
+from shared.rpc.errors import RpcError
+from shared.topology import Topology
+from shared.topology.algorithm import is_function
+
+LIMIT_S = 60.0
+"""Seconds that the imports of all functions may take; a rollout gives its users' modules as long."""
+_END_S = 10.0
+_REMEDY = {
+    "reward": "mend {key} or its params",
+    "workflow": "mend {key} or workflow.params",
+    "advantage": "mend {key} or algorithm.advantage.params",
+    "loss": "mend {key} or algorithm.loss.params",
+}
+
+
+def problems(topology: Topology) -> Iterator[str]:
+    """One line for every function that no run could use: its key, its path, why and what to do."""
+    others: list[Wanted] = []
+    for wanted in _named(topology):
+        missing = _missing_module(wanted)
+        if missing:
+            yield missing
+        elif _is_ours(wanted):
+            yield from _lines(wanted, problem(wanted))
+        else:
+            others.append(wanted)
+    if others:
+        for wanted, why in zip(others, _asked(others), strict=True):
+            yield from _lines(wanted, why)
+
+
+def _named(topology: Topology) -> Iterator[Wanted]:
+    reward, workflow, algorithm = topology.reward, topology.workflow, topology.algorithm
+    for index, term in enumerate(reward.terms):
+        key = "reward.function" if reward.function is not None else f"reward.functions[{index}].function"
+        yield Wanted(key, "reward", term.function, term.params)
+    if workflow is not None:
+        yield Wanted("workflow.function", "workflow", workflow.function, workflow.params)
+    if is_function(algorithm.advantage.name):
+        yield Wanted("algorithm.advantage.name", "advantage", algorithm.advantage.name, algorithm.advantage.params)
+    if is_function(algorithm.loss.name):
+        yield Wanted("algorithm.loss.name", "loss", algorithm.loss.name, algorithm.loss.params)
+
+
+def _missing_module(wanted: Wanted) -> str:
+    """The line about a module that is nowhere, which is found without a process."""
+    module, _, function = wanted.path.partition(":")
+    top, folder = module.partition(".")[0], Path.cwd()
+    if module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file() or find_spec(top):
+        return ""
+    return (
+        f"{wanted.key}: {wanted.path!r}: no module {top!r} in {folder} or on Python's path; start from the folder "
+        f"with {top}.py that defines {function!r}, or set PYTHONPATH"
+    )
+
+
+def _is_ours(wanted: Wanted) -> bool:
+    """Whether the check runs no code but ours and imports no library: an unknown builtin is named here too."""
+    try:
+        return wanted.kind == "reward" and is_inline(wanted.path)
+    except RpcError:
+        return True
+
+
+def _lines(wanted: Wanted, why: str) -> Iterator[str]:
+    if why:
+        yield f"{wanted.key}: {why}; {_REMEDY[wanted.kind].format(key=wanted.key)}"
+
+
+def _asked(functions: Sequence[Wanted]) -> list[str]:
+    """Why each of `functions` could not be used, from a process of its own; empty where it could."""
+    ours, theirs = socket.socketpair()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "services.rollout.function_check", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # what a module prints would stand between our lines
+            pass_fds=(theirs.fileno(),),
+            env=child_environment(1),
+            start_new_session=True,
+        )
+    finally:
+        theirs.close()
+    found: list[str] = []
+    try:
+        ours.settimeout(LIMIT_S)
+        with ours, ours.makefile("rb") as answers:
+            ours.sendall(json.dumps(msgspec.to_builtins(functions), default=str).encode())
+            ours.shutdown(socket.SHUT_WR)
+            for line in answers:
+                found.append(str(json.loads(line)))
+        how = "its module ends the process that imports it"
+    except (TimeoutError, OSError, ValueError):
+        how = f"its module is still being imported after {LIMIT_S:g} s"
+    finally:
+        _end(child)
+    if len(found) < len(functions):  # the first without an answer is to blame; the others wait for its mend
+        found.append(f"{functions[len(found)].path!r}: {how}")
+    return found + [""] * (len(functions) - len(found))
+
+
+def _end(child: subprocess.Popen[Any]) -> None:
+    """The process is a keeper: it takes everything along that users' code has started."""
+    child.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

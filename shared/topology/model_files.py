@@ -1,0 +1,109 @@
+"""What a model's folder says of itself: its configuration, its weights' shapes, its tokenizer. Never imports a model
+library and never reads a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HEADER_LIMIT_BYTES = 100 * 1024**2
+_HEADER_SIZE_BYTES = 8
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """`config.json` of the folder, with what only its text model has; {} when it cannot be read."""
+    config = _object(Path(model) / "config.json")
+    text = config.get("text_config")
+    return text | config if isinstance(text, dict) else config
+
+
+def experts(config: dict[str, Any]) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
+
+
+def weight_shapes(model: str) -> list[list[int]]:
+    """The shape of every tensor in the folder's safetensors files.
+
+    Raises ValueError, one line, naming the file that is missing, cut off or no safetensors file, and OSError.
+    """
+    folder = Path(model)
+    named = _object(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(named, dict):
+        for name in sorted({str(each) for each in named.values()}):
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
+    return [shape for file in sorted(folder.glob("*.safetensors")) for shape in _shapes(file)]
+
+
+def _shapes(file: Path) -> list[list[int]]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_HEADER_SIZE_BYTES), "little")
+        if length > _HEADER_LIMIT_BYTES:
+            raise ValueError(f"{file} is not a safetensors file: header of {length} bytes, limit {_HEADER_LIMIT_BYTES}")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        shapes = [[int(size) for size in entry["shape"]] for entry in entries]
+        ends = [int(entry["data_offsets"][1]) for entry in entries]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
+    size, whole = file.stat().st_size, _HEADER_SIZE_BYTES + length + max(ends, default=0)
+    if size != whole:
+        raise ValueError(f"{file} has {size} bytes and its header promises {whole}: it was not copied whole")
+    return shapes
+
+
+# ---------------------------------------------------------------------------------------------- the tokenizer
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether the folder holds a file that a tokenizer can be read from."""
+    return any(any(Path(model).glob(name)) for name in (*TOKENIZERS, *_OTHER_TOKENIZERS))
+
+
+def has_chat_template(model: str) -> bool:
+    """Whether messages can be rendered as a prompt."""
+    written = any(any(Path(model).glob(name)) for name in _TEMPLATES)
+    return written or bool(_object(Path(model) / "tokenizer_config.json").get("chat_template"))
+
+
+def largest_token(model: str) -> int | None:
+    """The largest token id of the tokenizer; None where its file is of a kind that is not read here."""
+    folder = Path(model)
+    ids = list(_ids(_object(folder / "tokenizer.json")) or _object(folder / "vocab.json").values())
+    if not ids:
+        return None
+    ids += _object(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    try:
+        return max(map(int, ids))
+    except (TypeError, ValueError):
+        return None
+
+
+def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.values()
+    elif isinstance(vocabulary, list):
+        yield len(vocabulary) - 1
+    for token in added if isinstance(added, list) else ():
+        yield token["id"]
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; {} when it is not there or holds something else."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

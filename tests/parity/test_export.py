@@ -1,0 +1,97 @@
+"""What a run leaves behind: the export of every backend and layout, loaded and scored by transformers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.export import export
+from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from shared.model.load import named_weights
+from shared.ranks.layout import Layout, Place
+from shared.topology.algorithm import Optimizer
+from tests.parity.gradient_cases import cases
+from tests.parity.groups import run_group
+from tests.parity.megatron_models import FAMILIES, every_next_token, megatron, options, plain_distributions, save
+from tests.parity.test_megatron_gradients import TRAINING, back
+
+pytestmark = pytest.mark.timeout(300)
+
+LIMITS = {"float32": 1e-5, "bfloat16": 0.1}
+"""Largest difference of a log-prob; weights are compared bit for bit, so this bounds the two forward passes only."""
+LAYOUTS = {
+    "torch": {"1": Layout(1), "2 workers": Layout(2), "cp2": Layout(2, cp=2), "4 workers, cp2": Layout(4, cp=2)},
+    "megatron": {
+        "1": Layout(1),
+        "2 workers": Layout(2),
+        "tp2": Layout(2, tp=2),
+        "pp2": Layout(2, pp=2),
+        "cp2": Layout(2, cp=2),
+        "4 workers, tp2": Layout(4, tp=2),
+        "4 workers, pp2": Layout(4, pp=2),
+        "tp2, pp2": Layout(4, tp=2, pp=2),
+    },
+}
+
+
+def work(backend: str, place: Place, folder: Path) -> None:
+    """Train twice, export, score; for every family and dtype that the test has saved."""
+    for model in sorted((folder.parent / "models").iterdir()):
+        dtype = model.name.rpartition("-")[2]
+        trained: TorchBackend | MegatronBackend
+        if backend == "megatron":
+            trained = megatron(model, place, dtype=dtype, **TRAINING)
+        else:
+            settings = Optimizer(**TRAINING)
+            trained = TorchBackend(model, dtype, settings, options(folder / "scratch" / model.name), place)
+        for step, case in zip((1, 2), cases(), strict=False):
+            back(trained, case)
+            trained.step(step)
+        export(trained, model, folder / "export" / model.name)
+        logprobs = trained.forward(every_next_token(), 1.0)[every_next_token().loss_mask == 1]
+        np.save(folder / f"rank-{place.rank}" / f"{model.name}.npy", logprobs)
+        if weights := trained.weights():
+            whole = {name: each.clone(memory_format=torch.contiguous_format) for name, each in weights.items()}
+            save_file(whole, folder / f"weights-{model.name}")
+
+
+torch_work, megatron_work = functools.partial(work, "torch"), functools.partial(work, "megatron")
+
+
+def check(backend: str, layout: Layout, families: list[str], folder: Path) -> None:
+    for family in families:
+        for dtype in LIMITS:
+            save(family, folder / "models", dtype)
+    ranks = folder / "ranks"
+    run_group(f"tests.parity.test_export:{backend}_work", layout, ranks)
+    for model in (folder / "models").iterdir():
+        family, _, dtype = model.name.rpartition("-")
+        exported = AutoModelForCausalLM.from_pretrained(ranks / "export" / model.name).eval()
+        assert exported.dtype == getattr(torch, dtype)
+        trained, untrained = load_file(ranks / f"weights-{model.name}"), load_file(model / "model.safetensors")
+        found = named_weights(exported)
+        assert found.keys() == trained.keys() == untrained.keys()
+        assert all(torch.equal(each, found[name]) for name, each in trained.items())
+        assert not any(torch.equal(each, untrained[name]) for name, each in trained.items())
+        expected = plain_distributions(exported.float(), 1.0)
+        for rank in range(layout.world_size):
+            scored = np.load(ranks / f"rank-{rank}" / f"{model.name}.npy")
+            assert np.abs(scored - expected).max() <= LIMITS[dtype], f"{family} {dtype} rank {rank}"
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_one_rank_exports_what_it_trained(backend: str, tmp_path: Path) -> None:
+    check(backend, Layout(1), ["llama-untied"], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("backend", "name"), [(backend, name) for backend, names in LAYOUTS.items() for name in names])
+def test_every_layout_exports_what_it_trained(backend: str, name: str, tmp_path: Path) -> None:
+    check(backend, LAYOUTS[backend][name], list(FAMILIES), tmp_path)
