@@ -72,6 +72,7 @@ class RolloutService(Service):
             timeout_s=topology.reward.timeout_s,
             memory_bytes=topology.reward.memory,
             processes=topology.reward.processes,
+            retry=topology.reward.retry,
             emit=self.telemetry.emit,
         )
         await rewards.start()
