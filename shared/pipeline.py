@@ -113,7 +113,10 @@ class LeasePipeline(Generic[P, C]):
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        back = (self._book.hand_back(lease, "draining", untouched=not lease.is_computed) for lease in self._book.held)
+        back = (
+            self._book.hand_back(lease, "draining", untouched=lease.untouched or not lease.is_computed)
+            for lease in self._book.held
+        )
         await asyncio.gather(*back)
 
     async def _next(self) -> tuple[Lease, P]:

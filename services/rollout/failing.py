@@ -1,4 +1,4 @@
-"""What is told of users' code that fails: the console's line while it does, and the log's traceback. Pure but for the log."""
+"""What is told of users' code that fails: a trouble for the console while it does, and tracebacks in the log."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ came to. Must never listen beyond the loopback interface, nor let a request chan
 
 HTTP/1.1 is parsed by h11 (pure Python, no further packages); aiohttp and uvicorn + starlette would each bring several
 more for one route. A request may shorten an answer (max_tokens, stop); its temperature, top_p, penalties and seed are
-overridden by the topology's sampling, which the response's header `x-overridden` lists.
+overridden by the topology's sampling, which the response's header `x-overridden` lists; what that changes is also told
+once in the log and on the console.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import h11
 import msgspec
 import structlog
 
+from proto.messages import Trouble, TroubleKind
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
@@ -32,6 +34,8 @@ READ_BYTES = 1 << 16
 IDLE_S = 600.0
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+_NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
+"""Values that ask for what is done anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = ("content-type", "application/json")
 
@@ -73,6 +77,7 @@ class OpenAIEndpoint:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._port = 0
+        self._changed: dict[str, str] = {}
         self._log = structlog.get_logger("openai-endpoint")
 
     async def start(self) -> None:
@@ -101,6 +106,22 @@ class OpenAIEndpoint:
         token = self._tokens.pop(calls, None)
         if token is not None:
             self._sessions.pop(token, None)
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat: what agents ask for and do not get."""
+        if not self._changed:
+            return []
+        asked = ", ".join(self._changed.values())
+        text = f"an agent asks for {asked}: overridden, sampled is as sampling.temperature says and from all tokens"
+        return [Trouble(TroubleKind.OVERRIDDEN, text)]
+
+    def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
+        """The first request that is sampled otherwise than it asks for, for each field."""
+        for name, neutral in {**_NEUTRAL, "temperature": (temperature,)}.items():
+            value = asked.get(name)
+            if value is not None and value not in neutral and name not in self._changed:
+                self._changed[name] = f"{name} {value!r:.20}"
+                self._log.warning("an agent's sampling is overridden", field=name, asked=f"{value!r:.20}")
 
     # ---- HTTP
 
@@ -136,6 +157,7 @@ class OpenAIEndpoint:
                 asked = _asked(body)
                 overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
                 headers = [("x-overridden", ",".join(overridden))] if overridden else []
+                self._note_changed(asked, session.calls.temperature)
                 turns = await link.unless_gone(_choices(session, asked))
                 if turns is None:
                     return False

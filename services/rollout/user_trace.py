@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Makes a process write the stack of its main thread into its stack file, also while it holds the interpreter's lock."""
+"""Makes a process write its main thread's stack into its stack file, even while code holds the interpreter's lock."""
 STACK_LIMIT_S = 0.25
 """Maximum seconds to wait for a stack: a stopped process writes none."""
 STACK_BYTES = 1 << 14

@@ -1,4 +1,4 @@
-"""Judges: whether an error of a reward function means that the judge behind it does not answer, and when to ask it again.
+"""Whether an error of a reward function means that the judge behind it does not answer, and when to ask that again.
 Pure: no clock, no timer. Must never import a user's HTTP library: its errors are known by their names and attributes.
 """
 
@@ -36,10 +36,11 @@ class Retry(Protocol):
 
 
 def unavailable(error: BaseException) -> float | None:
-    """None when `error` is the function's own; else the judge does not answer, and asks to be left alone so long (s).
+    """None when `error` is the function's own; else the judge does not answer: seconds that it asks to be left alone.
 
-    A refused or reset connection, a name that does not resolve, a timeout of the HTTP client, a status of 500 and above,
-    and 429 with Retry-After. A timeout that the function has set itself (asyncio.timeout) says nothing of a judge.
+    A judge does not answer when its connection is refused or reset, its name does not resolve, the HTTP client's own
+    timeout ends, or the status is 429 with Retry-After, or 500 and above. A timeout that the function sets itself
+    (asyncio.timeout) says nothing of a judge.
     """
     for each in chain(error):
         status = _status(each)
