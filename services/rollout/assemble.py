@@ -27,7 +27,7 @@ class Assembled:
     shards: list[dict[str, Array]]
     dropped: list[TaskResult]
     scalars: dict[str, Array]
-    named: list[Mapping[str, float]]
+    named: list[Mapping[str, float]] = field(default_factory=list)
 
 
 @dataclass

@@ -118,17 +118,17 @@ class RolloutWorker:
         self._filters = filters
         self._on_text = on_text
         self._names = NamedValues()
-        self._block_tasks = block_tasks
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
         self.leases.stands = lambda: turns.waiting
         self._pipeline: LeasePipeline[_Prepared, _Sampled] = LeasePipeline(
             self.leases,
-            acquire=self._acquire,
+            acquire=lambda: self.leases.acquire(block_tasks, lambda: (self.holds.lineage, self.holds.step)),
             prepare=self._prepare,
             compute=self._sample,
             finish=self._finish,
             # Who takes turns on devices gives them back between leases.
             side_by_side=SIDE_BY_SIDE if engine.side_by_side and isinstance(turns, OwnDevices) else 1,
+            may_lease=rewards.reachable,
         )
 
     @property
@@ -147,15 +147,6 @@ class RolloutWorker:
     def troubles(self) -> list[Trouble]:
         """For the heartbeat."""
         return [*self._rewards.troubles(), *(self._workflow.troubles() if self._workflow is not None else [])]
-
-    async def _acquire(self) -> Lease:
-        """The next lease, once every judge answers: what is sampled meanwhile would only wait with the rest."""
-        while True:
-            await self._rewards.reachable()
-            lease = await self.leases.acquire(self._block_tasks, lambda: (self.holds.lineage, self.holds.step))
-            if not self._rewards.waits_for_judge:
-                return lease
-            await self.leases.hand_back(lease, "a judge does not answer", untouched=True)
 
     async def _prepare(self, lease: Lease) -> _Prepared:
         """Have the weights if they will be needed, build the prompts."""
@@ -355,7 +346,7 @@ class RolloutWorker:
         def advance() -> None:
             lease.advance()
             # Its tasks are not to blame for a judge that does not answer, whatever ends the lease meanwhile.
-            lease.untouched = self._rewards.waits_for_judge
+            lease.untouched = not self._rewards.reachable.is_set()
 
         scored = await lease.while_held(self._rewards.score(unscored, advance))
         lease.untouched = False

@@ -87,8 +87,9 @@ class RewardPool:
         self._homes: list[Home] = []
         self._judges: list[Judge[_Call]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
-        self._reachable = asyncio.Event()
-        self._reachable.set()
+        self.reachable = asyncio.Event()
+        """Set while every judge answers."""
+        self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
         self._waiting: deque[_Call] = deque()
@@ -308,15 +309,6 @@ class RewardPool:
 
     # ---- judges
 
-    @property
-    def waits_for_judge(self) -> bool:
-        """Whether a judge does not answer: nothing should be sampled that it would have to score."""
-        return not self._reachable.is_set()
-
-    async def reachable(self) -> None:
-        """Wait until every judge answers."""
-        await self._reachable.wait()
-
     def troubles(self) -> list[Trouble]:
         """For the heartbeat."""
         found = self._failing.troubles()
@@ -359,7 +351,7 @@ class RewardPool:
             return False
         if begins:
             self._log.warning("judge does not answer", why=score.failure, exception=score.trace)
-            self._reachable.clear()
+            self.reachable.clear()
             self._hold_back(call.function)
         if begins or probe:
             self._probe_later(call.function)
@@ -403,7 +395,7 @@ class RewardPool:
         self._more.set()
         self._log.info("judge answers again", function=self._terms[function].function)
         if all(each.outage is None for each in self._judges):
-            self._reachable.set()
+            self.reachable.set()
 
     async def _spawn_again(self) -> UserProcess:
         for attempt in range(START_ATTEMPTS):
