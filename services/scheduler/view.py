@@ -102,15 +102,9 @@ class Teller:
         tasks = {name: float(count) for name, count in counts(core).items()}
         return [
             *self.tell("scheduler/tasks", {**tasks, "dropped": float(core.dropped + bad_rows)}),
-            *self.tell("scheduler/dropped_by_reason", _numbers(core.losses.dropped)),
-            *self.tell("scheduler/lost_samples", _numbers(core.losses.lost)),
             *self.tell("scheduler/leases", {"live": float(len(core.leases)), "waiting": float(waiting)}),
             *self.tell(
                 "scheduler/gc",
                 {"collected": float(core.clears.collected), "pending": float(core.clears.pending())},
             ),
         ]
-
-
-def _numbers(counts: Mapping[str, int]) -> dict[str, float | str]:
-    return {name: float(count) for name, count in sorted(counts.items())}
