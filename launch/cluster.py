@@ -19,7 +19,7 @@ import typer
 from launch import place, preflight
 from launch.gpus import visible_gpus, wanted
 from launch.logs import last_lines, shorten
-from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
+from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.state import Died, Ended, Outcome, ProcessState
@@ -168,18 +168,22 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
 
 async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics) -> None:
     status: Status | None = None
+    troubles = Troubles()
     while True:
         await asyncio.sleep(POLL_S)
         states = {service_name(*key): process.state for key, process in supervisor.state.processes.items()}
         if supervisor.draining:
             left = [name for name, process in states.items() if process not in _OVER]
             screen.progress(f"ending: {', '.join(left)}")
-        elif metrics.poll(time.monotonic()) or metrics.last:
-            screen.progress(metrics.text())
-        else:
-            if states.get("scheduler/0") == ProcessState.READY:
-                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
-            screen.progress(starting_text(states, status))
+            continue
+        if states.get("scheduler/0") == ProcessState.READY:
+            status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+            for notice in troubles.take(status) if status is not None else ():
+                screen.notice(notice)
+        metrics.poll(time.monotonic())
+        text = metrics.text() if metrics.last else starting_text(states, status)
+        trouble = troubles.text()
+        screen.progress(f"{trouble}  {text}" if trouble else text)
 
 
 def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> None:

@@ -10,17 +10,20 @@ import json
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.logs import Follower
-from proto.messages import Status
+from launch.logs import Follower, shorten
+from proto.messages import Status, TroubleKind, TroubleRow
+from shared.rundir import service_name
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
 PLAIN_EVERY_S = 5.0
+TROUBLE_CHARS = 200
 ETA_ROWS = 20
 Row = dict[str, Any]
 
@@ -154,6 +157,50 @@ def starting_text(states: dict[str, str], status: Status | None) -> str:
         return "all services are ready"
     tasks = " ".join(f"{state} {count}" for state, count in status.tasks.items() if count)
     return f"step {status.step}/{status.steps}  {tasks}"
+
+
+class Troubles:
+    """What the scheduler's status says is wrong, as notices that stay and as a part of the line that is replaced."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, int, str], str] = {}
+        self._now: list[TroubleRow] = []
+        self._counts = ""
+
+    def take(self, status: Status) -> list[str]:
+        """A new status; returns the notices of what has begun and what is over since the last one."""
+        now = {(each.service, each.instance, each.kind): each for each in status.troubles}
+        notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
+        over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
+        notices += [f"{service_name(*key[:2])}: over: {shorten(self._told.pop(key))}" for key in over]
+        self._told |= {key: each.text for key, each in now.items()}
+        self._now = [each for each in status.troubles if each.kind != TroubleKind.OVERRIDDEN]
+        self._counts = counts_text(status)
+        return notices
+
+    def text(self) -> str:
+        """`rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`."""
+        parts = [shorten(f"{_who(each)}: {each.text}", TROUBLE_CHARS) for each in self._now]
+        return "  ".join([*parts, self._counts] if self._counts else parts)
+
+
+def counts_text(status: Status) -> str:
+    """Dropped tasks and lost samples so far, by reason; empty when there are none."""
+    parts = []
+    if status.dropped:
+        parts.append(f"dropped {_by_reason(status.dropped)}")
+    if status.lost:
+        parts.append(f"lost samples {_by_reason(status.lost)}")
+    return "  ".join(parts)
+
+
+def _by_reason(counts: Mapping[str, int]) -> str:
+    each = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"{sum(counts.values())} ({each})"
+
+
+def _who(row: TroubleRow) -> str:
+    return service_name(row.service, row.instance)
 
 
 def duration(seconds: float) -> str:

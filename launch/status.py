@@ -10,6 +10,8 @@ import json
 import socket
 from typing import Any, TypeVar
 
+import msgspec
+
 from launch.logs import tail
 from launch.peer import Run, with_client
 from launch.supervisor.plan import SUPERVISOR
@@ -37,7 +39,10 @@ def _not_there(run: Run) -> str:
 
 
 async def collect(run: Run) -> dict[str, Any]:
-    """`{run, step, steps, version, services: [...], tasks, store}`. Raises RpcError when nobody answers."""
+    """`{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, troubles: [...]}`.
+
+    Raises RpcError when nobody answers.
+    """
     seen, supervised = await asyncio.gather(
         _try(run, "scheduler", GetStatus(), Status),
         _try(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
@@ -57,6 +62,10 @@ async def collect(run: Run) -> dict[str, Any]:
             "limit_bytes": seen.store_limit_bytes if seen else None,
             "shards": seen.store_shards if seen else None,
         },
+        "dropped": dict(seen.dropped) if seen else None,
+        "lost": dict(seen.lost) if seen else None,
+        "last_drop": seen.last_drop if seen else None,
+        "troubles": [msgspec.structs.asdict(each) for each in seen.troubles] if seen else None,
     }
 
 
@@ -150,6 +159,15 @@ def table(answer: dict[str, Any]) -> None:
     console.print(rows)
     if answer["tasks"]:
         console.print("tasks  " + "  ".join(f"{state} {count}" for state, count in answer["tasks"].items() if count))
+    for name in ("dropped", "lost"):
+        if answer[name]:
+            console.print(
+                f"{name}  " + "  ".join(f"{reason} {count}" for reason, count in sorted(answer[name].items()))
+            )
+    if answer["last_drop"]:
+        console.print(f"the last dropped  {answer['last_drop']}", markup=False)
+    for each in answer["troubles"] or ():
+        console.print(f"{service_name(each['service'], each['instance'])}  {each['text']}", markup=False)
     store = answer["store"]
     if store["bytes"] is not None:
         console.print(

@@ -75,14 +75,17 @@ class LeasePipeline(Generic[P, C]):
         compute: Callable[[Lease, P], Awaitable[C | None]],
         finish: Callable[[Lease, P, C], Awaitable[None]],
         side_by_side: int = 1,
+        may_lease: asyncio.Event | None = None,
     ) -> None:
-        """`side_by_side`: leases that may be computed at a time."""
+        """`side_by_side`: leases that may be computed at a time. `may_lease`: nothing new is leased while it is not
+        set (None: always)."""
         self._book = book
         self._acquire = acquire
         self._prepare = prepare
         self._compute = compute
         self._finish = finish
         self._side_by_side = side_by_side
+        self._may_lease = may_lease
         self._computing: set[asyncio.Task[None]] = set()
         self._finishing: set[asyncio.Task[None]] = set()
 
@@ -113,13 +116,16 @@ class LeasePipeline(Generic[P, C]):
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        back = (self._book.hand_back(lease, "draining", untouched=not lease.is_computed) for lease in self._book.held)
+        back = (
+            self._book.hand_back(lease, "draining", untouched=lease.untouched or not lease.is_computed)
+            for lease in self._book.held
+        )
         await asyncio.gather(*back)
 
     async def _next(self) -> tuple[Lease, P]:
         refused = _Refused()
         while True:
-            lease = await self._acquire()
+            lease = await self._leased()
             try:
                 prepared = await self._prepare(lease)
             except LeaseLost as error:
@@ -135,6 +141,16 @@ class LeasePipeline(Generic[P, C]):
                 self._book.behind.add(lease)  # until there is room among those that are computed
                 lease.untouched = True
                 return lease, prepared
+
+    async def _leased(self) -> Lease:
+        """The next lease. The scheduler may have held the request back until nothing was to be leased any more."""
+        while self._may_lease is not None:
+            await self._may_lease.wait()
+            lease = await self._acquire()
+            if self._may_lease.is_set():
+                return lease
+            await self._book.hand_back(lease, "finished blocks wait, and so would this one", untouched=True)
+        return await self._acquire()
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:

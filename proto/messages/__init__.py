@@ -35,6 +35,8 @@ from proto.messages.registration import (
     Registered,
     Resolve,
     Resolved,
+    Trouble,
+    TroubleKind,
 )
 from proto.messages.steps import (
     CheckpointSaved,
@@ -76,8 +78,10 @@ from proto.messages.tasks import (
     Canary,
     Complete,
     CompleteAck,
+    DropReason,
     LeaseGrant,
     LeaseRequest,
+    LossReason,
     Outcome,
     Refusal,
     TaskHandle,
@@ -92,6 +96,7 @@ from proto.messages.telemetry import (
     Status,
     Telemetry,
     TopicRow,
+    TroubleRow,
     Update,
 )
 from proto.messages.trainer import (
@@ -143,6 +148,7 @@ __all__ = [
     "CompleteAck",
     "DeviceMemory",
     "DeviceOrder",
+    "DropReason",
     "EndTransfer",
     "Error",
     "ErrorCode",
@@ -175,6 +181,7 @@ __all__ = [
     "Locate",
     "Located",
     "LogLines",
+    "LossReason",
     "LossSpec",
     "Meet",
     "Met",
@@ -224,6 +231,9 @@ __all__ = [
     "TopicRow",
     "TransferOffer",
     "TransferParameter",
+    "Trouble",
+    "TroubleKind",
+    "TroubleRow",
     "Update",
     "WaitEvals",
     "WeightsRef",

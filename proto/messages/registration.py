@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 from proto.messages.tasks import WeightsRef
@@ -46,6 +47,26 @@ class LeaseProgress(Record, frozen=True, array_like=True):
     untouched: bool = False
 
 
+class TroubleKind(StrEnum):
+    """What a `Trouble` is about."""
+
+    REWARDS = "rewards"  # reward functions fail; lasts until a whole lease was scored without a failure
+    WORKFLOWS = "workflows"  # the same of workflows
+    JUDGE = "judge"  # a judge does not answer: rewards wait, nothing is leased
+    OVERRIDDEN = "overridden"  # an agent asked for other sampling than the topology's
+
+
+class Trouble(Record, frozen=True, array_like=True):
+    """Something that a person should know of a service. `kind`: a `TroubleKind`; `text`: one line.
+
+    `ends_run`: waiting is over, the scheduler gives the driver no further batch.
+    """
+
+    kind: str
+    text: str
+    ends_run: bool = False
+
+
 @message(22)
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them.
@@ -77,6 +98,8 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     store_shards: int = 0
     progress: int = 0
     """Advanced by the working thread only; renews what the process holds on shared devices."""
+    troubles: list[Trouble] = []
+    """All that there are now."""
 
 
 @message(24)

@@ -57,6 +57,10 @@ class StepBatch(Message, frozen=True, kw_only=True):
     dropped: int = 0
     checkpoint_now: bool = False
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
+    drops: dict[str, int] = {}
+    """Tasks of `dropped` by `DropReason`."""
+    lost: dict[str, int] = {}
+    """Samples by `LossReason` that tasks of this batch, and tasks dropped since the last one, have lost."""
 
 
 @message(43)

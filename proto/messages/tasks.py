@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 import msgspec
@@ -114,10 +115,39 @@ class Outcome:
     DROP = 2  # this task can never succeed (bad row, prompt too long, fewer than two samples left)
 
 
+class DropReason(StrEnum):
+    """Why a task was dropped. A reader counts a reason that it does not know as OTHER."""
+
+    TOO_LONG = "too_long"  # the prompt, or the answer of supervised fine-tuning, has more tokens than the limit
+    NO_CHAT_TEMPLATE = "no_chat_template"  # a prompt of messages, and the tokenizer has no template for them
+    BAD_ROW = "bad_row"  # the row cannot be read, or has no usable prompt or answer
+    REWARD_FAILED = "reward_failed"  # too few samples are left, and reward functions lost the first of the others
+    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the workflow lost the first of the others
+    FILTERED = "filtered"  # all rewards of the group are equal (algorithm.filter_zero_variance)
+    STALE = "stale"  # the oldest token is of too old a version (consume: completion)
+    ATTEMPTS = "attempts"  # lease.attempts attempts failed
+    WEIGHTS_LOST = "weights_lost"  # an evaluation whose version was lost with its store
+    OTHER = "other"
+
+
+class LossReason(StrEnum):
+    """Why a sample has no reward and is left out of its group."""
+
+    RAISED = "raised"  # the reward function raised
+    ANSWER = "answer"  # the reward function returned something other than finite numbers
+    TIMEOUT = "timeout"  # no answer within reward.timeout_s
+    CRASHED = "crashed"  # the process of the reward function ended
+    MEMORY = "memory"  # the call needs more than reward.memory
+    JUDGE = "judge"  # the judge refused this sample again and again, and answered others meanwhile
+    WORKFLOW = "workflow"  # the workflow made no sample
+    OTHER = "other"
+
+
 class TaskResult(Record, frozen=True, array_like=True):
     """The end of one attempt at one task in one stage.
 
-    `content_hash`: xxh3-64 over the checksums of its shards in the order of the stage's keys (SPEC section 8).
+    `content_hash`: xxh3-64 over the checksums of its shards in the order of the stage's keys (SPEC section 8). `why`: a
+    `DropReason`, when the outcome is DROP. `lost`: how many of the `samples_failed` were lost for which `LossReason`.
     """
 
     task_id: str
@@ -130,6 +160,8 @@ class TaskResult(Record, frozen=True, array_like=True):
     nbytes: int = 0
     reason: str = ""
     samples_failed: int = 0
+    why: str = ""
+    lost: dict[str, int] = {}
 
 
 class Refusal(Record, frozen=True, array_like=True):
@@ -154,7 +186,8 @@ class Complete(Request, frozen=True, kw_only=True):
 
     `scalars`: per-sample values (`reward` float32, `length` int32, `loss_tokens` int32, `truncated` uint8,
     `version_min` int32, `sync_error` float32, ...), each [sum of `samples` over the DONE results], in the order of
-    `results`.
+    `results`. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
+    (`workflow/<name>`), float32, NaN for a sample that has no such value.
     `final`: the lease ends; tasks of it not in `results` go back to be leased again. `untouched`: nothing was made of
     those, which counts as no attempt of theirs.
     """

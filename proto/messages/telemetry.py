@@ -21,6 +21,15 @@ class ServiceRow(Record, frozen=True, array_like=True):
     endpoint: str = ""
 
 
+class TroubleRow(Record, frozen=True, array_like=True):
+    """A `Trouble` of one service."""
+
+    service: str
+    instance: int
+    kind: str
+    text: str
+
+
 @message(100)
 class Status(Message, frozen=True, kw_only=True):
     """Answer to `GetStatus`."""
@@ -37,6 +46,14 @@ class Status(Message, frozen=True, kw_only=True):
     store_shards: int
     last_row: dict[str, float]
     """Newest metrics row that was written."""
+    troubles: list[TroubleRow] = []
+    """What the services' last heartbeats told of."""
+    dropped: dict[str, int] = {}
+    """Training tasks dropped so far, by `DropReason`."""
+    lost: dict[str, int] = {}
+    """Samples of training tasks lost so far, by `LossReason`."""
+    last_drop: str = ""
+    """Which training task was dropped last, and why."""
 
 
 @message(101)

@@ -9,7 +9,11 @@ SOURCE = "monitor"
 
 
 def rows_of(status: Status, at: float) -> list[TopicRow]:
-    """`cluster/status`, `cluster/services` and `cluster/metrics` as of `at` (seconds since the epoch)."""
+    """`cluster/status`, `cluster/services`, `cluster/losses` and `cluster/metrics` as of `at` (seconds since 1970).
+
+    `cluster/losses`: `dropped/<reason>` tasks and `lost/<reason>` samples so far, and `<service>/<kind>`: the text of a
+    trouble that there is now.
+    """
     values: dict[str, float | str] = {
         "reachable": 1.0,
         "run": status.run,
@@ -28,7 +32,11 @@ def rows_of(status: Status, at: float) -> list[TopicRow]:
         services[f"{name}/state"] = row.state
         services[f"{name}/pid"] = row.pid
         services[f"{name}/rss_bytes"] = row.rss_bytes
+    losses: dict[str, float | str] = {f"dropped/{reason}": count for reason, count in status.dropped.items()}
+    losses |= {f"lost/{reason}": count for reason, count in status.lost.items()}
+    losses |= {f"{service_name(each.service, each.instance)}/{each.kind}": each.text for each in status.troubles}
     rows = [_row("cluster/status", at, values), _row("cluster/services", at, services)]
+    rows.append(_row("cluster/losses", at, losses))
     if status.last_row:
         rows.append(_row("cluster/metrics", at, {key: float(value) for key, value in status.last_row.items()}))
     return rows

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
-from proto.messages import ForwardBackwardDone, OptimStepDone, StepBatch
+from proto.messages import DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.policy_trainer.sums import add_up
@@ -15,10 +16,15 @@ from shared.stages import REFERENCE_SCALAR
 
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
 """Of the syncs that brought the weights with which the step's samples were made."""
-SUMS = ("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version")
+SUMS = (
+    *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
+    *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
+)
 """What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
-token."""
+token; and the mismatch apart for tokens sampled by the version that is trained and for those of earlier versions."""
+FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
+"""Reasons for which a task is dropped that somebody may want to mend."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
 """Of a batch all of whose tasks were dropped, which says nothing of any sample."""
 
@@ -83,6 +89,11 @@ class StepMetrics:
             "throughput/samples_per_s": _samples(batch) / step_s,
             "throughput/tokens_per_s": row["rollout/length_mean"] * _samples(batch) / step_s,
         }
+        if sums["engine_tokens"]:
+            row["rollout/logprob_mismatch_engine"] = sums["engine"] / sums["engine_tokens"]
+            row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]
+        if sums["lag_tokens"]:
+            row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
         return row
 
 
@@ -99,7 +110,13 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
         "rollout/staleness_max": float(batch.step - 1 - scalars["version_min"].min()) if len(rewards) else 0.0,
         "rollout/samples_failed": float(batch.samples_failed),
         "rollout/tasks_dropped": float(batch.dropped),
+        "rollout/tasks_filtered": float(batch.drops.get(DropReason.FILTERED, 0)),
+        "rollout/tasks_failed": float(sum(batch.drops.get(reason, 0) for reason in FAILED)),
+        "rollout/zero_variance_fraction": _zero_variance(batch, rewards),
     }
+    row |= {f"rollout/dropped/{reason}": float(count) for reason, count in batch.drops.items()}
+    row |= {f"rollout/lost/{reason}": float(count) for reason, count in batch.lost.items()}
+    row |= _named(scalars)
     if SYNC_ERROR in scalars and len(rewards):
         row["sync/canary_error"] = float(scalars[SYNC_ERROR].max())
         row["sync/bytes"] = float(scalars[SYNC_BYTES].max())
@@ -110,6 +127,21 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     if REFERENCE_SCALAR in scalars:
         row["reference/version"] = _mean(scalars[REFERENCE_SCALAR])
     return row
+
+
+def _named(scalars: Mapping[str, Array]) -> dict[str, float]:
+    """Parts of dict rewards and metrics of workflows: the mean over the samples that have a value."""
+    found = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
+    return {name: float(values.mean(dtype=np.float64)) for name, values in found.items() if len(values)}
+
+
+def _zero_variance(batch: StepBatch, rewards: Array) -> float:
+    """The share of groups whose rewards are all equal, those that the filter took included; 0 without groups."""
+    sizes = [task.samples for task in batch.batch.tasks]
+    groups = [group for group in np.split(rewards, np.cumsum(sizes))[: len(sizes)] if len(group) > 1]
+    filtered = batch.drops.get(DropReason.FILTERED, 0)
+    alike = sum(bool((group == group[0]).all()) for group in groups)
+    return (alike + filtered) / max(len(groups) + filtered, 1)
 
 
 def _samples(batch: StepBatch) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from proto.messages import Outcome, TaskHandle, TaskResult
+from proto.messages import DropReason, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
-from services.rollout.rewards.score import Score
+from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.tasks import ReadyTask, drop
 from services.rollout.trajectory import Rolled
 from shared.dataplane.client import Receipt
@@ -20,12 +21,13 @@ from shared.stages import ROLLOUT
 @dataclass(frozen=True)
 class Assembled:
     """What a block comes to. `shards[i]` belongs to `results[i]`, which still lacks its store and hash; `dropped`
-    have none. `scalars`: per sample, in the order of `results`."""
+    have none. Per sample, in the order of `results`: `scalars`, and by name what else is known of it (`named`)."""
 
     results: list[TaskResult]
     shards: list[dict[str, Array]]
     dropped: list[TaskResult]
     scalars: dict[str, Array]
+    named: list[Mapping[str, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -51,28 +53,35 @@ def assemble(
     scores: Sequence[Sequence[Score]],
     *,
     min_survivors: int,
+    named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
-    """Leave out failed samples; drop tasks with fewer than `min_survivors` left."""
+    """Leave out failed samples; drop tasks with fewer than `min_survivors` left. `named`: see `Assembled`."""
     columns = _Columns()
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
     dropped: list[TaskResult] = []
-    for task, group, group_scores in zip(tasks, samples, scores, strict=True):
+    kept: list[Mapping[str, float]] = []
+    for number, (task, group, group_scores) in enumerate(zip(tasks, samples, scores, strict=True)):
         alive = [
             (each, score.value) for each, score in zip(group, group_scores, strict=True) if score.value is not None
         ]
         failed = len(group) - len(alive)
+        lost = dict(Counter(str(score.kind) for score in group_scores if score.value is None))
         if len(alive) < min_survivors:
-            why = next((score.failure for score in group_scores if score.value is None), "no samples")
-            reason = f"{failed} of {len(group)} samples failed, {min_survivors} must be left: {why}"
-            dropped.append(drop(task.handle, f"{task.handle.task_id}: {reason}", failed))
+            first = next((score for score in group_scores if score.value is None), Score(None, "no samples"))
+            why = DropReason.WORKFLOW_FAILED if first.kind == WORKFLOW else DropReason.REWARD_FAILED
+            reason = f"{failed} of {len(group)} samples failed, {min_survivors} must be left: {first.failure}"
+            dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
         made = task_shards([each for each, _ in alive])
         shards.append(made)
-        results.append(_done(task.handle, made, len(alive), failed))
+        results.append(_done(task.handle, made, len(alive), failed, lost))
         for each, value in alive:
             columns.add(value, each)
-    return Assembled(results, shards, dropped, _scalars(columns))
+        if named is not None:
+            known = zip(named[number], group_scores, strict=True)
+            kept += [values for values, score in known if score.value is not None]
+    return Assembled(results, shards, dropped, _scalars(columns), kept)
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
@@ -112,7 +121,7 @@ def with_receipt(result: TaskResult, receipt: Receipt) -> TaskResult:
     )
 
 
-def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: int) -> TaskResult:
+def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: int, lost: dict[str, int]) -> TaskResult:
     return TaskResult(
         task_id=handle.task_id,
         fence=handle.fence,
@@ -120,6 +129,7 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
         samples=samples,
         tokens=len(shards["token_ids"]),
         samples_failed=failed,
+        lost=lost,
     )
 
 

@@ -3,7 +3,8 @@ URL it came to. The endpoint must never listen beyond the loopback interface, no
 distribution.
 
 A request may shorten an answer (max_tokens, stop). Its temperature, top_p, penalties and seed are overridden by the
-topology's sampling; the response's header `x-overridden` lists them.
+topology's sampling; the response's header `x-overridden` lists them. A request that would be sampled differently is also
+reported once in the log and on the console.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from proto.messages import Trouble, TroubleKind
 from services.rollout.loopback_server import LoopbackServer
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
@@ -33,6 +35,8 @@ from shared.workflow import ContextFull, Message, Turn, WorkflowError
 BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+_NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
+"""Values that ask for what is done anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no sample is made at this address (any more): use ctx.base_url of a running workflow"
@@ -65,6 +69,7 @@ class OpenAIEndpoint:
         self._tokens: dict[SampleCalls, str] = {}
         self._numbers = itertools.count(1)
         self._server = LoopbackServer(self._application())
+        self._changed: dict[str, str] = {}
         self._log = structlog.get_logger("openai-endpoint")
 
     async def start(self) -> None:
@@ -88,6 +93,22 @@ class OpenAIEndpoint:
         token = self._tokens.pop(calls, None)
         if token is not None:
             self._sessions.pop(token, None)
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat: what agents ask for and do not get."""
+        if not self._changed:
+            return []
+        asked = ", ".join(self._changed.values())
+        text = f"an agent asks for {asked}: overridden, sampled is as sampling.temperature says and from all tokens"
+        return [Trouble(TroubleKind.OVERRIDDEN, text)]
+
+    def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
+        """The first request that is sampled otherwise than it asks for, for each field."""
+        for name, neutral in {**_NEUTRAL, "temperature": (temperature,)}.items():
+            value = asked.get(name)
+            if value is not None and value not in neutral and name not in self._changed:
+                self._changed[name] = f"{name} {value!r:.20}"
+                self._log.warning("an agent's sampling is overridden", field=name, asked=f"{value!r:.20}")
 
     # ---- HTTP
 
@@ -118,6 +139,7 @@ class OpenAIEndpoint:
         asked = _asked(await _body(request))
         overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
         headers = {"x-overridden": ",".join(overridden)} if overridden else {}
+        self._note_changed(asked, session.calls.temperature)
         turns = await _unless_gone(request, _choices(session, asked))
         whole = self._completion(session, turns, asked)
         if asked.get("stream"):

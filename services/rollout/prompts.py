@@ -28,6 +28,10 @@ class PromptTooLong(ValueError):
     """More tokens than the caller has room for. One line."""
 
 
+class NoChatTemplate(ValueError):
+    """A prompt of messages, and the tokenizer has no chat template. One line."""
+
+
 class PromptBuilder:
     """Belongs to one thread at a time: fast tokenizers refuse concurrent use."""
 
@@ -58,8 +62,8 @@ class PromptBuilder:
     def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
         """Token ids of the row's prompt: raw text as it is, messages through the chat template.
 
-        Raises ValueError in one line when there is no prompt or the template cannot take it, PromptTooLong for what is
-        well above `at_most` tokens, before all of it is tokenised.
+        Raises ValueError in one line when there is no prompt or the template cannot take it, NoChatTemplate when there
+        is none, PromptTooLong for what is well above `at_most` tokens, before all of it is tokenised.
         """
         prompt = row.get("prompt")
         try:
@@ -67,10 +71,12 @@ class PromptBuilder:
                 self._check_length(prompt, at_most)
                 ids = self._tokenizer(prompt)["input_ids"]
             elif isinstance(prompt, list):
+                if not self._tokenizer.chat_template:
+                    raise NoChatTemplate("a prompt of messages, and the model's tokenizer has no chat template")
                 ids = self._ids(self._rendered(prompt, row.get("tools")), at_most)
             else:
                 raise ValueError("row has no prompt: text or a list of messages")
-        except PromptTooLong:
+        except (PromptTooLong, NoChatTemplate):
             raise
         except Exception as error:  # a template may raise anything over a row
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None

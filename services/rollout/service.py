@@ -72,6 +72,7 @@ class RolloutService(Service):
             timeout_s=topology.reward.timeout_s,
             memory_bytes=topology.reward.memory,
             processes=topology.reward.processes,
+            retry=topology.reward.retry,
             emit=self.telemetry.emit,
         )
         await rewards.start()
@@ -215,7 +216,11 @@ class RolloutService(Service):
         self._worker.rest()  # of a lease that was lost before its turn nobody else tells
         holds = self._worker.holds
         return msgspec.structs.replace(
-            beat, holds_lineage=holds.lineage, holds_step=holds.step, leases=self._worker.leases.progress()
+            beat,
+            holds_lineage=holds.lineage,
+            holds_step=holds.step,
+            leases=self._worker.leases.progress(),
+            troubles=[*self._worker.troubles(), *(self._endpoint.troubles() if self._endpoint is not None else [])],
         )
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:

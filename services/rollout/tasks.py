@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from proto.ids import split_task_id
-from proto.messages import ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
+from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
-from services.rollout.prompts import PromptBuilder
+from services.rollout.prompts import NoChatTemplate, PromptBuilder
 from shared.data import DataError, Row, Source, SourceLost, open_source
 from shared.lease import Lease
 from shared.rpc.errors import RpcError
@@ -107,12 +107,12 @@ class TaskSets:
                 row, ids = self._read(grant.split, handle.task_id)
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
-                    raise ValueError(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
+                    raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
                 answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
             except SourceLost as error:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
             except (DataError, ValueError, IndexError) as error:
-                dropped.append(drop(handle, f"{handle.task_id}: {error}"))
+                dropped.append(drop(handle, _why(error), f"{handle.task_id}: {error}"))
                 continue
             ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
@@ -127,7 +127,8 @@ class TaskSets:
         try:
             return row, self._prompts.token_ids(row)
         except ValueError as error:
-            raise ValueError(f"{self._place(split, task_id)}: {error}") from None
+            kind = NoChatTemplate if isinstance(error, NoChatTemplate) else ValueError
+            raise kind(f"{self._place(split, task_id)}: {error}") from None
 
     def _answer(self, split: str, task_id: str, row: Row, longest: int) -> list[int] | None:
         if split != TRAIN or not self._recites:
@@ -138,7 +139,7 @@ class TaskSets:
             raise ValueError(f"{self._place(split, task_id)}: {error}") from None
         if len(ids) > longest:
             place = self._place(split, task_id)
-            raise ValueError(f"{place}: answer of {len(ids)} tokens: the limit is {longest} (sampling.max_new_tokens)")
+            raise _TooLong(f"{place}: answer of {len(ids)} tokens: the limit is {longest} (sampling.max_new_tokens)")
         return ids
 
     def _place(self, split: str, task_id: str) -> str:
@@ -152,22 +153,41 @@ class TaskSets:
             if chosen is None:
                 raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: no data.eval.{grant.split} here")
             temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
+        recites = grant.split == TRAIN and self._recites
         return SamplingParams(
             samples=grant.group_size,
             temperature=temperature,
             max_new_tokens=new_tokens,
             seed=topology.run.seed,
-            stop=tuple(topology.sampling.stop),
+            stop=() if recites else tuple(topology.sampling.stop),  # rewards see what is trained
             block_rows=grant.block_rows,
         )
 
 
-def drop(handle: TaskHandle, reason: str, samples_failed: int = 0) -> TaskResult:
-    """The result of a task that can never succeed."""
+class _TooLong(ValueError):
+    """More tokens than the limit. One line."""
+
+
+def _why(error: Exception) -> DropReason:
+    match error:
+        case _TooLong():
+            return DropReason.TOO_LONG
+        case NoChatTemplate():
+            return DropReason.NO_CHAT_TEMPLATE
+        case _:
+            return DropReason.BAD_ROW
+
+
+def drop(
+    handle: TaskHandle, why: DropReason, reason: str, samples_failed: int = 0, lost: dict[str, int] | None = None
+) -> TaskResult:
+    """The result of a task that can never succeed. `reason`: `why` in one line; `lost`: see `TaskResult`."""
     return TaskResult(
         task_id=handle.task_id,
         fence=handle.fence,
         outcome=Outcome.DROP,
         reason=reason.replace("\n", " ")[:400],
         samples_failed=samples_failed,
+        why=why,
+        lost=lost or {},
     )

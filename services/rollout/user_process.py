@@ -18,6 +18,7 @@ import msgspec
 
 from proto.messages import ErrorCode
 from services.rollout.user_frames import LENGTH, TO_SERVICE_BYTES
+from services.rollout.user_trace import StackFile
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import RpcError
 
@@ -40,6 +41,8 @@ class UserProcess:
         self._child = child
         self._reader = reader
         self._writer = writer
+        self.stack: StackFile | None = None
+        """Where it writes its stack; closed with it."""
 
     @classmethod
     async def start(cls, module: str, descriptors: Sequence[int] = ()) -> UserProcess:
@@ -107,6 +110,8 @@ class UserProcess:
             await self._end_tree()
         finally:
             self._writer.close()
+            if self.stack is not None:
+                self.stack.close()
         if status is None:
             return "was killed"
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

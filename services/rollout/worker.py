@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import ErrorCode, LeaseGrant, TaskResult, WeightsRef
+from proto.messages import ErrorCode, LeaseGrant, TaskResult, Trouble, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
 from services.rollout.in_flight import InFlight
+from services.rollout.named_values import NamedValues, named
 from services.rollout.prompts import messages_of
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
@@ -116,6 +117,7 @@ class RolloutWorker:
         self._store = store
         self._filters = filters
         self._on_text = on_text
+        self._names = NamedValues()
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
         self.leases.stands = lambda: turns.waiting
         self._pipeline: LeasePipeline[_Prepared, _Sampled] = LeasePipeline(
@@ -126,6 +128,7 @@ class RolloutWorker:
             finish=self._finish,
             # Who takes turns on devices gives them back between leases.
             side_by_side=SIDE_BY_SIDE if engine.side_by_side and isinstance(turns, OwnDevices) else 1,
+            may_lease=rewards.reachable,
         )
 
     @property
@@ -140,6 +143,10 @@ class RolloutWorker:
     async def drain(self) -> None:
         """Stop sampling, finish what is sampled if that is quick, hand the rest back."""
         await self._pipeline.drain()
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat."""
+        return [*self._rewards.troubles(), *(self._workflow.troubles() if self._workflow is not None else [])]
 
     async def _prepare(self, lease: Lease) -> _Prepared:
         """Have the weights if they will be needed, build the prompts."""
@@ -296,10 +303,15 @@ class RolloutWorker:
             await lease.within(TEXT_S, self._write_texts(tasks, sampled.made))
         scores = await self._scores(lease, sampled.made)
         samples = [[each.rolled for each in group] for group in sampled.made]
-        block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors)
+        values = [
+            [named(score.parts, each.metrics) for each, score in zip(group, group_scores, strict=True)]
+            for group, group_scores in zip(sampled.made, scores, strict=True)
+        ]
+        block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors, named=values)
         results = await self._put(lease, block)
         brought = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
-        await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], block.scalars | brought)
+        scalars = block.scalars | brought | self._names.columns(block.named)
+        await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], scalars)
         self._answer_sampler.forget(tasks.ready)
         self._tell(lease.grant.split, tasks, sampled, block, scores)
 
@@ -330,7 +342,14 @@ class RolloutWorker:
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
         """The scores that samples came with, and those of the reward functions for the others. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
-        scored = await lease.while_held(self._rewards.score(unscored, lease.advance))
+
+        def advance() -> None:
+            lease.advance()
+            # Its tasks are not to blame for a judge that does not answer, whatever ends the lease meanwhile.
+            lease.untouched = not self._rewards.reachable.is_set()
+
+        scored = await lease.while_held(self._rewards.score(unscored, advance))
+        lease.untouched = False
         found = [iter(group) for group in scored]
         return [[each.score or next(scores) for each in group] for group, scores in zip(made, found, strict=True)]
 

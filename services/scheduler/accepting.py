@@ -11,6 +11,7 @@ import numpy as np
 
 from proto.messages import (
     Complete,
+    DropReason,
     ErrorCode,
     Outcome,
     Refusal,
@@ -23,6 +24,7 @@ from services.scheduler.events import Tell
 from services.scheduler.freshness import Freshness
 from services.scheduler.leases import Lease
 from services.scheduler.ledger import DEATH, FAILURE
+from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
 from services.scheduler.slot_index import NO_SLOT
 from services.scheduler.tasks import EVALUATION, TaskState
@@ -66,7 +68,8 @@ class Accepting(Freshness):
                 elif result.samples_failed and self.tasks.admission[slot] == EVALUATION:
                     self._score_failed(slot, result)
                 else:
-                    self._drop(slot, result.reason)
+                    self._count_lost(slot, result)
+                    self._drop(slot, drop_reason(result.why), result.reason)
             first += result.samples if result.outcome == Outcome.DONE else 0
         if lease is not None:
             if request.final and lease.open:
@@ -89,6 +92,7 @@ class Accepting(Freshness):
                 (each.tokens, 32),
                 (each.nbytes, 48),
                 (each.content_hash, 64),
+                *((count, 16) for count in each.lost.values()),
             )
             if any(not 0 <= number < 1 << bits for number, bits in numbers):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number of its result is out of range")
@@ -141,6 +145,7 @@ class Accepting(Freshness):
             table.samples[slot] = result.samples
             table.failed[slot] = result.samples_failed
             table.tokens[slot] = result.tokens
+            self._count_lost(slot, result)
             table.scalars[slot] = layout.to_bytes(2, "little") + packed
         elif self.layouts[layout]:
             self._add_scalars(slot, self.layouts[layout], packed)
@@ -148,7 +153,8 @@ class Accepting(Freshness):
             self._score(slot)
             return
         if stage == 0 and result.samples < min(2, self.plan.group_size):
-            self._drop(slot, f"{result.samples} of {self.plan.group_size} samples are left")
+            text = f"{result.samples} of {self.plan.group_size} samples are left"
+            self._drop(slot, DropReason.REWARD_FAILED, text)
             return
         self.dropped_in_a_row = 0
         if filters and self._filter(slot):
@@ -164,6 +170,11 @@ class Accepting(Freshness):
             needed = self._needed[later]
             if needed >> stage & 1 and table.done[slot] & needed == needed:
                 self.ready[later].push(table.admission[slot])
+
+    def _count_lost(self, slot: int, result: TaskResult) -> None:
+        """An evaluation counts its failed samples itself."""
+        if self.tasks.admission[slot] != EVALUATION:
+            self.losses.lose(self.tasks.admission[slot], result)
 
     def _add_scalars(self, slot: int, layout: scalars.Layout, packed: bytes) -> None:
         """A later stage's per-sample values join those of the rollout."""
@@ -199,7 +210,7 @@ class Accepting(Freshness):
         self.filtered += 1
         self.filtered_samples += len(rewards)
         self.filtered_reward += float(np.sum(rewards, dtype=np.float64))
-        self._drop(slot, f"all {len(rewards)} rewards are {float(rewards[0])}")
+        self._drop(slot, DropReason.FILTERED, f"all {len(rewards)} rewards are {float(rewards[0])}")
         return True
 
     def _score(self, slot: int) -> None:
@@ -208,7 +219,7 @@ class Accepting(Freshness):
         layout = self.layouts[int.from_bytes(packed[:2], "little")]
         rewards = scalars.column(layout, "reward", self.tasks.samples[slot], packed[2:])
         if rewards is None or not len(rewards):
-            self._drop(slot, "no sample was scored")
+            self._drop(slot, DropReason.OTHER, "no sample was scored")
             return
         self._end_scored(slot, one, rewards, self.tasks.failed[slot])
 

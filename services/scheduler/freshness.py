@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import ErrorCode
+from proto.messages import DropReason, ErrorCode
 from proto.tensors import Array
 from services.scheduler import scalars
 from services.scheduler.granting import Granting
@@ -60,7 +60,8 @@ class Freshness(Granting):
         if staleness <= self.plan.staleness:
             return False
         self.stale += 1
-        self._drop(slot, f"oldest token of version {oldest}: {staleness} behind, staleness is {self.plan.staleness}")
+        text = f"oldest token of version {oldest}: {staleness} behind, staleness is {self.plan.staleness}"
+        self._drop(slot, DropReason.STALE, text)
         return True
 
     def drop_stale(self) -> None:

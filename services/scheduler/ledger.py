@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from proto.messages import (
     BatchMeta,
     BatchPart,
+    DropReason,
     ErrorCode,
     PutTask,
     Register,
@@ -30,6 +31,7 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.leases import Holder, Leases
+from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan, due
 from services.scheduler.slot_index import NO_SLOT
 from services.scheduler.stores import Stores
@@ -107,6 +109,7 @@ class Ledger(Stores):
         self.dropped_reported = 0
         self.batch_dropped = 0
         """Drops between the last two batches."""
+        self.losses = Losses()
         self.waiting_rows: dict[int, dict[str, float]] = {}
         self.next_row = 0 if plan.evals else 1
 
@@ -155,7 +158,7 @@ class Ledger(Stores):
         """An attempt is over without a result: tombstone its fence, back to PENDING, or dropped after too many."""
         failures = self.tasks.failures[slot] + cost
         if failures >= FAILURE * self.config.attempts:
-            self._drop(slot, f"{self.config.attempts} attempts failed, the last: {reason}")
+            self._drop(slot, DropReason.ATTEMPTS, f"{self.config.attempts} attempts failed, the last: {reason}")
             return
         self.tasks.failures[slot] = failures
         self._again(slot)
@@ -186,11 +189,11 @@ class Ledger(Stores):
             self.tasks.clears[slot] = self.tasks.step[slot] = 0
         return slot
 
-    def _drop(self, slot: int, reason: str) -> None:
-        """The task can never be trained on or scored."""
+    def _drop(self, slot: int, why: DropReason, reason: str) -> None:
+        """The task can never be trained on or scored. `reason`: `why` in one line."""
         task_id = self.tasks.task_id(slot)
         self.tasks.move(slot, TaskState.DROPPED)
-        self.out.append(Tell("scheduler/dropped", {"task": task_id, "reason": reason[:200]}))
+        self.out.append(Tell("scheduler/dropped", {"task": task_id, "why": str(why), "reason": reason[:200]}))
         if self.tasks.admission[slot] == EVALUATION:
             one = self._evaluation_of(slot)
             one.dropped += 1
@@ -198,6 +201,7 @@ class Ledger(Stores):
         else:
             self.dropped += 1
             self.dropped_in_a_row += 1
+            self.losses.drop(self.tasks.admission[slot], why)
             self.last_drop = (reason if reason.startswith(task_id) else f"{task_id}: {reason}")[:200]
             self.window.mark_dropped(self.tasks.admission[slot])
         self._collect(slot)

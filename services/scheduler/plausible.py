@@ -14,6 +14,8 @@ MOST_TEXT = 1024
 """Characters of each text that a service registers: the status of a run holds those of all."""
 MOST = 1 << 50
 """Bytes (a pebibyte) or shards of one store."""
+MOST_TROUBLES = 16
+"""Troubles that one heartbeat may tell of."""
 
 
 def check_numbers(request: Register | Heartbeat) -> None:
@@ -23,10 +25,15 @@ def check_numbers(request: Register | Heartbeat) -> None:
     else:
         numbers = {"store_bytes": request.store_bytes, "store_shards": request.store_shards}
     texts = [value for value in msgspec.structs.astuple(request) if isinstance(value, str)]
+    if isinstance(request, Heartbeat):
+        texts += [text for each in request.troubles[:MOST_TROUBLES] for text in (each.kind, each.text)]
     if not 0 <= request.instance < 1 << 31 or any(len(text) > MOST_TEXT for text in texts):
         who = f"{request.service[:64]}/{request.instance}"
         text = f"{who}: instances are counted from 0, and no text has more than {MOST_TEXT} characters"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
+    if isinstance(request, Heartbeat) and len(request.troubles) > MOST_TROUBLES:
+        text = f"{service_name(request.service, request.instance)}: {len(request.troubles)} troubles in one heartbeat"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}, at most {MOST_TROUBLES}")
     for name, value in numbers.items():
         if not 0 <= value <= MOST:
             who = service_name(request.service, request.instance)

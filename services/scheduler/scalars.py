@@ -14,6 +14,9 @@ import numpy as np
 
 from proto.tensors import Array
 
+NAMED = "/"
+"""In the name of a part of a dict reward or of a metric of a workflow."""
+_FLOATS = frozenset({"<f4", "<f8"})
 Layout = tuple[tuple[str, str], ...]
 """`(name, dtype)` of each column, in packing order."""
 
@@ -39,14 +42,21 @@ def pack(scalars: dict[str, Array], first: int, samples: int) -> bytes:
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
     """Arrays over all samples from `(layout, samples, bytes)` of each task, in order.
 
-    A column that some task lacks is left out: it says nothing about the batch.
+    A column that some task lacks is left out: it says nothing about the batch. A float column with a slash in its name
+    (`NAMED`) has gaps by nature, NaN in it.
     """
-    used = {layouts[layout] for layout, _, _ in packed}
-    names = [column for column in layouts[packed[0][0]] if all(column in layout for layout in used)] if packed else []
+    used = list(dict.fromkeys(layouts[layout] for layout, _, _ in packed))
+    names = [column for column in used[0] if all(column in layout for layout in used)] if packed else []
+    gappy = {column: None for layout in used for column in layout if NAMED in column[0] and column[1] in _FLOATS}
     columns: dict[str, Array] = {}
-    for column in names:
+    for column in dict.fromkeys([*names, *sorted(gappy)]):
         name, dtype = column
-        parts = [_values(layouts[layout], column, samples, data) for layout, samples, data in packed]
+        parts = [
+            _values(layouts[layout], column, samples, data)
+            if column in layouts[layout]
+            else np.full(samples, np.nan, dtype).tobytes()
+            for layout, samples, data in packed
+        ]
         columns[name] = np.frombuffer(b"".join(parts), dtype=dtype)
     return columns
 

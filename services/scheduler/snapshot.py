@@ -21,11 +21,12 @@ from services.scheduler.core import Core
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import Configure
 from services.scheduler.leases import Leases
+from services.scheduler.losses import Losses
 from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 10
+LAYOUT = 11
 """Raised with every change of what `begin` writes; another layout is refused by name."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
@@ -71,6 +72,7 @@ def begin(core: Core) -> Iterator[bytes]:
     data["collected"] = core.clears.collected
     data["versions"] = core.versions.dump()
     data["evaluations"] = core.evaluations.dump()
+    data["losses"] = core.losses.dump()
     data["registry"] = [codec.encode_body(row) for row in core.registry.values()]
     data["layouts"] = core.layouts
     data["config"] = msgspec.msgpack.encode(core.config)
@@ -129,6 +131,7 @@ def load(plan: Plan, parts: Iterable[bytes]) -> Core:
     core.leases = Leases.load(data["leases"])
     core.versions = Versions.load(data["versions"])
     core.evaluations = Evaluations.load(data["evaluations"])
+    core.losses = Losses.load(data["losses"])
     for row in data["registry"]:
         request = cast(Register, codec.decode_body(Register.TYPE, row))
         core.registry[request.service, request.instance] = request

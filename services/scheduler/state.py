@@ -336,7 +336,9 @@ class Scheduler:
             ack = HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False)
             self._out.append(Answer(asked.ref, ack))
             return
-        self._seen[holder] = Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards)
+        self._seen[holder] = Seen(
+            self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards, list(beat.troubles)
+        )
         self._devices.beat(beat, self._now)
         lost: list[int] = []
         for told in beat.leases:
@@ -411,6 +413,7 @@ class Scheduler:
         request: NextBatch = asked.request
         batch = self.core.batch(request) or self._durable(request)
         if batch is None:
+            self._check_troubles()
             return False
         self._out.append(Answer(asked.ref, batch))
         return True
@@ -435,9 +438,17 @@ class Scheduler:
         self.core.check_driver(request.driver)
         results = self.core.evaluated(request.step)
         if results is None:
+            self._check_troubles()
             return False
         self._out.append(Answer(asked.ref, EvalsDone(step=request.step, accuracy=results)))
         return True
+
+    def _check_troubles(self) -> None:
+        """Raises RpcError(bad_data) when a service has waited as long as it may for something that tasks need."""
+        for holder, seen in self._seen.items():
+            for each in seen.troubles:
+                if each.ends_run:
+                    raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {each.text}")
 
     # ---------------------------------------------------------------------------------------------- what people see
 

@@ -154,12 +154,17 @@ class Stepping(Freshness):
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
         self.dropped_reported = self.dropped
+        self.losses.batched((self.tasks.admission[slot] for slot in slots), self._belongs_to_batch)
         self.batch_filtered = [self.filtered_reward, float(self.filtered_samples)]
         self.filtered, self.filtered_samples, self.filtered_reward = 0, 0, 0.0
         batch = self._step_batch(request.step, slots)
         self.drop_stale()
         self._free_versions()
         return batch
+
+    def _belongs_to_batch(self, admission: int) -> bool:
+        """Whether a task that was dropped counts for the newest batch: in deterministic mode by its place."""
+        return not self.plan.deterministic or admission < self.batched_step * self.plan.tasks_per_step
 
     def _step_batch(self, step: int, slots: Sequence[int]) -> StepBatch:
         packed = [self.tasks.scalars[slot] or b"\0\0" for slot in slots]
@@ -185,6 +190,8 @@ class Stepping(Freshness):
             reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
             samples_failed=sum(self.tasks.failed[slot] for slot in slots),
             dropped=dropped,
+            drops=self.losses.batch_drops if newest else {},
+            lost=self.losses.batch_lost if newest else {},
             checkpoint_now=self._wants_checkpoint(self.held_in(slots)),
         )
 

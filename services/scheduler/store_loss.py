@@ -12,7 +12,7 @@ to a trainer that reloads, so a checkpoint is ordered and the run goes on. It mu
 
 from __future__ import annotations
 
-from proto.messages import Register
+from proto.messages import DropReason, Register
 from services.scheduler.events import Tell
 from services.scheduler.stepping import Stepping
 from services.scheduler.stores import TRAINER_STORE
@@ -115,4 +115,5 @@ class StoreLoss(Stepping):
         for one in list(self.evaluations.open.values()):
             if one.version[1] < first:
                 while one.waiting:
-                    self._drop(one.waiting.popleft(), "the version's weights were lost with their store")
+                    why = "the version's weights were lost with their store"
+                    self._drop(one.waiting.popleft(), DropReason.WEIGHTS_LOST, why)

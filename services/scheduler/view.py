@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from proto.messages import ServiceRow, Status
+from proto.messages import ServiceRow, Status, Trouble, TroubleRow
 from services.scheduler.core import Core
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
@@ -22,6 +22,7 @@ class Seen:
     rss_bytes: int = 0
     store_bytes: int = 0
     store_shards: int = 0
+    troubles: list[Trouble] = field(default_factory=list)
 
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
@@ -61,7 +62,20 @@ def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], 
         store_limit_bytes=core.limit_bytes,
         store_shards=shards,
         last_row=last_row,
+        troubles=troubles(seen),
+        dropped=dict(core.losses.dropped),
+        lost=dict(core.losses.lost),
+        last_drop=core.last_drop,
     )
+
+
+def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
+    """What all services tell of, in the order of their names."""
+    return [
+        TroubleRow(service, instance, each.kind, each.text)
+        for (service, instance), one in sorted(seen.items())
+        for each in one.troubles
+    ]
 
 
 def counts(core: Core) -> dict[str, int]:

@@ -196,6 +196,11 @@ def _cross_entropy(topology: Topology) -> Found:
     if algorithm.group_size > 1:
         message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy, use 1"
         yield ("algorithm", "group_size"), message
+    if topology.sampling.stop and not topology.data.eval:
+        message = (
+            f"{list(topology.sampling.stop)} has no effect with loss cross_entropy, which trains on the rows' answers"
+        )
+        yield ("sampling", "stop"), f"{message} as they are, and without data.eval; remove it"
     if topology.workflow is not None:
         yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
     if kl is not None and kl.place == "reward" and kl.coef > 0:

@@ -27,6 +27,7 @@ def check(topology: Topology) -> Found:
     yield from _algorithm(topology)
     yield from algorithm_checks.check(topology)
     yield from _reference(topology)
+    yield from _retry(topology)
     yield from _evaluation(topology)
     yield from _lengths(topology)
     yield from _services(topology)
@@ -96,6 +97,19 @@ def _reference(topology: Topology) -> Found:
         coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
         message = f"has no effect, {coef} and no reference is started; remove it (null) or set a coef above 0"
         yield ("services", "reference"), message
+
+
+def _retry(topology: Topology) -> Found:
+    retry = topology.reward.retry
+    path = ("reward", "retry")
+    if retry.max_backoff_s < retry.backoff_s:
+        message = f"{retry.max_backoff_s:g} is less than backoff_s ({retry.backoff_s:g}), use that or more"
+        yield (*path, "max_backoff_s"), message
+    defaults = type(retry)()
+    for name in ("backoff_s", "max_backoff_s") if not retry.limit_s else ():
+        value = getattr(retry, name)
+        if value != getattr(defaults, name):
+            yield (*path, name), f"{value:g} has no effect with limit_s 0, which tries nothing again; remove it"
 
 
 def _evaluation(topology: Topology) -> Found:

@@ -80,6 +80,19 @@ class RewardTerm(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
 
+class RewardRetry(Section):
+    limit_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds that a judge (a server that a reward function asks) may be away before the run ends; 0: "
+        "nothing waits for it, its samples are lost at once",
+    )
+    backoff_s: Seconds = Field(default=1.0, description="seconds until a judge that is away is asked again, above 0")
+    max_backoff_s: Seconds = Field(
+        default=30.0, description="longest pause between two tries, each twice the one before; backoff_s or more"
+    )
+
+
 class Reward(Section):
     function: Function | None = Field(default=None, description="builtin:<name> or <module>:<function>")
     functions: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
@@ -96,6 +109,9 @@ class Reward(Section):
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
+    )
+    retry: RewardRetry = Field(
+        default_factory=RewardRetry, description="how rewards wait for a judge that does not answer"
     )
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.data.open import open_source
+from tests.metric_names import undocumented
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOPOLOGIES = REPOSITORY / "launch" / "topologies"
@@ -39,7 +40,9 @@ def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
         command += ["--set", override]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented(name for row in rows for name in row)
+    return rows
 
 
 def negative_log_likelihood(run: Path, step: int) -> float:

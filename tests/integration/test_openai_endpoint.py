@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proto.messages import TroubleKind
 from services.rollout.workflows.runner import Made
 from tests.unit.workflow_rig import VERSION, Rig, logprob_error, rig, run
 
@@ -73,6 +74,20 @@ def test_max_tokens_and_stop_shorten_an_answer_and_sampling_is_the_topologys() -
     assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": made.rolled.sampled}
     assert made.rolled.sampled <= 2
     assert logprob_error(made.rolled.sequences[0]) < 1e-4  # at the topology's temperature, 1.0
+
+
+def test_an_agent_that_asks_for_other_sampling_is_told_of_once() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            assert made.endpoint.troubles() == []
+            await made.make(f"{AGENTS}:shortened", tasks=1, samples=2)
+            [told] = made.endpoint.troubles()
+            assert told.kind == TroubleKind.OVERRIDDEN
+            assert told.text.startswith("an agent asks for top_p 0.5, temperature 0.1: overridden, sampled is as")
+            await made.make(f"{AGENTS}:shortened", tasks=1, samples=1)
+            assert made.endpoint.troubles() == [told]
+
+    asyncio.run(scenario())
 
 
 def test_what_cannot_be_done_is_refused_by_name_in_openais_form() -> None:

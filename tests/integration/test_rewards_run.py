@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
+from proto.messages import TroubleKind
 from shared.actor.service import UNUSABLE_STATUS
 from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
+from tests.unit.test_rewards_judge import judge
 
 MIXED = """
 import ctypes, pathlib, time
@@ -177,6 +180,55 @@ def test_a_workflow_of_two_turns_goes_through_the_whole_service(engine: str, tmp
             assert all(line["count"] == 1 for line in failed)
             await until_there(processes, "workflows", 2)
             check_killed_with_the_service(processes)
+
+    asyncio.run(scenario())
+
+
+JUDGED = """
+import urllib.request
+
+def judged(sample, *, url):
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        return {"verdict": float(answer.read())}
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_judge_that_is_away_is_waited_for_and_costs_no_task(tmp_path: Path) -> None:
+    (tmp_path / "my_judge.py").write_text(JUDGED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    reward = f'{{function: "my_judge:judged", params: {{url: "http://127.0.0.1:{port}"}}, retry: {{backoff_s: 0.1}}}}'
+    topology = TOPOLOGY.replace('{function: "builtin:exact_match"}', reward) + "lease: {lease_s: 2, attempts: 1}\n"
+
+    async def scenario() -> None:
+        async with cluster(tmp_path, topology) as (processes, driver):
+            processes.start("rollout")
+            processes.start("reference")
+            info = await driver.begin()
+            await driver.publish(info.lineage, 0)
+            async with asyncio.timeout(90):
+                while not (status := await driver.status()).troubles:
+                    await asyncio.sleep(0.1)
+            [told] = status.troubles
+            assert (told.service, told.instance, told.kind) == ("rollout", 0, TroubleKind.JUDGE)
+            assert "Connection refused" in told.text
+            assert "my_judge.py:5" in told.text
+            waiting = asyncio.create_task(driver.batch(1, deadline_s=60))
+            done, _ = await asyncio.wait({waiting}, timeout=4)  # longer than a lease and its one attempt last
+            assert not done
+            assert (await driver.status()).tasks["LEASED"] > 0
+            with judge(port):
+                batch = await waiting
+                async with asyncio.timeout(20):
+                    while (status := await driver.status()).troubles:
+                        await asyncio.sleep(0.1)
+            assert set(batch.scalars["reward/part/verdict"].tolist()) == {1.0}
+            assert {task.fence for task in batch.batch.tasks} == {1}
+            assert (status.dropped, status.lost, batch.lost) == ({}, {}, {})
+            log = log_of(processes, "judge does not answer")
+            assert "Traceback" in log[0]["exception"]
 
     asyncio.run(scenario())
 

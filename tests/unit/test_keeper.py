@@ -15,6 +15,7 @@ import pytest
 
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
+from shared.topology.schema import RewardRetry
 from tests.unit.test_rewards import Line
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,7 @@ async def score_one(completion: str, timeout_s: float) -> str:
         timeout_s=timeout_s,
         memory_bytes=256 << 20,
         processes=1,
+        retry=RewardRetry(),
         emit=lambda topic, values: None,
     )
     await pool.start()

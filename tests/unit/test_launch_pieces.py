@@ -16,9 +16,9 @@ import pytest
 from launch import preflight
 from launch.logs import Follower, last_lines, readable, tail
 from launch.place import lock
-from launch.progress import Metrics, Screen, accuracy_lines, duration
+from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration
 from launch.status import _merge
-from proto.messages import ProcessRow, ServiceRow
+from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
 from shared.topology import load
@@ -169,3 +169,43 @@ def test_a_run_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match="--run-dir") as caught:
         lock(tmp_path / "file" / "run")
     assert "cannot be a run directory (Not a directory)" in str(caught.value)
+
+
+def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: dict[str, int] | None = None) -> Status:
+    return Status(
+        run="r",
+        step=0,
+        steps=3,
+        lineage=0,
+        version=0,
+        services=[],
+        tasks={},
+        store_bytes=0,
+        store_limit_bytes=0,
+        store_shards=0,
+        last_row={},
+        troubles=list(troubles),
+        dropped=dropped or {},
+        lost=lost or {},
+    )
+
+
+def test_a_trouble_is_a_notice_when_it_begins_and_when_it_is_over_and_on_the_line_between() -> None:
+    troubles = Troubles()
+    assert (troubles.take(status()), troubles.text()) == ([], "")
+    failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")
+    assert troubles.take(status(failing)) == [f"rollout/1: {failing.text}"]
+    worse = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 64 of 64, x: late (at my_rewards.py:12)")
+    counts = {DropReason.REWARD_FAILED: 3, DropReason.TOO_LONG: 12}
+    assert troubles.take(status(worse, dropped=counts, lost={LossReason.TIMEOUT: 9})) == []
+    line = f"rollout/1: {worse.text}  dropped 15 (too_long 12, reward_failed 3)  lost samples 9 (timeout 9)"
+    assert troubles.text() == line
+    assert troubles.take(status(dropped=counts)) == [f"rollout/1: over: {worse.text}"]
+    assert troubles.text() == "dropped 15 (too_long 12, reward_failed 3)"
+
+
+def test_an_overridden_sampling_is_said_once_and_not_on_the_line() -> None:
+    troubles = Troubles()
+    told = status(TroubleRow("rollout", 0, TroubleKind.OVERRIDDEN, "an agent asks for temperature 0.1"))
+    assert troubles.take(told) == ["rollout/0: an agent asks for temperature 0.1"]
+    assert (troubles.take(told), troubles.take(status()), troubles.take(told), troubles.text()) == ([], [], [], "")

@@ -340,6 +340,28 @@ def test_sums_add_up_over_any_split() -> None:
     assert added == pytest.approx({name: float(value) for name, value in whole.items()}, rel=1e-12)
 
 
+@pytest.mark.parametrize("anchor", ["proximal", "present", "rollout"])
+def test_the_engines_error_is_told_apart_from_what_the_policy_has_moved(anchor: str) -> None:
+    versions = torch.tensor([6, 5, 4] * M, dtype=torch.int32)[:M]
+    cur, tokens = data(versions=versions)
+    loss = spec("ppo_clip", anchor=anchor)
+    own = tokens.prox if anchor == "proximal" else cur.detach()
+    assert own is not None
+    found = (own - tokens.rollout).abs()
+    _, sums = token_loss(loss, cur, tokens, torch.zeros(M), version=6)
+    same = versions == 6
+    assert (int(sums["engine_tokens"]), int(sums["lag_tokens"])) == (int(same.sum()), int((~same).sum()))
+    torch.testing.assert_close(sums["engine"], found[same].sum())
+    torch.testing.assert_close(sums["engine_max"], found[same].max())
+    torch.testing.assert_close(sums["lag"], found[~same].sum())
+    torch.testing.assert_close(sums["engine"] + sums["lag"], sums["mismatch"])
+    for unknown in (
+        token_loss(loss, cur, tokens, torch.zeros(M)),
+        token_loss(spec("cross_entropy", anchor=anchor), cur, tokens, torch.zeros(M), version=6),
+    ):
+        assert float(unknown[1]["engine_tokens"]) == float(unknown[1]["lag_tokens"]) == 0.0
+
+
 # ------------------------------------------------------------------------------------- a user's own
 
 

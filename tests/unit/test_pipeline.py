@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from proto.messages import BatchMeta, Complete, CompleteAck, ErrorCode, LeaseGrant
+from shared import pipeline
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
@@ -20,6 +21,8 @@ class Rig:
 
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0
+        self.may_lease = asyncio.Event()
+        self.may_lease.set()
         self.computing: dict[int, asyncio.Event] = {}
         self.finishing: dict[int, Lease] = {}
         self.finished: list[int] = []
@@ -37,6 +40,7 @@ class Rig:
             compute=self._compute,
             finish=self._finish,
             side_by_side=side_by_side,
+            may_lease=self.may_lease,
         )
 
     async def _acquire(self) -> Lease:
@@ -223,3 +227,48 @@ def test_weights_that_are_never_to_be_had_end_the_service_aloud(
 
     made = asyncio.run(scenario())
     assert made.handed_back == {number: True for number in range(1, len(versions) + 1)}
+
+
+def test_nothing_is_leased_while_it_may_not_be_and_a_grant_that_comes_then_goes_back() -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        running = asyncio.create_task(made.pipeline.run())
+        await settle()
+        assert (made.leased, sorted(made.computing)) == (2, [1])
+        made.may_lease.clear()
+        made.computing[1].set()
+        await settle()
+        assert (made.leased, sorted(made.computing)) == (2, [2])  # what was held ahead goes on
+        acquire = made.pipeline._acquire
+
+        async def late() -> Lease:
+            made.may_lease.clear()  # while the scheduler held the request back
+            return await acquire()
+
+        made.pipeline._acquire = late
+        made.may_lease.set()
+        await settle()
+        assert made.leased == 3
+        assert made.handed_back == {3: True}
+        made.pipeline._acquire = acquire
+        made.may_lease.set()
+        await settle()
+        assert made.leased == 4
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_draining_hands_a_lease_back_untouched_when_its_tasks_are_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        running = await full(made)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        made.finishing[1].untouched = True
+        monkeypatch.setattr(pipeline, "DRAIN_FINISH_S", 0.0)
+        await made.pipeline.drain()
+        assert (made.handed_back[1], made.handed_back[2]) == (True, False)
+
+    asyncio.run(scenario())

@@ -23,6 +23,7 @@ from services.rollout.rewards.score import ANSWER, Score, total
 from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
+from shared.topology.schema import RewardRetry
 
 MIB = 1 << 20
 MODULE = """
@@ -150,13 +151,20 @@ def sample(completion: str, task: int = 0, **row: Any) -> Sample:
 
 @asynccontextmanager
 async def pool(
-    *lines: Line, timeout_s: float = 5.0, memory: int = 256 * MIB, processes: int = 2, told: list[Any] | None = None
+    *lines: Line,
+    timeout_s: float = 5.0,
+    memory: int = 256 * MIB,
+    processes: int = 2,
+    told: list[Any] | None = None,
+    retry: RewardRetry | None = None,
 ) -> AsyncIterator[RewardPool]:
     def emit(topic: str, reported: dict[str, float | str]) -> None:
         if told is not None:
             told.append((topic, reported))
 
-    made = RewardPool(lines, timeout_s=timeout_s, memory_bytes=memory, processes=processes, emit=emit)
+    made = RewardPool(
+        lines, timeout_s=timeout_s, memory_bytes=memory, processes=processes, retry=retry or RewardRetry(), emit=emit
+    )
     await made.start()
     try:
         yield made

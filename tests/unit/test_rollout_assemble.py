@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import Outcome, TaskHandle, TaskResult
+from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
 from services.rollout.assemble import Assembled, assemble, in_files, task_shards
 from services.rollout.engine import Generation
+from services.rollout.named_values import MOST_NAMES, NamedValues, named
 from services.rollout.partial import answer_of
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
@@ -105,3 +106,31 @@ def test_tasks_that_the_filter_may_drop_are_put_apart() -> None:
     block = Assembled(results, [{}] * 4, [], {"reward": np.array(rewards, np.float32)})
     assert in_files(block, filters=True) == [[1], [0, 2, 3]]
     assert in_files(block, filters=False) == [[0, 1, 2, 3]]
+
+
+def test_lost_samples_and_dropped_tasks_have_their_reasons() -> None:
+    groups = [[answer(5, 2)] * 3, [answer(5, 2)] * 3, [answer(5, 2)] * 2]
+    late, no_sample = Score(None, "f: late", kind=LossReason.TIMEOUT), Score(None, "w: no", kind=LossReason.WORKFLOW)
+    scores = [[Score(1.0), late, Score(0.5)], [late, no_sample, Score(1.0)], [no_sample, no_sample]]
+    block = assemble([task(at, 1) for at in range(3)], groups, scores, min_survivors=2)
+    assert [each.lost for each in block.results] == [{"timeout": 1}]
+    assert [(each.why, each.lost) for each in block.dropped] == [
+        (DropReason.REWARD_FAILED, {"timeout": 1, "workflow": 1}),
+        (DropReason.WORKFLOW_FAILED, {"workflow": 2}),
+    ]
+
+
+def test_what_samples_have_by_name_comes_in_the_order_of_the_survivors_and_is_bounded() -> None:
+    scores = [[Score(1.0, parts={"form": 0.5}), FAILED, Score(0.0, parts={"form": 1.0, "sum": 2.0})]]
+    values = [[named(score.parts, {"turns": float(at)}) for at, score in enumerate(group)] for group in scores]
+    block = assemble([task(0, 1)], [[answer(5, 2)] * 3], scores, min_survivors=2, named=values)
+    names = NamedValues()
+    columns = names.columns(block.named)
+    assert list(columns) == ["reward/part/form", "workflow/turns", "reward/part/sum"]
+    assert columns["reward/part/form"].tolist() == [0.5, 1.0]
+    assert columns["workflow/turns"].tolist() == [0.0, 2.0]
+    assert np.isnan(columns["reward/part/sum"]).tolist() == [True, False]
+    later = names.columns([{"workflow/turns": 1e300}, *({f"workflow/{at}": 1.0} for at in range(100))])
+    assert list(later)[:3] == list(columns)  # the same columns for every lease
+    assert len(later) == MOST_NAMES
+    assert np.isnan(later["workflow/turns"]).all()

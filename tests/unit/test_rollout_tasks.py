@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from proto.messages import BatchMeta, ErrorCode, LeaseGrant, Outcome, TaskHandle
+from proto.messages import BatchMeta, DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle
 from services.rollout.prompts import PromptBuilder, messages_of
 from services.rollout.tasks import TaskSets, prepare
 from shared.lease import Lease, LeaseLost
@@ -90,6 +91,36 @@ def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_goes_on(sets
     assert "rows.jsonl" in long.reason
     assert "prompt of 64 tokens: the limit is 60 (data.train.max_prompt_tokens)" in long.reason
     assert "rows.jsonl:4: row has no prompt" in bad.reason
+    assert (long.why, bad.why) == (DropReason.TOO_LONG, DropReason.BAD_ROW)
+
+
+def test_messages_without_a_chat_template_are_dropped_for_just_that(sets: TaskSets, tmp_path: Path) -> None:
+    bare = shutil.copytree(MODEL, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    without = TaskSets(load(tmp_path / "t.yaml"), PromptBuilder(bare, add_generation_prompt=True), context_tokens=512)
+    prepared = without.prepare(grant("train", 0, 1))
+    assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
+    assert [each.why for each in prepared.dropped] == [DropReason.NO_CHAT_TEMPLATE]
+    assert "rows.jsonl:2: a prompt of messages, and the model's tokenizer has no chat template" in (
+        prepared.dropped[0].reason
+    )
+
+
+def test_in_supervised_fine_tuning_rewards_see_the_whole_answer_that_is_trained(
+    prompts: PromptBuilder, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3 1 4"}) + "\n")
+    text = TOPOLOGY.format(model=MODEL).replace(
+        "group_size: 4, loss: {anchor: rollout}", "group_size: 1, loss: {name: cross_entropy}"
+    )
+    (tmp_path / "t.yaml").write_text(text)
+    supervised = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512)
+    trained = supervised.prepare(grant("train", 0, group_size=1))
+    (task,) = trained.ready
+    assert task.answer_ids is not None
+    assert supervised.texts([task.answer_ids], trained.sampling) == ["3 1 4"]
+    evaluated = supervised.prepare(grant("same", 0, group_size=1))
+    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]  # what is sampled still ends there
 
 
 def test_an_evaluation_uses_its_own_sampling(sets: TaskSets) -> None:

@@ -115,6 +115,7 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         ([*SFT, "algorithm.group_size=4"], "4 would be copies of one answer"),
         ([*SFT, "algorithm.kl={in: reward, coef: 0.1}"], "reward has no effect with loss cross_entropy"),
         ([*SFT, "algorithm.normalise_rewards=batch"], "looks at no reward"),
+        ([*SFT, "data.eval={}", "sampling.stop=['x']"], "['x'] has no effect with loss cross_entropy, which trains on"),
         ([*SFT, "algorithm.overlong=mask"], "has no effect with loss cross_entropy, which cuts no answer"),
         ([*SFT, "algorithm.advantage.name=rloo"], "rloo has no effect with loss cross_entropy, which asks for no adv"),
         ([*SFT, "algorithm.advantage.scale=none"], "none has no effect with loss cross_entropy"),

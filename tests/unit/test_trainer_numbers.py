@@ -6,13 +6,23 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from proto.messages import BatchMeta, ErrorCode, ForwardBackwardDone, OptimStepDone, StepBatch, TaskHandle
+from proto.messages import (
+    BatchMeta,
+    DropReason,
+    ErrorCode,
+    ForwardBackwardDone,
+    LossReason,
+    OptimStepDone,
+    StepBatch,
+    TaskHandle,
+)
 from proto.tensors import Array
 from services.policy_trainer import batches
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
-from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.metrics import StepMetrics, batch_row
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
 
@@ -118,6 +128,11 @@ def test_row_is_made_of_sums_over_calls() -> None:
             "mismatch": 0.8,
             "mismatch_max": 0.25 * imbalance,
             "version": 28.0,
+            "engine_tokens": 2.0,
+            "engine": 2e-6,
+            "engine_max": 3e-6,
+            "lag_tokens": 6.0,
+            "lag": 0.3,
         }
         metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=0.5, imbalance=imbalance))
     metrics.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
@@ -129,6 +144,9 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["policy/masked_fraction"] == 0.125
     assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
     assert row["rollout/logprob_mismatch_max"] == 0.375  # of the first of two
+    assert row["rollout/logprob_mismatch_engine"] == pytest.approx(1e-6)
+    assert row["rollout/logprob_mismatch_engine_max"] == 3e-6
+    assert row["rollout/logprob_mismatch_lag"] == pytest.approx(0.05)
     assert row["rollout/staleness_mean"] == pytest.approx(0.5)
     assert row["rollout/staleness_max"] == 1.0
     assert (row["sync/canary_error"], row["sync/bytes"], row["time/sync"]) == (pytest.approx(3e-6), 4096.0, 1.5)
@@ -141,6 +159,31 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["dispatch/imbalance"] == 1.5
     assert row["throughput/samples_per_s"] == 2.0
     assert row["throughput/tokens_per_s"] == 8.0
+
+
+def test_a_mismatch_of_no_token_is_not_in_the_row() -> None:
+    row = StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0)
+    assert not [name for name in row if name.startswith("rollout/logprob_mismatch_") and not name.endswith("_max")]
+
+
+def test_what_was_dropped_lost_and_scored_in_parts_is_in_the_row() -> None:
+    batch = step_batch([1, 1, 0, 1])
+    drops = {DropReason.FILTERED: 2, DropReason.STALE: 1, DropReason.TOO_LONG: 3, DropReason.REWARD_FAILED: 1}
+    named = {"reward/part/form": np.array([0, np.nan, 1, 0.5], np.float32), "workflow/none": np.full(4, np.nan)}
+    batch = replace(batch, scalars=batch.scalars | named, dropped=7, drops=drops, lost={LossReason.JUDGE: 4})
+    row = batch_row(batch)
+    assert (row["rollout/tasks_dropped"], row["rollout/tasks_filtered"], row["rollout/tasks_failed"]) == (7, 2, 4)
+    assert {name: value for name, value in row.items() if "/dropped/" in name or "/lost/" in name} == {
+        "rollout/dropped/filtered": 2,
+        "rollout/dropped/stale": 1,
+        "rollout/dropped/too_long": 3,
+        "rollout/dropped/reward_failed": 1,
+        "rollout/lost/judge": 4,
+    }
+    assert row["reward/part/form"] == 0.5
+    assert "workflow/none" not in row
+    assert row["rollout/zero_variance_fraction"] == (1 + 2) / (2 + 2)
+    assert batch_row(step_batch([1, 0, 0, 1]))["rollout/zero_variance_fraction"] == 0
 
 
 def test_bad_data_is_skipped_when_the_run_may_and_anything_else_never() -> None:

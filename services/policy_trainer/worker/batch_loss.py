@@ -31,9 +31,14 @@ class BatchLoss:
         weights: Array,
         device: str,
         own: PolicyLoss | None = None,
+        version: int = -1,
     ) -> None:
-        """`flat`: the joined shards; `advantages`, `weights` float [T]. Raises RpcError(bad_request) for the spec."""
+        """`flat`: the joined shards; `advantages`, `weights` float [T]; `version`: see `token_loss`.
+
+        Raises RpcError(bad_request) for the spec.
+        """
         self._spec = spec
+        self._version = version
         self._policy = losses.check(spec, own)
         self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
         """What the backend must compute besides log-probs."""
@@ -63,4 +68,4 @@ class BatchLoss:
             add_up=local.sum_over_sequence_ranks,
         )
         known = torch.zeros_like(cur) if entropy is None else entropy
-        return losses.token_loss(self._spec, cur, data, known, self._policy)
+        return losses.token_loss(self._spec, cur, data, known, self._policy, version=self._version)

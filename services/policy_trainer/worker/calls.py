@@ -318,7 +318,9 @@ class Calls:
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
                 device = self._topology.services.policy_trainer.device
-                return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss)
+                # With anchor rollout the trainer's log-probs are the present ones, after an update of no version.
+                version = -1 if self.dirty and request.loss.anchor == "rollout" else self.step
+                return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss, version)
 
             return tokens, await self._on_compute_thread(spread)
 

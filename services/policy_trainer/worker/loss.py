@@ -48,15 +48,24 @@ def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
 
 
 def token_loss(
-    spec: LossSpec, cur: Tensor, data: TokenData, entropy: Tensor, policy_loss: PolicyLoss | None = None
+    spec: LossSpec,
+    cur: Tensor,
+    data: TokenData,
+    entropy: Tensor,
+    policy_loss: PolicyLoss | None = None,
+    *,
+    version: int = -1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of W * loss over the tokens (a scalar with a gradient), and detached additive sums.
 
     `cur` [M]: log-probs with a gradient; `entropy` [M], with a gradient when `spec.entropy_coef` is not 0;
-    `policy_loss`: what `check` found, default the one `spec` names. Sums, each over the tokens: `tokens` 1, `policy`
+    `policy_loss`: what `check` found, default the one `spec` names; `version`: the one that the trainer's log-probs are
+    of, -1 when the model has moved on from it. Sums, each over the tokens: `tokens` 1, `policy`
     W * policy term, `kl` W * KL (without its coefficient), `loss` W * loss, `clipped` whether the ratio was clipped,
     `masked` whether the ratio mask left it out, `entropy`, `mismatch` |anchor or cur at the first update - rollout|
-    (0 for cross_entropy, whose tokens no engine sampled), `version`.
+    (0 for cross_entropy, whose tokens no engine sampled), `version`; and of the mismatch, with the numbers of their
+    tokens, `engine` for tokens sampled by `version` itself, where engine and trainer should agree, and `lag` for tokens
+    sampled by earlier versions.
     """
     if spec.anchor == "present":
         data = replace(data, prox=cur.detach())
@@ -79,6 +88,9 @@ def token_loss(
         own = cur if spec.anchor == "rollout" else anchor
         # Supervised tokens were sampled by nobody.
         mismatches = (own - data.rollout).abs() * (spec.name != "cross_entropy")
+        known = version >= 0 and spec.name != "cross_entropy"
+        same, earlier = (data.versions == version) & known, (data.versions < version) & known
+        engine = mismatches * same
         sums = {
             "tokens": cur.new_tensor(float(len(cur))),
             "policy": policy_sum,
@@ -90,5 +102,10 @@ def token_loss(
             "mismatch": mismatches.sum(),
             "mismatch_max": mismatches.max() if len(mismatches) else mismatches.sum(),
             "version": data.versions.sum(),
+            "engine_tokens": same.sum(),
+            "engine": engine.sum(),
+            "engine_max": engine.max() if len(engine) else engine.sum(),
+            "lag_tokens": earlier.sum(),
+            "lag": (mismatches * earlier).sum(),
         }
     return loss_sum, {name: value.detach() for name, value in sums.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from services.rollout.rewards.score import Score
+from services.rollout.user_trace import Home
 from shared.sample import Sample
 
 
@@ -19,11 +20,14 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Ready(msgspec.Struct, array_like=True):
-    """Process -> service, once: what the functions are, or the one-line `error` of one that cannot be had."""
+    """Process -> service, once: what the functions are, or the one-line `error` of one that cannot be had. `pid`: who
+    writes its stack when it is asked to."""
 
     group: list[bool]
     is_async: list[bool]
     error: str = ""
+    homes: list[Home] = []
+    pid: int = 0
 
 
 class Work(msgspec.Struct, array_like=True):

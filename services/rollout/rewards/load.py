@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from services.rollout.rewards.builtin import BUILTINS
 from services.rollout.user_code import builtin_name, find_function, refused, require
+from services.rollout.user_trace import Home, home_of
 
 GROUP_PARAMETER = "samples"
 WHAT = "reward function"
@@ -36,6 +37,7 @@ class RewardFunction:
     params: dict[str, Any]
     group: bool
     is_async: bool
+    home: Home = Home()  # noqa: RUF009  # frozen
 
 
 def is_inline(function: str) -> bool:
@@ -65,6 +67,7 @@ def load_reward(function: str, params: dict[str, Any]) -> RewardFunction:
         params=dict(params),
         group=first == GROUP_PARAMETER,
         is_async=inspect.iscoroutinefunction(call),
+        home=home_of(call),
     )
 
 

@@ -2,7 +2,8 @@
 its own sample and never the block, the loop or the service.
 
 A process works through the calls it was given one by one (coroutine functions: at once) and answers each; when it is
-late or dies, the call it was at is the culprit: that sample fails, the others go to the process that replaces it.
+late or dies, the call it was at is the culprit: that sample fails, the others go to the process that replaces it. Calls
+whose judge does not answer are not failures: they wait and are tried again (`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import structlog
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, Trouble, TroubleKind
+from services.rollout.failing import TEXT_CHARS, Failing
 from services.rollout.rewards.frames import Answer, Ready, Setup, Work
+from services.rollout.rewards.judge import Judge, Retry
 from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
-from services.rollout.rewards.score import ANSWER, CRASHED, RAISED, TIMEOUT, Score, add_all, failed, totals
+from services.rollout.rewards.score import ANSWER, CRASHED, JUDGE, RAISED, TIMEOUT, Score, add_all, failed, totals
 from services.rollout.user_frames import TO_PROCESS_BYTES, UNFIT, frame
 from services.rollout.user_process import GONE, START_ATTEMPTS, UserProcess, decoded
+from services.rollout.user_trace import Home, StackFile, hangs_at
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
@@ -38,7 +43,8 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 @dataclass(eq=False)
 class _Call:
     """One call of function `function` over the samples at `places` of the block. `alone`: with no other call at the
-    same time; `fresh`: so, and in a process that has made no other before."""
+    same time; `fresh`: so, and in a process that has made no other before; `probe`: so, to see whether its judge
+    answers again. The others: see `judge.Held`."""
 
     function: int
     samples: list[Sample]
@@ -46,6 +52,10 @@ class _Call:
     done: asyncio.Event
     alone: bool = False
     fresh: bool = False
+    probe: bool = False
+    tries: int = 0
+    refusals: int = 0
+    answers: int = -1
     scores: list[Score] = field(default_factory=list)
 
     def finish(self, scores: list[Score]) -> None:
@@ -63,9 +73,10 @@ class RewardPool:
         timeout_s: float,
         memory_bytes: int,
         processes: int,
+        retry: Retry,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
-        """`emit(topic, values)`: where telemetry goes."""
+        """`retry`: how a judge that does not answer is waited for; `emit(topic, values)`: where telemetry goes."""
         self._terms = list(terms)
         self._setup = Setup([(term.function, term.params) for term in terms], timeout_s, memory_bytes)
         self._processes = processes
@@ -73,6 +84,14 @@ class RewardPool:
         self._inline: dict[int, RewardFunction] = {}
         self._group: list[bool] = []
         self._is_async: list[bool] = []
+        self._homes: list[Home] = []
+        self._judges: list[Judge[_Call]] = [Judge(retry) for _ in terms]
+        self._probing: dict[int, asyncio.TimerHandle] = {}
+        self.reachable = asyncio.Event()
+        """Set while every judge answers."""
+        self.reachable.set()
+        self._failing = Failing(TroubleKind.REWARDS, "rewards")
+        self._log = structlog.get_logger("rewards")
         self._waiting: deque[_Call] = deque()
         self._more = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
@@ -97,6 +116,8 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every process."""
+        for timer in self._probing.values():
+            timer.cancel()
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
@@ -115,6 +136,7 @@ class RewardPool:
         for at, term in enumerate(self._terms):
             if at in self._inline:
                 scores = [_call_inline(self._inline[at], sample) for sample in flat]
+                self._failing.count(scores)
                 add_all(sums, range(len(flat)), scores, term.weight)
             else:
                 calls += self._calls(groups, at)
@@ -126,12 +148,15 @@ class RewardPool:
         for call in calls:
             add_all(sums, call.places, call.scores, self._terms[call.function].weight)
         self._counts["calls"] += len(calls)
+        self._failing.lease_ended(well=all(each.value is not None for each in sums))
         self._report(sums)
         scored = iter(sums)
         return [[next(scored) for _ in group] for group in groups]
 
     async def _finished(self, calls: Sequence[_Call], advance: Callable[[], None]) -> None:
-        self._waiting.extend(calls)
+        for call in calls:
+            judge = self._judges[call.function]
+            (self._waiting if judge.outage is None else judge.held).append(call)
         self._more.set()
         everything = asyncio.create_task(_all_done(calls))
         try:
@@ -193,7 +218,9 @@ class RewardPool:
     async def _take(self) -> list[_Call]:
         while True:
             while self._waiting and self._waiting[0].done.is_set():
-                self._waiting.popleft()
+                given_up = self._waiting.popleft()
+                if given_up.probe:
+                    self._probe(given_up.function)
             if self._waiting:
                 break
             self._more.clear()
@@ -202,7 +229,7 @@ class RewardPool:
         calls = [first]
         # A fair share: a long queue must not lie with one process while another is idle.
         most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
-        most = 1 if first.alone or first.fresh else min(most, 1 + len(self._waiting) // self._processes)
+        most = 1 if first.alone or first.fresh or first.probe else min(most, 1 + len(self._waiting) // self._processes)
         while len(calls) < most and self._waiting and _same(first, self._waiting[0]):
             calls.append(self._waiting.popleft())
         return calls
@@ -219,7 +246,7 @@ class RewardPool:
         shared = len(calls) > 1 or process not in self._fresh
         self._fresh.discard(process)
         limit_s = timeout_s + GRACE_S * (2 if self._is_async[function] else 1)
-        failure, why = CRASHED, ""
+        failure, why, stack = CRASHED, "", ""
         sent = ended = False
         try:
             async with asyncio.timeout(limit_s):
@@ -233,10 +260,11 @@ class RewardPool:
                 if ended and shared:
                     pending[answer.number].fresh = True
                 else:
-                    pending.pop(answer.number).finish(answer.scores)
+                    self._answered(pending.pop(answer.number), answer.scores)
         except TimeoutError:
             what = "answer" if sent else "sign that its process takes it"
             failure, why = TIMEOUT, f"no {what} within {timeout_s:g} s (reward.timeout_s)"
+            stack = await process.stack.read() if process.stack is not None else ""
         except (*GONE, KeyError):
             failure = CRASHED
         except asyncio.CancelledError:
@@ -252,11 +280,12 @@ class RewardPool:
         status = await process.end(GRACE_S if broken and failure == CRASHED else 0.0)
         self._counts["restarts"] += 1
         if broken:
-            self._blame(left, failed(name, failure, why or f"took its process down: it {status}"), begun=sent)
+            why = why or f"took its process down: it {status}"
+            at = hangs_at(stack, self._homes[function])
+            self._blame(left, failed(name, failure, why, at=at, trace=stack), begun=sent)
         elif self._is_async[function]:
             _set_alone(left)
-        self._waiting.extendleft(reversed([call for call in left if not call.done.is_set()]))
-        self._more.set()
+        self._put_back(self._judges[function], left)
         return False
 
     def _blame(self, left: list[_Call], score: Score, *, begun: bool) -> None:
@@ -265,7 +294,108 @@ class RewardPool:
         if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
             _set_alone(left)
         else:
-            left[0].finish([score] * len(left[0].samples))
+            self._answered(left[0], [score] * len(left[0].samples))
+
+    def _put_back(self, judge: Judge[_Call], left: Sequence[_Call]) -> None:
+        """Calls that their process did not come to: they wait for the next one, or for their judge."""
+        for call in reversed(left):
+            if call.done.is_set() or call in judge.held:
+                continue
+            if judge.outage is None or call.probe:
+                self._waiting.appendleft(call)
+            else:
+                judge.held.insert(0, call)
+        self._more.set()
+
+    # ---- judges
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat."""
+        found = self._failing.troubles()
+        now = asyncio.get_running_loop().time()
+        for term, judge in zip(self._terms, self._judges, strict=True):
+            outage = judge.outage
+            if outage is None:
+                continue
+            text = f"a judge does not answer, rewards wait for it: {outage.error}"
+            over = judge.is_over_limit(now)
+            if over:
+                text = (
+                    f"the judge of {term.function} has not answered for {judge.retry.limit_s:g} s "
+                    f"(reward.retry.limit_s), the last of {outage.tries} tries: {outage.error}; mend it, then resume"
+                )
+            found.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
+        return found
+
+    def _answered(self, call: _Call, scores: list[Score]) -> None:
+        """End `call`, or have it wait until its judge answers again."""
+        judge, probe = self._judges[call.function], call.probe
+        call.probe = False
+        refused = next((score for score in scores if score.kind == JUDGE), None)
+        if refused is None and probe and any(score.kind == TIMEOUT for score in scores):
+            refused = scores[0]  # late while the judge was out: no sign that it is back
+        if refused is None:
+            self._resume(call.function)
+        elif self._refused(call, judge, refused, probe=probe):
+            return
+        self._failing.count(scores)
+        call.finish(scores)
+
+    def _refused(self, call: _Call, judge: Judge[_Call], score: Score, *, probe: bool) -> bool:
+        """Whether `call` waits for its judge."""
+        begins = judge.outage is None
+        now = asyncio.get_running_loop().time()
+        if not judge.refused(call, score.failure, now, after_s=score.retry_after_s, probe=probe):
+            if probe:
+                self._resume(call.function)
+            return False
+        if begins:
+            self._log.warning("judge does not answer", why=score.failure, exception=score.trace)
+            self.reachable.clear()
+            self._hold_back(call.function)
+        if begins or probe:
+            self._probe_later(call.function)
+        return True
+
+    def _hold_back(self, function: int) -> None:
+        """Calls in the line have to wait too."""
+        waiting = [call for call in self._waiting if not call.done.is_set()]
+        self._judges[function].held += [call for call in waiting if call.function == function]
+        self._waiting = deque(call for call in waiting if call.function != function)
+
+    def _probe_later(self, function: int) -> None:
+        outage = self._judges[function].outage
+        if outage is not None:
+            loop = asyncio.get_running_loop()
+            self._probing[function] = loop.call_later(outage.delay_s, self._probe, function)
+
+    def _probe(self, function: int) -> None:
+        """Ask the judge again, with one of the calls that wait for it."""
+        self._probing.pop(function, None)
+        judge = self._judges[function]
+        judge.held = [call for call in judge.held if not call.done.is_set()]
+        call = judge.next_try()
+        if call is None:  # nobody waits for it: the next call will tell
+            self._resume(function)
+            return
+        call.probe = True
+        self._waiting.appendleft(call)
+        self._more.set()
+
+    def _resume(self, function: int) -> None:
+        """The judge has answered."""
+        judge = self._judges[function]
+        was_out = judge.outage is not None
+        self._waiting.extend(judge.answered())
+        if not was_out:
+            return
+        timer = self._probing.pop(function, None)
+        if timer is not None:
+            timer.cancel()
+        self._more.set()
+        self._log.info("judge answers again", function=self._terms[function].function)
+        if all(each.outage is None for each in self._judges):
+            self.reachable.set()
 
     async def _spawn_again(self) -> UserProcess:
         for attempt in range(START_ATTEMPTS):
@@ -277,13 +407,16 @@ class RewardPool:
         raise AssertionError("unreachable")
 
     async def _spawn(self) -> UserProcess:
-        process = await UserProcess.start(MODULE)
+        stack = StackFile()
+        process = await UserProcess.start(MODULE, (stack.descriptor,))
+        process.stack = stack
         what = f"reward functions {', '.join(term.function for term in self._terms)}"
         ready = decoded(await process.ready(frame(self._setup, TO_PROCESS_BYTES), what), _READY)
         if ready.error:
             await process.end()
             raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
-        self._group, self._is_async = ready.group, ready.is_async
+        self._group, self._is_async, self._homes = ready.group, ready.is_async, ready.homes
+        stack.belongs_to(ready.pid)
         self._fresh.add(process)
         return process
 
@@ -313,7 +446,8 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], b
 
 
 def _same(first: _Call, other: _Call) -> bool:
-    return other.function == first.function and not (other.alone or other.fresh or other.done.is_set())
+    taken_alone = other.alone or other.fresh or other.probe
+    return other.function == first.function and not taken_alone and not other.done.is_set()
 
 
 def _set_alone(calls: list[_Call]) -> None:

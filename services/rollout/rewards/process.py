@@ -1,5 +1,5 @@
 """One reward process: loads the functions, calls them one Work after the other, and is killed when it is late. Must
-never be trusted to end itself, and must never import torch: `python -m services.rollout.rewards.process FD`.
+never be trusted to end itself, and must never import torch: `python -m services.rollout.rewards.process SOCKET STACK`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ import sys
 
 from services.rollout.confined import confine, limit_memory, read
 from services.rollout.rewards.frames import Answer, Ready, Setup, Work
+from services.rollout.rewards.judge import unavailable
 from services.rollout.rewards.load import RewardFunction, load_reward
-from services.rollout.rewards.score import ANSWER, MEMORY, RAISED, TIMEOUT, Score, failed, totals
+from services.rollout.rewards.score import ANSWER, JUDGE, MEMORY, RAISED, TIMEOUT, Score, failed, totals
 from services.rollout.user_frames import TO_SERVICE_BYTES, UNFIT, frame
+from services.rollout.user_trace import raised_at, traced, write_stacks
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
 MAX_CONCURRENT_CALLS = 64
 
 
-def main(descriptor: int) -> None:
-    """Serve the service at the other end of the socket until it goes away."""
+def main(descriptor: int, stack: int) -> None:
+    """Serve the service at the other end of the socket until it goes away. `stack`: see `user_trace.write_stacks`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
         return
+    write_stacks(stack)
     try:
         functions = [load_reward(name, params) for name, params in setup.functions]
     except RpcError as error:
         link.sendall(frame(Ready([], [], str(error)), TO_SERVICE_BYTES))
         return
     limit_memory(setup.memory_bytes)
-    ready = Ready([each.group for each in functions], [each.is_async for each in functions])
+    ready = Ready(
+        [each.group for each in functions],
+        [each.is_async for each in functions],
+        homes=[each.home for each in functions],
+        pid=os.getpid(),
+    )
     link.sendall(frame(ready, TO_SERVICE_BYTES))
     loop = asyncio.Runner()  # one for all calls: a client or a lock of the user's module belongs to its loop
     while (work := read(link, Work)) is not None:
@@ -65,7 +73,8 @@ async def _serve_async(link: socket.socket, function: RewardFunction, work: Work
                 scores = totals(function.name, answer, len(samples), group=function.group)
             except TimeoutError as error:
                 why = f"no answer within {timeout_s:g} s (reward.timeout_s)"
-                late = [failed(function.name, TIMEOUT, why)] * len(samples)
+                at, trace = raised_at(error, function.home), traced(error)
+                late = [failed(function.name, TIMEOUT, why, at=at, trace=trace)] * len(samples)
                 scores = late if deadline.expired() else _raised(function, samples, error)
             except (Exception, SystemExit) as error:
                 scores = _raised(function, samples, error)
@@ -77,8 +86,17 @@ async def _serve_async(link: socket.socket, function: RewardFunction, work: Work
 def _raised(function: RewardFunction, samples: list[Sample], error: BaseException) -> list[Score]:
     if isinstance(error, MemoryError):
         why = "more memory than reward.memory allows (MemoryError)"
-        return [failed(function.name, MEMORY, why)] * len(samples)
-    return [failed(function.name, RAISED, f"raised {type(error).__name__}: {error}")] * len(samples)
+        return [failed(function.name, MEMORY, why, at=raised_at(error, function.home))] * len(samples)
+    after_s = unavailable(error)
+    score = failed(
+        function.name,
+        RAISED if after_s is None else JUDGE,
+        f"raised {type(error).__name__}: {error}",
+        at=raised_at(error, function.home),
+        trace=traced(error),
+        retry_after_s=after_s or 0.0,
+    )
+    return [score] * len(samples)
 
 
 def _send(link: socket.socket, function: RewardFunction, number: int, scores: list[Score]) -> None:
@@ -95,4 +113,4 @@ def _send(link: socket.socket, function: RewardFunction, number: int, scores: li
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -7,35 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from proto.messages import LossReason
+
 TOTAL_KEY = "reward"
 LIMIT = 3.4028234663852886e38
 """The largest float32: what rewards travel as."""
 
-RAISED = "raised"
-ANSWER = "answer"
-TIMEOUT = "timeout"
-CRASHED = "crashed"
-MEMORY = "memory"
-WORKFLOW = "workflow"
-KINDS = (RAISED, ANSWER, TIMEOUT, CRASHED, MEMORY, WORKFLOW)
-"""Why a sample failed: the function raised, answered no number, was late, took its process down, took too much
-memory; or there was nothing to score because its workflow failed."""
+RAISED, ANSWER, TIMEOUT, CRASHED = LossReason.RAISED, LossReason.ANSWER, LossReason.TIMEOUT, LossReason.CRASHED
+MEMORY, JUDGE, WORKFLOW = LossReason.MEMORY, LossReason.JUDGE, LossReason.WORKFLOW
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`value` None: the sample failed, `failure` says why in one line and `kind` in one word of KINDS. `parts`: what
-    a dict reward named."""
+    """`value` None: the sample failed, `failure` says why and where in one line, `kind` in one word (a `LossReason`).
+    `parts`: what a dict reward named. `trace`: the traceback of the user's code, when there is one. `retry_after_s`:
+    how long the judge wants to be left alone (kind JUDGE)."""
 
     value: float | None
     failure: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     kind: str = ""
+    trace: str = ""
+    retry_after_s: float = 0.0
 
 
-def failed(function: str, kind: str, why: str) -> Score:
-    """The score of a sample that `function` could not score."""
-    return Score(None, f"{function}: {why}"[:300].replace("\n", " "), kind=kind)
+def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
+    """The score of a sample that `function` could not score. `at`: the line of the user's code, as `file.py:12`."""
+    text = f"{function}: {why}"[:300] + (f" (at {at})" if at else "")
+    return Score(None, text.replace("\n", " "), kind=kind, trace=trace, retry_after_s=retry_after_s)
 
 
 def total(answer: Any) -> Score:

@@ -53,6 +53,11 @@ class SampleCalls:
         self.closed = ""
         """Why no more calls are taken; empty while they are."""
 
+    @property
+    def temperature(self) -> float:
+        """What every call is sampled at."""
+        return self._sampling.temperature
+
     async def chat(
         self,
         messages: list[Message],

@@ -107,10 +107,12 @@ class Returned(msgspec.Struct, array_like=True, tag=4):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=5):
-    """Process -> service, the end of a slot: why it has no trajectory."""
+    """Process -> service, the end of a slot: why it has no trajectory. `at`, `trace`: where in the user's code."""
 
     slot: int
     why: str
+    at: str = ""
+    trace: str = ""
 
 
 class NoMemory(msgspec.Struct, array_like=True, tag=6):

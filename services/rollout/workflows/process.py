@@ -17,6 +17,7 @@ from typing import Any
 from services.rollout.confined import confine, limit_memory, read
 from services.rollout.rewards.score import Score, total
 from services.rollout.user_frames import TO_SERVICE_BYTES, UNFIT, frame
+from services.rollout.user_trace import home_of, raised_at, traced
 from services.rollout.workflows.frames import (
     Begin,
     Captured,
@@ -116,6 +117,7 @@ class _Samples:
         self._marks = marks
         self._workflow = workflow
         self._timeout_s = timeout_s
+        self._home = home_of(getattr(workflow, "func", workflow))  # under its params
         self._calls: dict[int, ProcessLLM] = {}
         self._tasks: dict[int, weakref.WeakSet[asyncio.Task[Any]]] = {}
 
@@ -160,7 +162,7 @@ class _Samples:
         except asyncio.CancelledError:
             ended = Failed(begin.slot, "was cancelled")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's code raises
-            ended = Failed(begin.slot, f"raised {type(error).__name__}: {error}")
+            ended = self._failed(begin, f"raised {type(error).__name__}: {error}", error)
         finally:
             del self._calls[begin.slot]
         try:
@@ -177,9 +179,14 @@ class _Samples:
                 trajectory = await self._workflow(begin.row, llm, context)
         except TimeoutError as error:
             if deadline.expired():
-                return Failed(begin.slot, f"no trajectory within {self._timeout_s:g} s (workflow.timeout_s)")
-            return Failed(begin.slot, f"raised TimeoutError: {error}")  # a tool's, which the workflow let through
+                return self._failed(begin, f"no trajectory within {self._timeout_s:g} s (workflow.timeout_s)", error)
+            return self._failed(
+                begin, f"raised TimeoutError: {error}", error
+            )  # a tool's, which the workflow let through
         return _returned(begin.slot, trajectory, context.state)
+
+    def _failed(self, begin: Begin, why: str, error: BaseException) -> Failed:
+        return Failed(begin.slot, why, raised_at(error, self._home), traced(error))
 
 
 def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:

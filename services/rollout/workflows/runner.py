@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
 from services.rollout.engine import Engine, GenerationCancelled
+from services.rollout.failing import Failing
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.tasks import PreparedTasks, ReadyTask
@@ -21,7 +23,7 @@ from services.rollout.versions import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import OnText, SampleCalls
 from services.rollout.workflows.conversation import Conversation
-from services.rollout.workflows.frames import Returned
+from services.rollout.workflows.frames import Failed, Returned
 from services.rollout.workflows.host import Job
 from services.rollout.workflows.pool import WorkflowPool
 from shared.lease import Lease, LeaseLost
@@ -63,11 +65,16 @@ class WorkflowRunner:
         self._max_tokens = max_tokens
         self.generate_s = 0.0
         """Seconds that the engine has worked for workflows, in all."""
+        self._failing = Failing(TroubleKind.WORKFLOWS, "workflows")
 
     @property
     def lost_processes(self) -> int:
         """Processes that ended over a sample."""
         return self._pool.lost
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat."""
+        return self._failing.troubles()
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Every sample of the lease's tasks, in the shape [tasks][samples]. `versions`: see `InFlight.begin`.
@@ -101,7 +108,10 @@ class WorkflowRunner:
                 await asyncio.wait({pump}, timeout=WATCH_S)
                 lease.check()
             pump.result()
-            return [[one.result() for one in group] for group in groups]
+            made = [[one.result() for one in group] for group in groups]
+            lost = any(one.score is not None and one.score.value is None for group in made for one in group)
+            self._failing.lease_ended(well=not lost)
+            return made
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
         except LeaseLost:
@@ -143,13 +153,18 @@ class WorkflowRunner:
         attempt = await self._pool.make(job)
         if isinstance(attempt.ended, Returned):
             try:
-                return _made(task, attempt.ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
+                made = _made(task, attempt.ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
             except WorkflowError as error:
-                why = f"{error}"
+                ended = Failed(0, f"{error}")
+            else:
+                self._failing.count([made.score or Score(0.0)])
+                return made
         else:
-            why = attempt.ended.why
+            ended = attempt.ended if isinstance(attempt.ended, Failed) else Failed(0, attempt.ended.why)
+        score = failed(f"{self._name} sample {number}", WORKFLOW, ended.why, at=ended.at, trace=ended.trace)
+        self._failing.count([score])
         sample = Sample(task.handle.task_id, task.row, [], "", [], "")
-        return Made(Rolled([], truncated=False), sample, failed(f"{self._name} sample {number}", WORKFLOW, why))
+        return Made(Rolled([], truncated=False), sample, score)
 
 
 def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:

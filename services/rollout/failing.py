@@ -1,0 +1,56 @@
+"""What is told of users' code that fails: a trouble for the console while it does, and tracebacks in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from proto.messages import Trouble, TroubleKind
+from services.rollout.rewards.score import Score
+
+TEXT_CHARS = 900
+MOST_LOGGED = 64
+"""Failures with a traceback of their own, of one spell."""
+
+
+class Failing:
+    """Counts samples from the first failure on, until a whole lease went well."""
+
+    def __init__(self, kind: TroubleKind, log: str) -> None:
+        """`log`: the name that its lines in the log carry."""
+        self._kind = kind
+        self._log = structlog.get_logger(log)
+        self._failed = 0
+        self._samples = 0
+        self._last = ""
+        self._logged: set[tuple[str, str]] = set()
+
+    def count(self, scores: Sequence[Score]) -> None:
+        """Some samples have ended."""
+        for score in scores:
+            if score.value is None:
+                self._failed += 1
+                self._last = score.failure
+                self._write(score)
+        if self._failed:
+            self._samples += len(scores)
+
+    def lease_ended(self, *, well: bool) -> None:
+        """All samples of a lease have ended; `well`: none of them failed."""
+        if well:
+            self._failed = self._samples = 0
+            self._logged.clear()
+
+    def troubles(self) -> list[Trouble]:
+        """For the heartbeat."""
+        if not self._failed:
+            return []
+        text = f"{self._kind} failing: {self._failed} of {self._samples}, {self._last}"
+        return [Trouble(self._kind, text[:TEXT_CHARS])]
+
+    def _write(self, score: Score) -> None:
+        key = (score.kind, score.trace or score.failure)
+        if key not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(key)
+            self._log.warning("sample failed", kind=str(score.kind), why=score.failure, exception=score.trace)

@@ -1,0 +1,135 @@
+"""Where users' code raised or hangs: `file:line` for people and the traceback for the log. Must never raise itself,
+whatever an exception of the user's is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+STACK_SIGNAL = signal.SIGRTMIN + 3
+"""Makes a process write its main thread's stack into its stack file, even while code holds the interpreter's lock."""
+STACK_LIMIT_S = 0.25
+"""Maximum seconds to wait for a stack: a stopped process writes none."""
+STACK_BYTES = 1 << 14
+_POLL_S = 0.01
+TRACE_CHARS = 4000
+PLACE_CHARS = 200
+DEPTH = 8
+_FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
+
+
+class Home(msgspec.Struct, array_like=True, frozen=True):
+    """The file and line where a user's function is defined; empty for one that has none (a class, a builtin)."""
+
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        return place(self.file, self.line)
+
+
+def home_of(function: Callable[..., Any]) -> Home:
+    """Where `function` is defined, decorators that keep `__wrapped__` aside."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Home(code.co_filename, code.co_firstlineno) if code is not None else Home()
+
+
+def place(file: str, line: int) -> str:
+    """`my_rewards.py:12`, relative to the current directory when the file lies below it."""
+    if not file:
+        return ""
+    with contextlib.suppress(OSError):
+        below = os.path.relpath(file)
+        file = file if below.startswith(os.pardir) else below
+    return f"{file[-PLACE_CHARS:]}:{line}"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, then what it was raised from or while handling; `reason` (urllib) counts as such."""
+    waiting, seen = [error], set[int]()
+    while waiting and len(seen) < DEPTH:
+        each = waiting.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        hidden = None if each.__suppress_context__ else each.__context__
+        linked = (each.__cause__, hidden, getattr(each, "reason", None))
+        waiting += [other for other in linked if isinstance(other, BaseException)]
+
+
+def raised_at(error: BaseException, home: Home) -> str:
+    """The innermost line of the function's own file that `error` passed through; else where the function is defined."""
+    for each in chain(error):
+        lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
+        if lines:
+            return place(home.file, lines[-1])
+    return home.place
+
+
+def traced(error: BaseException) -> str:
+    """The traceback, its end if it is long."""
+    try:
+        return "".join(traceback.format_exception(error))[-TRACE_CHARS:]
+    except Exception as failure:  # an exception of the user's whose text raises
+        return f"{type(error).__name__}, whose text cannot be had ({type(failure).__name__})"
+
+
+def hangs_at(stack: str, home: Home) -> str:
+    """The same for a stack that `write_stacks` wrote."""
+    for file, line in _FRAME.findall(stack):
+        if file == home.file:
+            return place(file, int(line))
+    return home.place
+
+
+def write_stacks(descriptor: int) -> None:
+    """Have this process answer STACK_SIGNAL with its stack, written to `descriptor`. No child inherits that."""
+    os.set_inheritable(descriptor, False)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
+
+
+class StackFile:
+    """The service's end: a file in memory, and the process that writes its stack there when it is asked to."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("stack", os.MFD_CLOEXEC)
+        self._process = -1
+
+    def belongs_to(self, pid: int) -> None:
+        """Name the process; one that is gone by now writes nothing."""
+        with contextlib.suppress(OSError):
+            self._process = os.pidfd_open(pid)
+
+    async def read(self) -> str:
+        """The stack of the process as it is now; empty when it does not answer in STACK_LIMIT_S."""
+        if self._process < 0:
+            return ""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.descriptor, 0)
+            os.lseek(self.descriptor, 0, os.SEEK_SET)  # the offset is shared with the process
+            signal.pidfd_send_signal(self._process, STACK_SIGNAL)
+            size = 0
+            async with asyncio.timeout(STACK_LIMIT_S):
+                while not size or os.fstat(self.descriptor).st_size != size:
+                    size = os.fstat(self.descriptor).st_size
+                    await asyncio.sleep(_POLL_S)  # the kernel tells nobody of a write to a file in memory
+        return os.pread(self.descriptor, STACK_BYTES, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        for descriptor in (self.descriptor, self._process):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor = self._process = -1

@@ -1,0 +1,52 @@
+"""docs/metrics.md lists every name that a row of metrics.jsonl may have, and none that no row has."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec.structs import replace
+
+from proto.messages import DropReason, ForwardBackwardDone, LossReason
+from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.reward_shaping import KL_SCALAR
+from services.scheduler.evaluations import Evaluation
+from services.scheduler.events import WriteRow
+from shared.stages import REFERENCE_SCALAR
+from tests.metric_names import DOCUMENT, documented, undocumented
+from tests.unit.test_scheduler import Bench, plan
+from tests.unit.test_trainer_numbers import step_batch
+
+
+def everything() -> set[str]:
+    """Every name, from the code that makes it; the scheduler's service adds what its stores hold."""
+    extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
+    batch = step_batch([1, 0, 0, 1])
+    batch = replace(
+        batch,
+        scalars=batch.scalars | {name: np.ones(4, np.float32) for name in extra},
+        drops={reason: 1 for reason in DropReason},
+        lost={reason: 1 for reason in LossReason},
+    )
+    metrics = StepMetrics(step=5)
+    metrics.add_gradient(ForwardBackwardDone(sums={"engine_tokens": 1.0, "lag_tokens": 1.0}, seconds=1.0))
+    evaluation = Evaluation("held", 1, (0, 0), 1, 4)
+    evaluation.score(0, np.ones(4, np.float32), 0)
+    bench = Bench(plan(by_completion=True)).start()
+    bench.step(1)
+    written = next(effect.row for effect in bench.effects if isinstance(effect, WriteRow))
+    return {*metrics.row(batch, step_s=1.0), *evaluation.metrics(), *written, "store/bytes", "store/shards"}
+
+
+def test_every_name_is_documented_and_every_documented_name_exists() -> None:
+    names = everything()
+    assert undocumented(names) == set()
+    assert [each.pattern for each in documented() if not any(map(each.fullmatch, names))] == []
+
+
+def test_every_reason_is_documented() -> None:
+    reasons = DOCUMENT.read_text().split("## Reasons")[1]
+    listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # of evaluations only
+    assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()
+
+
+def test_a_name_that_is_not_listed_is_found() -> None:
+    assert undocumented({"reward/mean", "reward/median", "reward/part/any thing"}) == {"reward/median"}
