@@ -22,12 +22,12 @@ from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.supervisor.state import Died, Ended, Outcome, ProcessState
+from launch.supervisor.state import Died, Ended, Outcome, ProcessState, Reported
 from proto.messages import Status
 from shared.actor import logging
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name, sweep_abandoned
-from shared.topology import Topology, TopologyError, load
+from shared.topology import Topology, TopologyError, load, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -101,7 +101,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     try:
         if resume:
             RunDir.open(path)
-        lock = place.lock(path)
+        lock = place.lock(path, stop_limit_s(topology))
         for folder in sweep_abandoned(root) if root.exists() else []:
             print(f"removed what a killed run left: {folder}")
         run = place.reopen(path, topology) if resume else place.create(path, topology)
@@ -136,20 +136,31 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
                 f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
                 f"log: {run.log_file(*event.key)}"
             )
+        elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
+            screen.notice(f"stopping: {event.cause} (again: kill now)")
 
     plan = _plan(topology)
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
     gpus = visible_gpus(topology, preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")))
-    supervisor = Supervisor(run, plan, threads=threads, gpus=gpus, listen=listen, on_event=on_event, lock=lock)
+    supervisor = Supervisor(
+        run,
+        plan,
+        threads=threads,
+        gpus=gpus,
+        listen=listen,
+        on_event=on_event,
+        lock=lock,
+        save_limit_s=stop_limit_s(topology),
+    )
     interrupts = 0
 
     def interrupt() -> None:
         nonlocal interrupts
         interrupts += 1
         if interrupts == 1:
-            screen.notice("stopping: services finish what is under way (again: kill them)")
+            screen.notice("stopping: the step that is open is finished, then saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
             screen.notice("killing all services")
