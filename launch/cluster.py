@@ -19,11 +19,12 @@ import typer
 from launch import place, preflight
 from launch.gpus import visible_gpus, wanted
 from launch.logs import last_lines, shorten
-from launch.progress import Metrics, Screen, accuracy_lines, duration, starting_text
+from launch.progress import Metrics, Screen, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.state import Died, Ended, Outcome, ProcessState, Reported
 from proto.messages import Status
+from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name, sweep_abandoned
@@ -111,10 +112,11 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
     begun = time.monotonic()
     metrics = Metrics(run.metrics, steps=topology.run.steps)
+    before = len(rewinds(run.journal))
     with Screen() as screen:
         screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
         try:
-            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics))
+            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before))
         except RpcError as error:
             _refuse([str(error)])
         finally:
@@ -128,7 +130,9 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
 
 
-async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics) -> Ended:
+async def _supervise(
+    run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics, rewinds_before: int
+) -> Ended:
     def on_event(event: EVENTS) -> None:
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
@@ -169,18 +173,37 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, interrupt)
-    showing = loop.create_task(_show(supervisor, screen, metrics))
+    told = _Rewinds(run, topology, rewinds_before)
+    showing = loop.create_task(_show(supervisor, screen, metrics, told))
     try:
         return await supervisor.run()
     finally:
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
+        told.show(screen)
 
 
-async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics) -> None:
+class _Rewinds:
+    """Says once when the run went back to an earlier step."""
+
+    def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
+        """`told`: how many times it had gone back before this launch."""
+        self._journal = run.journal
+        self._deterministic = topology.run.deterministic
+        self._told = told
+
+    def show(self, screen: Screen) -> None:
+        found = rewinds(self._journal)
+        for step, committed in found[self._told :]:
+            screen.notice(rewind_text(step, committed, deterministic=self._deterministic))
+        self._told = max(self._told, len(found))
+
+
+async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics, told: _Rewinds) -> None:
     status: Status | None = None
     while True:
         await asyncio.sleep(POLL_S)
+        told.show(screen)
         states = {service_name(*key): process.state for key, process in supervisor.state.processes.items()}
         if supervisor.draining:
             left = [name for name, process in states.items() if process not in _OVER]

@@ -25,7 +25,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
-LAYOUT = 10
+LAYOUT = 11
 """Raised with every change of what `begin` writes; another layout is refused by name."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
@@ -75,8 +75,11 @@ def begin(core: Core) -> Iterator[bytes]:
     data["layouts"] = core.layouts
     data["config"] = msgspec.msgpack.encode(core.config)
     data["batches"] = [[step, len(slots)] for step, slots in core.batches.items()]
+    data["identities"] = [[step, len(names)] for step, names in core.identities.items()]
     data["waiting_rows"] = [[step, row] for step, row in core.waiting_rows.items()]
     cells["batches"] = b"".join(slots.tobytes() for slots in core.batches.values())
+    cells["identities"] = b"".join(names.tobytes() for names in core.identities.values())
+    cells["reopened"] = core.reopened.tobytes()
     cells |= {str(number): column.tobytes() for number, column in enumerate(core.tasks.columns())}
     return _parts(msgspec.msgpack.encode(data), cells, core.tasks.scalars[:], core.clears.entries())
 
@@ -137,6 +140,10 @@ def load(plan: Plan, parts: Iterable[bytes]) -> Core:
     slots = _numbers("I", cells["batches"])
     for step, count in data["batches"]:
         core.batches[step], slots = slots[:count], slots[count:]
+    names = _numbers("q", cells["identities"])
+    for step, count in data["identities"]:
+        core.identities[step], names = names[:count], names[count:]
+    core.reopened = _numbers("q", cells["reopened"])
     core.waiting_rows = {step: row for step, row in data["waiting_rows"]}
     core.line_up()
     return core
