@@ -136,17 +136,22 @@ def test_a_checkpoint_made_at_a_stop_is_one_more_to_fall_back_to() -> None:
     assert [names(bench.step(step)) for step in (2, 3)] == lost
 
 
+@pytest.mark.parametrize(("config", "steps"), [(AT_COMMIT, 2), (AT_CHECKPOINT, 3)], ids=["commit", "checkpoint"])
 @pytest.mark.parametrize("by_completion", [False, True], ids=["order", "completion"])
-def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits(*, by_completion: bool) -> None:
-    """Two steps of tasks, and one that is trained: what `worst_case_bytes` asks for."""
-    limit_bytes = 3 * WEIGHT_BYTES + (2 + 1) * 4 * TASK_BYTES
+def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits(
+    config: Configure, steps: int, *, by_completion: bool
+) -> None:
+    """The tasks of two steps, and of one that waits for its checkpoint: what `worst_case_bytes` asks for."""
+    limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
-    bench = begun(made, AT_CHECKPOINT, limit_bytes)
+    bench = begun(made, config, limit_bytes)
     core = bench.machine.core
     most = 0
+    kept, ordered = [0], 0
 
     def train(step: int) -> list[str]:
-        nonlocal most
+        """The checkpoint that a step orders is saved beside the next one."""
+        nonlocal most, ordered
         held: list[LeaseGrant] = []
         while not isinstance(batch := bench.ask(NextBatch(driver=1, step=step)), StepBatch):
             while grant := lease_now(bench):
@@ -157,21 +162,24 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
             bench.complete(held.pop())
         for grant in held:
             bench.complete(grant)
+        if ordered:
+            kept.append(ordered)
+            saved(bench, ordered, *kept[-2:-1])
         bench.ask(CommitStep(driver=1, step=step, metrics={}))
         bench.publish(step)
-        if batch.checkpoint_now:
-            saved(bench, step, *([core.checkpoint_step] if core.checkpoint_step > 0 else []))
+        ordered = step if batch.checkpoint_now else 0
         return names(batch)
 
     history = [train(step) for step in (1, 2, 3)]
     for _ in range(3):
         resumed(bench, limit_bytes=limit_bytes)
-        back = core.committed_step
+        back, ordered = core.committed_step, 0
+        assert back < len(history)
         lost = {name for step in history[back:] for name in step}
         del history[back:]
         history += [train(step) for step in range(back + 1, back + 5)]
         assert lost <= {name for step in history[back:] for name in step}
-    assert most > limit_bytes - 4 * TASK_BYTES
+    assert most == limit_bytes
     trained = [name for step in history for name in step]
     assert len(trained) == len(set(trained))
 
