@@ -32,7 +32,7 @@ from proto.messages import (
 from services.scheduler import metrics_file
 from services.scheduler.events import Answer, Fail
 from services.scheduler.journal import Journal
-from services.scheduler.metrics_file import tidy
+from services.scheduler.metrics_file import MetricsFile, tidy
 from services.scheduler.server import SchedulerService
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -196,6 +196,30 @@ def test_a_kill_at_any_point_of_going_back_neither_loses_nor_doubles_a_row(
         raise AssertionError("there is no end of it")
 
     assert asyncio.run(scene()) >= 6
+
+
+def test_rows_of_commits_that_a_power_cut_took_are_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal ends with step 3, the file with step 5; a kill comes at every possible point of mending that."""
+    rows = [json.dumps({"step": step, "loss": step / 2}) for step in range(1, 6)]
+    path = tmp_path / "metrics.jsonl"
+    kept = tmp_path / "metrics.discarded.jsonl"
+    for at in range(1, 100):
+        path.write_text("".join(f"{row}\n" for row in rows))
+        kept.unlink(missing_ok=True)
+        with monkeypatch.context() as patched:
+            _arm(patched, Kills(at))
+            try:
+                MetricsFile(path, lambda step: rows[step:3], 3, 2).close()
+                killed = False
+            except Killed:
+                killed = True
+        MetricsFile(path, lambda step: rows[step:3], 3, 2).close()
+        assert path.read_text().splitlines() == rows[:3]
+        assert lines(kept) == [{"lineage": 2, **json.loads(row)} for row in rows[3:]]
+        if not killed:
+            assert at > 6
+            return
+    raise AssertionError("there is no end of it")
 
 
 async def _train(life: Life, steps: int) -> None:
