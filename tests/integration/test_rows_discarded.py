@@ -347,7 +347,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
 
 
 @pytest.mark.parametrize("evaluation", ['{held: {source: "builtin:addition?split=test", every: 3, rows: 10}}'])
-@pytest.mark.parametrize("ends", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ends", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_metrics_are_the_first_rows_of_the_journal_after_any_end(run: RunDir, ends: int) -> None:
     """ENDS_SEED=<the number it prints> repeats the moments of a failed run."""
     seed = int(os.environ.get("ENDS_SEED") or random.SystemRandom().randrange(1 << 32))
