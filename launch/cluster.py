@@ -223,6 +223,9 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
             print(f"    {line}", file=sys.stderr)
     elif ended.outcome == Outcome.STOPPED:
         print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
+    if ended.outcome != Outcome.DONE and (saved := _newest_checkpoint(run)) < metrics.step:
+        lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
+        print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
     for line in accuracy_lines(metrics):
         print(line)
     print(f"wall time  {duration(wall_s)}")
@@ -232,6 +235,12 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
     else:
         print(f"go on      python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
+
+
+def _newest_checkpoint(run: RunDir) -> int:
+    """Its step; 0 when there is none."""
+    steps = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
+    return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
 if __name__ == "__main__":
