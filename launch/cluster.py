@@ -19,15 +19,16 @@ import typer
 from launch import place, preflight
 from launch.gpus import visible_gpus, wanted
 from launch.logs import last_lines, shorten
-from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, starting_text
+from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.supervisor.state import Died, Ended, Outcome, ProcessState
+from launch.supervisor.state import Died, Ended, Outcome, ProcessState, Reported
 from proto.messages import Status
+from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name, sweep_abandoned
-from shared.topology import Topology, TopologyError, load
+from shared.topology import Topology, TopologyError, load, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -101,7 +102,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     try:
         if resume:
             RunDir.open(path)
-        lock = place.lock(path)
+        lock = place.lock(path, stop_limit_s(topology))
         for folder in sweep_abandoned(root) if root.exists() else []:
             print(f"removed what a killed run left: {folder}")
         run = place.reopen(path, topology) if resume else place.create(path, topology)
@@ -111,10 +112,11 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
     begun = time.monotonic()
     metrics = Metrics(run.metrics, steps=topology.run.steps)
+    before = len(rewinds(run.journal))
     with Screen() as screen:
         screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
         try:
-            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics))
+            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before))
         except RpcError as error:
             _refuse([str(error)])
         finally:
@@ -128,7 +130,9 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
 
 
-async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics) -> Ended:
+async def _supervise(
+    run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics, rewinds_before: int
+) -> Ended:
     def on_event(event: EVENTS) -> None:
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
@@ -136,20 +140,31 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
                 f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
                 f"log: {run.log_file(*event.key)}"
             )
+        elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
+            screen.notice(f"stopping: {event.cause} (again: kill now)")
 
     plan = _plan(topology)
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
     gpus = visible_gpus(topology, preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")))
-    supervisor = Supervisor(run, plan, threads=threads, gpus=gpus, listen=listen, on_event=on_event, lock=lock)
+    supervisor = Supervisor(
+        run,
+        plan,
+        threads=threads,
+        gpus=gpus,
+        listen=listen,
+        on_event=on_event,
+        lock=lock,
+        save_limit_s=stop_limit_s(topology),
+    )
     interrupts = 0
 
     def interrupt() -> None:
         nonlocal interrupts
         interrupts += 1
         if interrupts == 1:
-            screen.notice("stopping: services finish what is under way (again: kill them)")
+            screen.notice("stopping: the step that is open is finished, then saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
             screen.notice("killing all services")
@@ -158,19 +173,38 @@ async def _supervise(run: RunDir, topology: Topology, lock: int, screen: Screen,
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, interrupt)
-    showing = loop.create_task(_show(supervisor, screen, metrics))
+    told = _Rewinds(run, topology, rewinds_before)
+    showing = loop.create_task(_show(supervisor, screen, metrics, told))
     try:
         return await supervisor.run()
     finally:
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
+        told.show(screen)
 
 
-async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics) -> None:
+class _Rewinds:
+    """Says once when the run went back to an earlier step."""
+
+    def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
+        """`told`: how many times it had gone back before this launch."""
+        self._journal = run.journal
+        self._deterministic = topology.run.deterministic
+        self._told = told
+
+    def show(self, screen: Screen) -> None:
+        found = rewinds(self._journal)
+        for step, committed in found[self._told :]:
+            screen.notice(rewind_text(step, committed, deterministic=self._deterministic))
+        self._told = max(self._told, len(found))
+
+
+async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics, told: _Rewinds) -> None:
     status: Status | None = None
     troubles = Troubles()
     while True:
         await asyncio.sleep(POLL_S)
+        told.show(screen)
         states = {service_name(*key): process.state for key, process in supervisor.state.processes.items()}
         if supervisor.draining:
             left = [name for name, process in states.items() if process not in _OVER]
@@ -193,6 +227,9 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
             print(f"    {line}", file=sys.stderr)
     elif ended.outcome == Outcome.STOPPED:
         print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
+    if ended.outcome != Outcome.DONE and (saved := _newest_checkpoint(run)) < metrics.step:
+        lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
+        print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
     for line in accuracy_lines(metrics):
         print(line)
     print(f"wall time  {duration(wall_s)}")
@@ -202,6 +239,12 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
     else:
         print(f"go on      python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
+
+
+def _newest_checkpoint(run: RunDir) -> int:
+    """Its step; 0 when there is none."""
+    steps = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
+    return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
 if __name__ == "__main__":

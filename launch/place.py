@@ -16,7 +16,8 @@ from shared.topology import Topology, load
 
 BASE = Path("runs")
 LOCK_WAIT_S = 40.0
-"""The services of a launcher that was killed end within two drain limits of its guard; then the directory is free."""
+"""Seconds in which the services of a launcher that was killed end under its guard, besides what a checkpoint that is
+being written takes; then the directory is free."""
 _POLL_S = 0.1
 FIXED = (
     "run.seed",
@@ -64,11 +65,11 @@ def resumable(topology: Topology) -> Path:
     return max(runs, key=lambda path: (path / "run.json").stat().st_mtime_ns)
 
 
-def lock(path: Path) -> int:
+def lock(path: Path, save_limit_s: float = 0.0) -> int:
     """Take the run directory; returns the descriptor of the lock that the guard shares, so that it outlives us.
 
-    Waits for what a killed launcher left to end. Raises RpcError: busy when another launcher lives, or its services do;
-    bad_request when there can be no such directory.
+    Waits for what a killed launcher left to end, which may first have to write a checkpoint (`save_limit_s`). Raises
+    RpcError: busy when another launcher lives, or its services do; bad_request when there can be no such directory.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def lock(path: Path) -> int:
     shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not _take(own):
         raise _in_use(path, "another launcher")
-    until = time.monotonic() + LOCK_WAIT_S
+    until = time.monotonic() + LOCK_WAIT_S + save_limit_s
     while not _take(shared):
         if time.monotonic() >= until:
             raise _in_use(path, "services of a launcher that was killed")

@@ -64,6 +64,10 @@ class Metrics:
         return rows
 
     def _take(self, row: Row) -> None:
+        if self.last and int(row.get("step", 0)) <= self.step:  # the run went back, and the file is read again
+            self.accuracy.clear()
+            self.first_accuracy.clear()
+            self._times.clear()
         self.last = row
         for key, value in row.items():
             if key.startswith("eval/") and key.endswith("/accuracy"):
@@ -157,6 +161,14 @@ def starting_text(states: dict[str, str], status: Status | None) -> str:
         return "all services are ready"
     tasks = " ".join(f"{state} {count}" for state, count in status.tasks.items() if count)
     return f"step {status.step}/{status.steps}  {tasks}"
+
+
+def rewind_text(step: int, committed: int, *, deterministic: bool) -> str:
+    """`back to step 20 of 48: the weights of steps 21-48 died with their processes`."""
+    lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
+    if deterministic:
+        return f"back to step {step} of {committed}: {lost} will be trained again, with the same bits"
+    return f"back to step {step} of {committed}: the weights of {lost} died with their processes"
 
 
 class Troubles:

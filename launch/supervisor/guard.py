@@ -14,49 +14,69 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
-DRAIN_LIMIT_S = 15.0
-"""As in `launch.supervisor.state`: after this long without an end, SIGKILL."""
+KILLED_S = 15.0
+"""Seconds to wait for the end of what was killed."""
 
 
-def watch(lines: Iterable[str]) -> dict[int, int]:
-    """Read announcements until the launcher is gone; return {pid: pidfd} of the processes that it left behind."""
-    left: dict[int, int] = {}
+class Left(NamedTuple):
+    """A process that the launcher left behind."""
+
+    descriptor: int
+    limit_s: float
+    """Seconds that it has to end by itself, as the supervisor says."""
+
+
+def watch(lines: Iterable[str]) -> dict[int, Left]:
+    """Read announcements until the launcher is gone; return the processes that it left behind, by pid."""
+    left: dict[int, Left] = {}
     for line in lines:
-        pid = int(line[1:])
+        pid, *limit_s = line[1:].split()
         if line[0] == "+":
             try:
-                left[pid] = os.pidfd_open(pid)
+                left[int(pid)] = Left(os.pidfd_open(int(pid)), float(limit_s[0]))
             except ProcessLookupError:
                 continue
-        elif pid in left:
-            os.close(left.pop(pid))
+        elif int(pid) in left:
+            os.close(left.pop(int(pid)).descriptor)
     return left
 
 
-def end(left: dict[int, int], limit_s: float) -> None:
-    """SIGTERM to all, SIGKILL after `limit_s` seconds to those that are still there; returns when all are gone."""
-    for number, wait_s in ((signal.SIGTERM, limit_s), (signal.SIGKILL, limit_s)):
-        for descriptor in left.values():
+def end(left: dict[int, Left]) -> None:
+    """SIGTERM to all, SIGKILL to those that are still there when their limit is over; returns when all are gone."""
+    begun = time.monotonic()
+    _signal(left.values(), signal.SIGTERM)
+    for limit_s in sorted({each.limit_s for each in left.values()}):
+        _wait(left, begun + limit_s)
+        _signal([each for each in left.values() if each.limit_s <= limit_s], signal.SIGKILL)
+    _wait(left, time.monotonic() + KILLED_S)
+
+
+def _signal(processes: Iterable[Left], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            signal.pidfd_send_signal(process.descriptor, number)
+        except ProcessLookupError:
+            continue
+
+
+def _wait(left: dict[int, Left], until: float) -> None:
+    """Forget the processes that end before `until`, with what they started."""
+    while left and (remaining := until - time.monotonic()) > 0:
+        gone, _, _ = select.select([each.descriptor for each in left.values()], [], [], remaining)
+        for pid in [pid for pid, each in left.items() if each.descriptor in gone]:
+            del left[pid]
             try:
-                signal.pidfd_send_signal(descriptor, number)
+                os.killpg(pid, signal.SIGKILL)  # what it started and left behind
             except ProcessLookupError:
                 continue
-        until = time.monotonic() + wait_s
-        while left and (remaining := until - time.monotonic()) > 0:
-            gone, _, _ = select.select(list(left.values()), [], [], remaining)
-            for pid in [pid for pid, descriptor in left.items() if descriptor in gone]:
-                del left[pid]
-                try:
-                    os.killpg(pid, signal.SIGKILL)  # what it started and left behind
-                except ProcessLookupError:
-                    continue
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
-    end(watch(sys.stdin), DRAIN_LIMIT_S)
+    end(watch(sys.stdin))
     for folder in sys.argv[1:]:
         shutil.rmtree(folder, ignore_errors=True)
 

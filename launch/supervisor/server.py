@@ -74,7 +74,7 @@ from shared.rundir import RunDir, service_name
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
 CANNOT_START = 127
-EVENTS = Died | Spawned
+EVENTS = Died | Spawned | Reported
 """What `on_event` is told about."""
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
 """Copies of 3 MiB and more go past the caches: a put of weights asks less of the memory. glibc does so from a share of
@@ -114,15 +114,17 @@ class Supervisor:
         listen: Mapping[Key, str] | None = None,
         on_event: Callable[[EVENTS], None],
         lock: int | None = None,
+        save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         """`threads`: CPU threads by process (1 for those left out); `gpus`: CUDA_VISIBLE_DEVICES by process;
         `listen`: endpoints for other hosts by process, the supervisor's own among them, when the run spans some;
-        `lock`: descriptor of the lock on the run directory, handed on to the guard; `command`: the program for a
-        service, when it is not the service's module.
+        `lock`: descriptor of the lock on the run directory, handed on to the guard; `save_limit_s`: what the trainer
+        may take to save a checkpoint at the end; `command`: the program for a service, when it is not the service's
+        module.
         """
         self._run = run
-        self.state = SupervisorState(plan)
+        self.state = SupervisorState(plan, save_limit_s)
         self._threads = dict(threads)
         self._gpus = dict(gpus or {})
         self._listen = dict(listen or {})
@@ -257,7 +259,7 @@ class Supervisor:
             self._log.error("cannot start", name=service_name(*key), error=str(error))
             return Exited(key, 0, CANNOT_START)
         self._children[key] = child
-        self._tell_guard(f"+{child.pid}\n")
+        self._tell_guard(f"+{child.pid} {self.state.drain_limit_s(key)}\n")
         self._loop.add_reader(descriptor, self._on_exit, key, child, descriptor)
         self._log.info("started", name=service_name(*key), pid=child.pid)
         started = Spawned(key, child.pid)
@@ -337,7 +339,9 @@ class Supervisor:
 
     def _on_report(self, report: ServiceReport, call: Call) -> Ack:
         key = (report.service, report.instance)
-        self._feed(Reported(key, report.pid, report.incarnation, report.state, report.cause))
+        event = Reported(key, report.pid, report.incarnation, report.state, report.cause)
+        self._feed(event)
+        self._on_event(event)
         return Ack()
 
     def _on_restart(self, request: RestartService, call: Call) -> Ack:

@@ -28,7 +28,9 @@ KILL_BACKOFF_S = 1.0
 START_LIMIT_S = 600.0
 """A process that is not READY after this long is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
-"""A process that is told to end and has not after this long is killed (services bound their own drain to 10 s)."""
+"""A process that is told to end and has not after this long is killed (services bound their own drain to 10 s) ..."""
+SAVES = frozenset({DRIVER, "policy-trainer-worker"})
+"""... but when the run ends these have the time that a checkpoint takes, besides."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -221,7 +223,9 @@ class Process:
 class SupervisorState:
     """The state machine of one run. `processes` keeps the order of the plan."""
 
-    def __init__(self, plan: Sequence[Key]) -> None:
+    def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0) -> None:
+        """`save_limit_s`: what the trainer may take to save a checkpoint at the end of the run."""
+        self._save_limit_s = save_limit_s
         self.phase = Phase.STARTING
         self.processes = {key: Process(key) for key in plan}
         self._outcome = Outcome.DONE
@@ -273,7 +277,7 @@ class SupervisorState:
         process.pid = pid
         if process.told_to_end:  # told while it was being started
             self._effects.append(Terminate(process.key, pid))
-            process.kill_at = now + DRAIN_LIMIT_S
+            process.kill_at = self._kill_at(process, now)
 
     def _reported(self, event: Reported, now: float) -> None:
         process = self.processes.get(event.key)
@@ -287,7 +291,7 @@ class SupervisorState:
         if event.state != ProcessState.STARTING:
             process.ready_by = None
         if event.state not in (ProcessState.STARTING, ProcessState.READY) and process.kill_at is None:
-            process.kill_at = now + DRAIN_LIMIT_S
+            process.kill_at = self._kill_at(process, now)
 
     def _silent(self, process: Process, pid: int, seconds: float) -> None:
         if process.pid != pid or process.state != ProcessState.READY:
@@ -425,8 +429,15 @@ class SupervisorState:
         process.told_to_end = True
         process.ready_by = None
         if process.pid:
-            process.kill_at = now + DRAIN_LIMIT_S
+            process.kill_at = self._kill_at(process, now)
             self._effects.append(Terminate(process.key, process.pid))
+
+    def drain_limit_s(self, key: Key) -> float:
+        """Seconds that a process has to end when the run ends."""
+        return DRAIN_LIMIT_S + (self._save_limit_s if key[0] in SAVES else 0.0)
+
+    def _kill_at(self, process: Process, now: float) -> float:
+        return now + (self.drain_limit_s(process.key) if self.phase == Phase.DRAINING else DRAIN_LIMIT_S)
 
 
 def describe_exit(status: int) -> str:

@@ -100,6 +100,8 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
     step: int
     kept: list[int]
     """Steps of all checkpoints that exist now, this one included."""
+    at_stop: bool = False
+    """As in `SaveCheckpoint`: recovery may still fall back to as many others as before."""
 
 
 @message(47)

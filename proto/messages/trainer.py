@@ -160,6 +160,8 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     REPLY: ClassVar[type[Message]] = Saved
     step: int
     keep_last: int
+    at_stop: bool = False
+    """It is made because the run stops: it counts beside `keep_last`, and goes with the next checkpoint."""
 
 
 @message(92)

@@ -163,9 +163,12 @@ class WorkerDispatch:
             raise RpcError(ErrorCode.INTERNAL, f"{self._clients[0].peer} published weights without a reference")
         return published.ref
 
-    def save_checkpoint(self, step: int, *, keep_last: int) -> Awaitable[messages.Saved]:
-        """A durable, verified checkpoint of `step`; older ones past `keep_last` go."""
-        request = messages.SaveCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last)
+    def save_checkpoint(self, step: int, *, keep_last: int, at_stop: bool = False) -> Awaitable[messages.Saved]:
+        """A durable, verified checkpoint of `step`; older ones past `keep_last` go, which one `at_stop` does not
+        count for."""
+        request = messages.SaveCheckpoint(
+            driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop
+        )
         return self._submit(request, messages.Saved)
 
     def load_checkpoint(self, step: int) -> Awaitable[messages.WorkerReady]:

@@ -21,6 +21,7 @@ from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
 from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.stop import Stop
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL
@@ -48,8 +49,12 @@ class Driver:
         publisher: Publisher,
         standing: Standing,
         on_row: Callable[[dict[str, float]], None],
+        stop: Stop | None = None,
     ) -> None:
-        """`on_row` gets every committed step's metrics (telemetry). Raises RpcError(bad_request) as `own_estimator`."""
+        """`on_row` gets every committed step's metrics (telemetry); `stop` may order an early end.
+
+        Raises RpcError(bad_request) as `own_estimator`.
+        """
         self.topology = topology
         self.loss = loss_spec(topology)
         self.estimator = own_estimator(topology)
@@ -58,18 +63,24 @@ class Driver:
         self.publisher = publisher
         self.standing = standing
         self.on_row = on_row
+        self.stop = stop or Stop()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
         self._log = structlog.get_logger("driver")
 
     async def train(self) -> None:
-        """Every step up to the last, weights published and checkpoints saved. Raises RpcError."""
+        """Every step up to the last, weights published and checkpoints saved. Raises RpcError.
+
+        When the run is stopped, the step that is open is finished, and the committed one is saved.
+        """
         version, last = self.standing.version, self.topology.run.steps
         if version == self.standing.committed:
             self.publisher.begin(version, checkpoint_now=self.standing.checkpoint_now)
         while version < last:
             began = time.perf_counter()
             metrics = StepMetrics(step=version + 1)
-            batch = await self.publisher.watch(self.scheduler.next_batch(metrics.step))
+            batch = await self.publisher.watch(self.next_batch(metrics.step))
+            if batch is None:
+                return await self.publisher.stop(version)
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
             version = metrics.step
@@ -83,7 +94,14 @@ class Driver:
             if version >= self.standing.committed:
                 ordered = version == self.standing.committed and self.standing.checkpoint_now
                 self.publisher.begin(version, checkpoint_now=batch.checkpoint_now or ordered)
-        await self.publisher.finish(version)
+        await self.stop.unless(self.publisher.finish(version))
+        if self.stop.asked:
+            await self.publisher.stop(version)
+
+    async def next_batch(self, step: int) -> StepBatch | None:
+        """The batch of `step`; None when the run is stopped first. A step that was committed before is replayed."""
+        work = self.scheduler.next_batch(step)
+        return await (work if step <= self.standing.committed else self.stop.unless(work))
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """One training step on the batch of its group samples."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +34,11 @@ class Publisher:
         last_step: int,
         export: Path,
         earlier: int = 0,
+        on_stop: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`earlier`: so many versions before the first one are published again (deterministic mode: tasks that were
-        lost are sampled with the version they were first sampled with)."""
+        lost are sampled with the version they were first sampled with); `on_stop` is told which step is saved because
+        the run stops."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -46,6 +48,7 @@ class Publisher:
         self._last_step = last_step
         self._export = export
         self._earlier = earlier
+        self._on_stop = on_stop
         self._publishing: asyncio.Task[float] | None = None
         self._saving: asyncio.Task[float] | None = None
 
@@ -89,6 +92,16 @@ class Publisher:
         await self._workers.save_hf_model(self._export)
         await self._scheduler.finish()
 
+    async def stop(self, version: int) -> None:
+        """The run ends early at `version`, which the workers hold: return once the scheduler knows its checkpoint."""
+        if version > max(self._newest_checkpoint, 0):
+            self._newest_checkpoint = version
+            self._saving = asyncio.create_task(self._save(version, after=self._saving, at_stop=True))
+        if self._saving is not None:
+            if not self._saving.done():
+                self._on_stop(self._newest_checkpoint)
+            await self._saving
+
     async def cancel(self) -> None:
         """Give up what is under way."""
         tasks = self._background()
@@ -109,10 +122,11 @@ class Publisher:
             await self._scheduler.publish(ref)
         return time.perf_counter() - began
 
-    async def _save(self, version: int, *, after: asyncio.Task[float] | None) -> float:
+    async def _save(self, version: int, *, after: asyncio.Task[float] | None, at_stop: bool = False) -> float:
         began = time.perf_counter()
-        saved = await self._workers.save_checkpoint(version, keep_last=self._checkpoint.keep_last)
+        keep_last = self._checkpoint.keep_last
+        saved = await self._workers.save_checkpoint(version, keep_last=keep_last, at_stop=at_stop)
         if after is not None:
             await after
-        await self._scheduler.checkpoint_saved(version, list(saved.kept))
+        await self._scheduler.checkpoint_saved(version, list(saved.kept), at_stop=at_stop)
         return time.perf_counter() - began

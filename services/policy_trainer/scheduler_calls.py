@@ -52,8 +52,8 @@ class SchedulerCalls:
     async def publish(self, ref: WeightsRef) -> None:
         await self._ask(messages.PublishWeights(driver=self._driver, ref=ref), Ack)
 
-    async def checkpoint_saved(self, step: int, kept: list[int]) -> None:
-        await self._ask(messages.CheckpointSaved(driver=self._driver, step=step, kept=kept), Ack)
+    async def checkpoint_saved(self, step: int, kept: list[int], *, at_stop: bool = False) -> None:
+        await self._ask(messages.CheckpointSaved(driver=self._driver, step=step, kept=kept, at_stop=at_stop), Ack)
 
     async def wait_evals(self, step: int) -> messages.EvalsDone:
         """The evaluations of version `step`, waiting until they are done."""

@@ -1,24 +1,33 @@
-"""The driver as an actor: resumes, trains, and resumes again when a worker was lost. Touches no tensor."""
+"""The driver as an actor: resumes, trains, and resumes again when a worker was lost. Touches no tensor.
+
+When the run is stopped it saves the committed step before it ends; when it alone is told to end it just ends, because
+the workers keep what they hold.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+from proto.messages import GetSupervisorState, SupervisorState
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.driver import Driver, own_estimator
 from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.actor.service import Service
-from shared.rundir import service_name
-from shared.topology import Topology
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name
+from shared.topology import Topology, stop_limit_s
 
 STORE = service_name("batch-store", 0)
 MAX_RECOVERIES = 5
 """Times in a row that workers may be lost before one more step is committed."""
+SUPERVISOR_S = 2.0
+"""Seconds to wait for the supervisor's answer; one that was killed gives none."""
 
 
 class PolicyTrainer(Service):
@@ -26,9 +35,45 @@ class PolicyTrainer(Service):
 
     NAME = "policy-trainer"
 
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        self._stop = Stop()
+        self._ending = False
+        self._trains = False
+        """Whether the workers hold something that may be worth saving."""
+
     async def start(self) -> None:
         """Find the advantage estimator, which nothing later in the run could mend."""
         own_estimator(topologies.load(self.run.topology))
+
+    def request_stop(self) -> None:
+        if self.supervised and self._trains and not self._ending:
+            self._ending = True
+            self.keep(self._end())
+        elif not self._ending:
+            super().request_stop()
+
+    async def _end(self) -> None:
+        """End once the committed step is saved, within the limit that the launcher knows too, if the whole run ends."""
+        if not await self._run_ends():
+            super().request_stop()
+            return
+        limit_s = stop_limit_s(topologies.load(self.run.topology))
+        self.loop.call_later(limit_s, self._give_up, limit_s)
+        self._stop.ask()
+
+    def _give_up(self, limit_s: float) -> None:
+        self.log.warning("stopped before the committed step was saved", limit_s=limit_s)
+        super().request_stop()
+
+    async def _run_ends(self) -> bool:
+        """What the supervisor says; no when it is gone itself, because then everything ends at once."""
+        supervisor = self.client("supervisor")
+        try:
+            state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)
+        except RpcError:
+            return False
+        return state.phase == "DRAINING"
 
     async def serve(self) -> None:
         topology = topologies.load(self.run.topology)
@@ -42,6 +87,10 @@ class PolicyTrainer(Service):
                 await self._train(topology, scheduler, workers)
                 return
             except WorkersLost as error:
+                self._trains = False
+                if self._stop.asked:
+                    self.log.warning("stopped, the committed step is not saved: workers lost", error=str(error))
+                    return
                 committed = (await scheduler.run_info()).committed_step
                 losses = losses + 1 if committed == lost_at else 1
                 lost_at = committed
@@ -63,9 +112,11 @@ class PolicyTrainer(Service):
             last_step=topology.run.steps,
             earlier=topology.staleness if deterministic else 0,
             export=self.run.export,
+            on_stop=lambda step: self.ends_after(f"saving step {step}"),
         )
+        self._trains = True
         try:
-            await Driver(topology, scheduler, workers, publisher, standing, self._show).train()
+            await Driver(topology, scheduler, workers, publisher, standing, self._show, self._stop).train()
         finally:
             await publisher.cancel()
 

@@ -3,8 +3,8 @@ URL it came to. The endpoint must never listen beyond the loopback interface, no
 distribution.
 
 A request may shorten an answer (max_tokens, stop). Its temperature, top_p, penalties and seed are overridden by the
-topology's sampling; the response's header `x-overridden` lists them. A request that would be sampled differently is also
-reported once in the log and on the console.
+topology's sampling; the response's header `x-overridden` lists them. The first request that this changes is also
+reported in the log and on the console.
 """
 
 from __future__ import annotations

@@ -134,6 +134,16 @@ class Window:
         self.head = self._base = self._prefix = self.head - len(slots)
         self._ready_in_prefix = 0
 
+    def restart(self) -> None:
+        """Forget every task; numbers go on after the last one that was given."""
+        self.head = self._base = self._prefix = self.tail
+        self._slots = array("q")
+        self._marks = bytearray()
+        self._ready_in_prefix = 0
+        self._dropped = []
+        if self._finished is not None:
+            self._finished = deque()
+
     def take_completed(self, count: int) -> list[int]:
         """Remove the `count` tasks that became ready first, wherever they stand; needs `ready_anywhere >= count`.
 

@@ -181,6 +181,27 @@ class WriteRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewound:
+    """The run went back to `step`: the steps after it, up to `committed`, were of this lineage or earlier ones."""
+
+    lineage: int
+    step: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardRows:
+    """The rows of all steps after `step` leave the journal and `metrics.jsonl`; `metrics.discarded.jsonl` keeps them.
+
+    `waiting`: rows by step that had not been written, because an evaluation before them was under way.
+    """
+
+    lineage: int
+    step: int
+    waiting: dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Telemetry: may be lost."""
 
@@ -219,5 +240,7 @@ Effect = (
     | SaveStep
     | SaveEval
     | WriteRow
+    | Rewound
+    | DiscardRows
     | Tell
 )

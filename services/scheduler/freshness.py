@@ -79,11 +79,6 @@ class Freshness(Granting):
         versions = self._versions(slot, "version_min")
         return int(versions.min()) if len(versions) else -1 - self.plan.staleness
 
-    def _newest_version(self, slot: int) -> int:
-        """Of the task's tokens; the newest there may be when its result does not tell."""
-        versions = self._versions(slot, "version_max")
-        return int(versions.max()) if len(versions) else self.config.steps
-
     def _versions(self, slot: int, column: str) -> Array:
         """int32 [samples] of an accepted rollout; [0] when its result does not tell."""
         data = self.tasks.scalars[slot] or b"\0\0"

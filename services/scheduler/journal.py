@@ -8,6 +8,7 @@ may lose the last commits, never order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from proto.registry import Message
 from services.scheduler.events import (
     Cleared,
     Configure,
+    DiscardRows,
     Durable,
     Internal,
     Leased,
     LeaseExpired,
+    Rewound,
     SaveEval,
     SaveStep,
     StoreGone,
@@ -61,7 +64,18 @@ CREATE TABLE IF NOT EXISTS evals (
     name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL NOT NULL, samples INTEGER NOT NULL,
     dropped INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, version));
 CREATE TABLE IF NOT EXISTS rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rewinds (
+    lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL);
 """
+
+
+def rewinds(path: Path) -> list[tuple[int, int]]:
+    """`(step, committed)` of each time that a run went back, oldest first; [] while its journal cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
+            return journal.execute("SELECT step, committed FROM rewinds ORDER BY lineage").fetchall()
+    except sqlite3.Error:
+        return []
 
 
 class Journal:
@@ -166,8 +180,8 @@ class Journal:
         self._pending_bytes += len(body)
         self._events.append((self.seq, at, kind, body))
 
-    def save(self, effect: SaveStep | SaveEval | WriteRow, at: float) -> None:
-        """Add a row of a readable table."""
+    def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
+        """Add a row of a readable table, or take back those of steps that the run went back before."""
         match effect:
             case SaveStep(state="BATCHED"):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
@@ -180,6 +194,13 @@ class Journal:
                 self._saves.append(("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?)", values))
             case WriteRow():
                 self._saves.append(("INSERT OR IGNORE INTO rows VALUES (?, ?)", (effect.step, json.dumps(effect.row))))
+            case Rewound():
+                values = (effect.lineage, effect.step, effect.committed, at)
+                self._saves.append(("INSERT OR REPLACE INTO rewinds VALUES (?, ?, ?, ?)", values))
+                self._saves.append(("UPDATE steps SET state='TAKEN_BACK' WHERE step > ?", (effect.step,)))
+            case DiscardRows():
+                self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
+                self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
 
     @property
     def dirty(self) -> bool:

@@ -75,6 +75,11 @@ class Ledger(Stores):
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
         self.batches: dict[int, array[int]] = {}
         """Slots of each journaled step, in batch order, until they are collected."""
+        self.identities: dict[int, array[int]] = {}
+        """Epoch and row index of each task of a step, one after the other, until the oldest checkpoint that recovery
+        may fall back to covers them; none in deterministic mode, where they follow from the step."""
+        self.reopened: array[int] = array("q")
+        """The same of tasks whose steps were taken back: they are admitted before any other."""
         self.driver = 0
         self.old_drivers: list[int] = []
         self.lineage = 0
@@ -187,6 +192,7 @@ class Ledger(Stores):
             self._clear(slot, last=False)
             self.tasks.reset_attempt(slot)
             self.tasks.clears[slot] = self.tasks.step[slot] = 0
+            self.tasks.admission[slot] = admission
         return slot
 
     def _drop(self, slot: int, why: DropReason, reason: str) -> None:
@@ -242,11 +248,26 @@ class Ledger(Stores):
             self._admit_some(bound - self.window.live)
 
     def _admit_some(self, most: int) -> None:
-        """Admit up to `most` tasks, of one epoch."""
-        epoch, rows = self.order.some(self.position, most)
-        first = self.window.admit(self.tasks.add(TRAIN_SPLIT, epoch, rows, self.window.tail))
+        """Admit up to `most` tasks: those that were taken back, or else new ones of one epoch."""
+        if self.reopened:
+            slots = self._admit_again(most)
+        else:
+            epoch, rows = self.order.some(self.position, most)
+            slots = self.tasks.add(TRAIN_SPLIT, epoch, rows, self.window.tail)
+            self.position += len(rows)
+        first = self.window.admit(slots)
         self.ready[0].admit(first, self.window.tail)
-        self.position += len(rows)
+
+    def _admit_again(self, most: int) -> list[int]:
+        """Slots of the first of `reopened`, under the numbers to come and fences that no store has heard of."""
+        taken, self.reopened = self.reopened[: 2 * most], self.reopened[2 * most :]
+        names = zip(taken[::2], taken[1::2], strict=True)
+        slots = [
+            self._revived(TRAIN_SPLIT, epoch, row, admission)
+            for admission, (epoch, row) in enumerate(names, self.window.tail)
+        ]
+        self.highest_fence = max([self.highest_fence, *(self.tasks.fence[slot] for slot in slots)])
+        return slots
 
     def _open_batch_tasks(self) -> int:
         return len(self.batches.get(self.batched_step, ())) if self.batched_step > self.committed_step else 0

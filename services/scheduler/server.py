@@ -20,6 +20,7 @@ from services.scheduler.events import (
     Answer,
     Asked,
     ClearDone,
+    DiscardRows,
     Effect,
     Event,
     Fail,
@@ -28,6 +29,7 @@ from services.scheduler.events import (
     Persist,
     ProcessGone,
     RequestInventory,
+    Rewound,
     SaveEval,
     SaveStep,
     SendClear,
@@ -65,6 +67,7 @@ class SchedulerService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._effects: list[Effect] = []
+        self._discards: list[DiscardRows] = []
         self._state: Scheduler
         self._journal: Journal
         self._metrics: MetricsFile
@@ -100,7 +103,8 @@ class SchedulerService(Service):
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
         self._rebuild()
-        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after)
+        core = self._state.core
+        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, core.next_row - 1, core.lineage)
         self._state.last_row = self._journal.last_row()
         self._state.bad_rows = len(bad)
         self._take(self._state.begin(configuration(topology), self._now()))
@@ -171,12 +175,21 @@ class SchedulerService(Service):
 
     def _take(self, effects: Iterable[Effect]) -> None:
         """Journal what must be durable; keep the rest for `_flush`."""
+        effects = list(effects)
+        if any(isinstance(effect, DiscardRows) for effect in effects):
+            self._flush()  # the rows of before are in the file, where they can be discarded
         for effect in effects:
             match effect:
                 case Persist():
                     self._journal.append(effect.event, time.time())
                 case SaveStep() | SaveEval():
                     self._journal.save(effect, time.time())
+                case Rewound():
+                    self._journal.save(effect, time.time())
+                    self.log.warning("back to an earlier step", step=effect.step, committed=effect.committed)
+                case DiscardRows():
+                    self._journal.save(effect, time.time())
+                    self._discards.append(effect)
                 case WriteRow():
                     self._journal.save(effect, time.time())
                     self._effects.append(effect)
@@ -188,6 +201,9 @@ class SchedulerService(Service):
         if self._failed.done():
             return
         try:
+            for discard in self._discards:  # before the commit: the file never has a row that the journal has not
+                self._metrics.discard(discard.lineage, discard.step, discard.waiting)
+            self._discards.clear()
             self._journal.commit()
             effects, self._effects = self._effects, []
             for effect in effects:

@@ -77,8 +77,11 @@ def begin(core: Core) -> Iterator[bytes]:
     data["layouts"] = core.layouts
     data["config"] = msgspec.msgpack.encode(core.config)
     data["batches"] = [[step, len(slots)] for step, slots in core.batches.items()]
+    data["identities"] = [[step, len(names)] for step, names in core.identities.items()]
     data["waiting_rows"] = [[step, row] for step, row in core.waiting_rows.items()]
     cells["batches"] = b"".join(slots.tobytes() for slots in core.batches.values())
+    cells["identities"] = b"".join(names.tobytes() for names in core.identities.values())
+    cells["reopened"] = core.reopened.tobytes()
     cells |= {str(number): column.tobytes() for number, column in enumerate(core.tasks.columns())}
     return _parts(msgspec.msgpack.encode(data), cells, core.tasks.scalars[:], core.clears.entries())
 
@@ -140,6 +143,10 @@ def load(plan: Plan, parts: Iterable[bytes]) -> Core:
     slots = _numbers("I", cells["batches"])
     for step, count in data["batches"]:
         core.batches[step], slots = slots[:count], slots[count:]
+    names = _numbers("q", cells["identities"])
+    for step, count in data["identities"]:
+        core.identities[step], names = names[:count], names[count:]
+    core.reopened = _numbers("q", cells["reopened"])
     core.waiting_rows = {step: row for step, row in data["waiting_rows"]}
     core.line_up()
     return core

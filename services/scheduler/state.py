@@ -52,6 +52,7 @@ from services.scheduler.events import (
     ClearDone,
     Cleared,
     Configure,
+    DiscardRows,
     Durable,
     Effect,
     Event,
@@ -61,6 +62,7 @@ from services.scheduler.events import (
     Persist,
     ProcessGone,
     RequestInventory,
+    Rewound,
     SendClear,
     StopClear,
     StoreGone,
@@ -210,6 +212,11 @@ class Scheduler:
                 if isinstance(effect, WriteRow):
                     self.last_row = effect.row
                     self._out.append(Tell("step", dict(effect.row)))
+                elif isinstance(effect, DiscardRows):
+                    self.last_row = {}
+                elif isinstance(effect, Rewound):
+                    told: dict[str, float | str] = {"step": effect.step, "committed": effect.committed}
+                    self._out.append(Tell("scheduler/rewound", told))
             self._out.extend(self.core.out)
             self.core.out.clear()
         out, self._out = self._out, []

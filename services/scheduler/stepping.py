@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from proto.messages import (
 )
 from services.scheduler import scalars
 from services.scheduler.evaluations import Evaluation
-from services.scheduler.events import (
-    SaveStep,
-)
+from services.scheduler.events import DiscardRows, Rewound, SaveStep
 from services.scheduler.freshness import Freshness
 from services.scheduler.plan import due
 from services.scheduler.plausible import MOST
@@ -44,12 +42,12 @@ class Stepping(Freshness):
                 self.old_drivers.append(self.driver)
             self.driver = request.driver
         if request.reload:
-            self.lineage += 1
             loaded = max(self.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
             if not all(map(self._replayable, range(loaded + 1, self.committed_step + 1))):
                 self._rewind(loaded)
                 # later checkpoints were refused by the trainer, and hold the weights of the steps taken back
                 self.checkpoint_step = min(self.checkpoint_step, loaded or -1)
+            self.lineage += 1
         return RunInfo(
             steps=self.config.steps,
             committed_step=self.committed_step,
@@ -67,18 +65,19 @@ class Stepping(Freshness):
         return step if step and self.versions.at_step(step) is None else 0
 
     def _rewind(self, step: int) -> None:
-        """Without replay (gc.after: commit) the steps after `step` are trained again, on later tasks; in deterministic
-        mode on the same ones, rolled again. No task that waits keeps a token of a version that was taken back."""
+        """The weights of the steps after `step` are gone, and their tasks cannot be replayed: train them again.
+
+        Their tasks are sampled again before all others. Their rows go, except in deterministic mode, where the steps
+        come out with the same bits. The caller begins a new lineage.
+        """
         for later in [each for each in self.batches if each > step]:
             slots = self.batches.pop(later)
             if later <= self.committed_step:
                 self._cover(slots)
-            for slot in slots:
-                if not self.plan.deterministic:
-                    self.tasks.move(slot, TaskState.DROPPED)
-                    self.dropped += 1
-                    self._collect(slot)
-        begun = self.plan.reference_version(self.committed_step + 1)
+            if not self.plan.deterministic:
+                self._set_aside(slots)
+        if step < self.committed_step:
+            self._tell_rewind(step)
         self.batched_step = self.committed_step = min(step, self.committed_step)
         for lease in list(self.leases):
             # one that trains may have newer weights than it names
@@ -88,13 +87,41 @@ class Stepping(Freshness):
             self._reopen()  # the versions to come have the bits of those taken back, and so have their scores
         else:
             self._take_back_evaluations(step)
-            self._sample_again(step)
-            if begun != self.plan.reference_version(self.committed_step + 1):
-                self._refer_again()
+            self._open_again(step)
         for ref in self.versions.after(step):
             self._clear_weights(ref)
-        for later in [row for row in self.waiting_rows if row > step]:
-            del self.waiting_rows[later]
+
+    def _tell_rewind(self, step: int) -> None:
+        """Say how far the run goes back, and discard the rows of the steps that are trained otherwise now."""
+        self.out.append(Rewound(self.lineage, step, self.committed_step))
+        waiting = {later: self.waiting_rows.pop(later) for later in [row for row in self.waiting_rows if row > step]}
+        if not self.plan.deterministic:
+            self.out.append(DiscardRows(self.lineage, step, waiting))
+            self.next_row = min(self.next_row, step + 1)
+
+    def _set_aside(self, slots: Iterable[int]) -> None:
+        """What was made of these tasks goes; their identities are kept elsewhere."""
+        for slot in slots:
+            self.tasks.move(slot, TaskState.DROPPED)
+            self._collect(slot)
+
+    def _open_again(self, step: int) -> None:
+        """Put the tasks of the steps after `step` before those that wait. No train task may be leased.
+
+        Those that wait are sampled again too: their versions were chosen for earlier steps than they come to now, or
+        were taken back.
+        """
+        again: array[int] = array("q")
+        for later in [each for each in self.identities if each > step]:
+            again += self.identities.pop(later)
+        waiting = [slot for _, slot in self.window.members()]
+        self.reopened = again + self._identities_of(waiting) + self.reopened
+        self._set_aside(waiting)
+        self.window.restart()
+        self.line_up()
+
+    def _identities_of(self, slots: Iterable[int]) -> array[int]:
+        return array("q", [number for slot in slots for number in (self.tasks.epoch[slot], self.tasks.index[slot])])
 
     def _take_back_evaluations(self, step: int) -> None:
         """Versions after `step` come with other weights: no score of the old ones may stand beside one of the new.
@@ -105,20 +132,6 @@ class Stepping(Freshness):
             for slot in one.waiting:
                 self.tasks.move(slot, TaskState.DROPPED)
                 self._collect(slot)
-
-    def _sample_again(self, step: int) -> None:
-        """What waits and has tokens of versions after `step` was sampled by weights that the run never had."""
-        for admission, slot in self.window.members():
-            if self.tasks.done[slot] and self._newest_version(slot) > step:
-                self.window.mark_unready(admission)
-                self._retry(slot, 0, "its version was taken back")
-
-    def _refer_again(self) -> None:
-        """A refresh of the reference was taken back: what waits was scored for later steps, by a version to come."""
-        for admission, slot in self.window.members():
-            if self.tasks.done[slot] > 1:  # more than the rollout
-                self.window.mark_unready(admission)
-                self._retry(slot, 0, "the reference goes back to an earlier version")
 
     def batch(self, request: NextBatch) -> StepBatch | None:
         """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
@@ -150,6 +163,8 @@ class Stepping(Freshness):
             self.tasks.move(slot, TaskState.BATCHED)
             self.tasks.step[slot] = request.step
         self.batches[request.step] = array("I", slots)
+        if not self.plan.deterministic:
+            self.identities[request.step] = self._identities_of(slots)
         self.batched_step = request.step
         self.out.append(SaveStep(request.step, "BATCHED", [self.tasks.task_id(slot) for slot in slots], {}))
         self.batch_dropped = self.dropped - self.dropped_reported
@@ -270,9 +285,11 @@ class Stepping(Freshness):
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: {self.committed_step} is committed")
         # ones that are newer than the committed step are of steps taken back since
         kept = sorted({request.step, *(step for step in request.kept if step <= self.committed_step)})
-        kept = kept[-self.config.keep_last :]
+        kept = kept[-(self.config.keep_last + request.at_stop) :]
         self.checkpoint_step = kept[-1]
         self._collect_steps(kept[0])
+        for step in [each for each in self.identities if each <= kept[0]]:
+            del self.identities[step]
         if self._wants_checkpoint({}):
             # No room for one more interval of replay: give up the older checkpoint's rather than stand still.
             self._collect_steps(kept[-1])

@@ -1,10 +1,9 @@
 """What happens when a store comes back without its data (its host was lost, the run was resumed), or not at all. Pure.
 
 Its unfinished tasks are rolled again under higher fences. If it held more than those, the run returns to the newest
-checkpoint: steps after it cannot be replayed, so their tasks go and later ones are trained instead (promise 1; in
-deterministic mode the same ones are rolled again, from the same versions). No weight update is kept whose
-tasks could be trained again (promise 2): the trainer reloads the checkpoint too. A store that held nothing of a step
-must never take one back.
+checkpoint: steps after it cannot be replayed, so their tasks are opened again and trained once more (promise 1; in
+deterministic mode from the same versions). No weight update is kept whose tasks could be trained again (promise 2): the
+trainer reloads the checkpoint too. A store that held nothing of a step must never take one back.
 
 A store of a host that joined and is gone for good costs less where it can: what it held of trained tasks matters only
 to a trainer that reloads, so a checkpoint is ordered and the run goes on. It must never keep others waiting.

@@ -100,6 +100,7 @@ class Service:
         self._scheduler_incarnation = 0
         self._reports: deque[ServiceReport] = deque()
         self._reporter: asyncio.Task[None] | None = None
+        self.drain_s = DRAIN_S
         self._broken: BaseException | None = None
         self._helpers: list[asyncio.Task[None]] = []
         self.progress: Callable[[], int] = lambda: 0
@@ -120,7 +121,7 @@ class Service:
         await self.stopping.wait()
 
     async def drain(self) -> None:
-        """Finish or hand back what is under way; bounded by `DRAIN_S`."""
+        """Finish or hand back what is under way; bounded by `drain_s`."""
 
     def heartbeat(self) -> messages.Heartbeat:
         """What to tell the scheduler each second; extend with `msgspec.structs.replace`."""
@@ -187,6 +188,11 @@ class Service:
         """Whether a launcher started this process, hears of its states and can kill it."""
         return bool(self._supervisor)
 
+    def ends_after(self, what: str) -> None:
+        """Tell the supervisor what the end of this life waits for, such as `saving step 19`."""
+        self.cause = what
+        self._enter(State.DRAINING)
+
     # ---- life-cycle
 
     async def run_until_stopped(self) -> int:
@@ -211,9 +217,11 @@ class Service:
                 await self._until_stopping(self.serve())
             if self._broken is not None:
                 raise self._broken
-            self._enter(State.DRAINING)
-            async with asyncio.timeout(DRAIN_S):
+            if self.state != State.DRAINING:
+                self._enter(State.DRAINING)
+            async with asyncio.timeout(self.drain_s):
                 await self.drain()
+            self.cause = ""
             self._enter(State.STOPPED)
         except Exception as error:
             # one line for people; the log holds the trace

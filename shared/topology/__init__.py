@@ -8,6 +8,7 @@ from shared.topology.load import load
 from shared.topology.plan import ServiceSpec
 from shared.topology.problem import Problem, TopologyError
 from shared.topology.schema import Topology
+from shared.topology.stop import stop_limit_s
 
 __all__ = [
     "Problem",
@@ -15,6 +16,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "load",
+    "stop_limit_s",
     "task_bytes",
     "token_bytes",
     "weight_bytes",

@@ -26,7 +26,7 @@ ROUTES = {
     "ServiceReport": ("every service", "supervisor"),
     "RestartService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
-    "GetSupervisorState": ("operator", "supervisor"),
+    "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
     "GetLog": ("operator, supervisor", "supervisor, every service"),
     "Register": ("every service", "scheduler"),

@@ -47,15 +47,32 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
     assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
 
 
-def test_launcher_killed_and_run_resumed_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The store's memory goes with the launcher: what followed the checkpoint is sampled and trained again."""
-    with parity.start(tmp_path) as run:
-        run.wait_for("step 5, after the checkpoint of step 3", lambda: parity.committed(run, 5))
+def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no_bit(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """A stop saves the step that it stops at, out of turn, and the run goes on exactly there. A killed launcher takes
+    the store's memory with it: what followed the checkpoint is sampled and trained again."""
+    with parity.start(tmp_path, "checkpoint.every=100") as run:
+        run.wait_for("step 1", lambda: parity.committed(run, 1))
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 1
+        rows = (run.path / "metrics.jsonl").read_text()
+        stopped = int(run.rows()[-1]["step"])
+        assert f"stopping: saving step {stopped} (again: kill now)" in run.output()
+        assert [path.name for path in (run.path / "checkpoints").glob("step-*")] == [f"step-{stopped}"]
+    with parity.resume(tmp_path) as run:
+        run.wait_for("a step after the stop", lambda: parity.committed(run, stopped + 1))
+        begun = [line for line in run.log("policy-trainer") if line["event"] == "workers loaded"]
+        assert begun[-1]["step"] == stopped
+        assert (run.path / "metrics.jsonl").read_text().startswith(rows)
+        assert "back to step" not in run.output()
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
     with parity.resume(tmp_path) as run:
         assert run.end() == 0, run.output()
+        assert "will be trained again, with the same bits" in run.output()
     assert parity.differences(undisturbed, run.path) == []
+    assert not (run.path / "metrics.discarded.jsonl").exists()
 
 
 # ------------------------------------------------------------------------------------------------ what takes longer

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proto.ids import make_task_id
 from proto.messages import (
     Canary,
     CheckpointSaved,
@@ -32,14 +33,17 @@ from services.scheduler.events import (
     Asked,
     ClearDone,
     Configure,
+    DiscardRows,
     Durable,
     Effect,
     Persist,
     SendClear,
     StopClear,
+    Tell,
     Tick,
+    WriteRow,
 )
-from services.scheduler.plan import Plan
+from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.state import STORE_GONE_S, Scheduler
 from shared.stages import train_graph
 from shared.topology.capacity import live_versions
@@ -47,7 +51,18 @@ from shared.topology.capacity import live_versions
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
     *("lease", "reference", "finish", "finish", "train", "clear", "step", "step") * 2,
-    *("retry", "drop", "late", "silence", "reborn", "away_joins", "away_is_gone", "reload"),
+    *(
+        "retry",
+        "drop",
+        "late",
+        "silence",
+        "reborn",
+        "away_joins",
+        "away_is_gone",
+        "reload",
+        "fall_back",
+        "store_is_lost",
+    ),
 )
 WORKER = 1000
 HOME, AWAY = "batch-store/0", "batch-store/1"
@@ -77,6 +92,12 @@ class Model:
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.fences: dict[str, int] = {}
         self.trained: list[str] = []
+        self.dropped: set[str] = set()
+        """Training tasks that nobody will ever train on."""
+        self.rows: list[tuple[int, int]] = []
+        """Step and making of each row that the journal holds."""
+        self.makings = 0
+        """Commits so far: the row of a step says which of them made it."""
         self.sampled: dict[str, int] = {}
         self.saved: list[int] = []
         """Steps that the trainer can load."""
@@ -97,6 +118,12 @@ class Model:
                 self.clears.append(effect)
             elif isinstance(effect, StopClear):
                 self.clears = [each for each in self.clears if each.store != effect.store]
+            elif isinstance(effect, Tell) and effect.topic == "scheduler/dropped":
+                self.dropped.add(str(effect.values["task"]))
+            elif isinstance(effect, DiscardRows):
+                self.rows = [row for row in self.rows if row[0] <= effect.step]
+            elif isinstance(effect, WriteRow):
+                self.rows.append((effect.step, int(effect.row["making"])))
         return next((effect.body for effect in effects if isinstance(effect, Answer) and effect.ref == "call"), None)
 
     def ask(self, request: Any) -> Any:
@@ -104,16 +131,24 @@ class Model:
         self.take(self.machine.handle(Tick(), self.now))  # nothing is held back in this model
         return answer
 
-    def register(self, service: str, life: int, instance: int = 0) -> None:
+    def register(self, service: str, life: int, instance: int = 0, data_id: str = "") -> None:
         self.ask(
             Register(
-                service=service, instance=instance, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=1 << 30
+                service=service,
+                instance=instance,
+                incarnation=life,
+                pid=1,
+                host="h",
+                endpoint="",
+                limit_bytes=1 << 30,
+                data_id=data_id,
             )
         )
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, *, spare: int = 0) -> None:
+        """`spare`: room for a version of the lineage before a reload, as `weight_versions` keeps."""
         written = 1  # its shards are put before it is published
-        assert len(self.machine.core.versions) + written <= live_versions(self.plan.staleness)
+        assert len(self.machine.core.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = WeightsRef(
             lineage=self.lineage,
             step=step,
@@ -224,21 +259,40 @@ class Model:
             assert task.fence == self.fences[task.task_id]
         self.trained += [task.task_id for task in batch.batch.tasks]
         assert len(self.trained) == len(set(self.trained)) == step * self.plan.tasks_per_step
-        self.ask(CommitStep(driver=1, step=step, metrics={}))
+        self.makings += 1
+        self.ask(CommitStep(driver=1, step=step, metrics={"making": float(self.makings)}))
         self.publish(step)
+        assert self.rows[-1] == (step, self.makings)
         if self.chance.random() < 0.5:
             self.saved = [*self.saved, step][-2:]
             self.ask(CheckpointSaved(driver=1, step=step, kept=self.saved))
 
     def reload(self) -> None:
-        """The trainer lost its weights: it loads a checkpoint and replays, or trains other tasks again."""
-        loaded = self.saved[-1] if self.saved else 0
+        """The trainer lost its weights: it loads the newest checkpoint and replays, or trains the same tasks again."""
+        self.load(self.saved[-1] if self.saved else 0)
+
+    def fall_back(self) -> None:
+        """As `reload`, and the newest checkpoint is damaged; before the oldest one there is nothing to fall back to."""
+        if len(self.saved) > 1:
+            self.saved.pop()
+            self.load(self.saved[-1])
+
+    def store_is_lost(self) -> None:
+        """The host of the first store lost its memory, or the whole run was killed and resumed."""
+        self.life += 1
+        before = self.machine.core.window.tail
+        self.register("batch-store", self.life, data_id=f"{self.life}")
+        core = self.machine.core
+        assert core.window.head >= before  # all that waits has a new admission number
+        assert core.committed_step == max(core.checkpoint_step, 0)
+        self.reload()
+
+    def load(self, loaded: int) -> None:
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
         assert loaded <= info.committed_step
         del self.trained[info.committed_step * self.plan.tasks_per_step :]
         self.lineage = info.lineage
-        for step in range(loaded, info.committed_step + 1):
-            self.publish(step)
+        self.publish(info.committed_step, spare=1)  # as the driver does: none of a step that is replayed
 
     def step(self) -> None:
         """What leads to a trained step when nothing goes wrong."""
@@ -256,6 +310,8 @@ class Model:
 
     def check(self) -> None:
         core = self.machine.core
+        self.check_no_task_is_left_out()
+        assert [step for step, _ in self.rows] == list(range(1, core.committed_step + 1))
         assert core.window.live <= self.plan.max_live
         trained = [slot for step, slots in core.batches.items() if step <= core.committed_step for slot in slots]
         assert core.uncovered == dict(core.held_in(trained))
@@ -263,6 +319,21 @@ class Model:
         for stage, line in enumerate(core.ready):
             rest = copy.deepcopy(line)
             assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
+
+    def check_no_task_is_left_out(self) -> None:
+        """Every task that was ever admitted is in the weights, dropped for its own sake, or still to be trained; in
+        admission order they are trained in the order of the plan."""
+        core, order = self.machine.core, EpochOrder(self.plan)
+        every = [make_task_id("train", *order.at(position)) for position in range(core.position)]
+        live = {core.tasks.task_id(slot) for _, slot in core.window.members()}
+        open_ = {core.tasks.task_id(slot) for slot in core.batches.get(core.committed_step + 1, ())}
+        names = zip(core.reopened[::2], core.reopened[1::2], strict=True)
+        waiting = {make_task_id("train", epoch, row) for epoch, row in names}
+        kept = [set(self.trained), self.dropped, live, open_, waiting]
+        assert set(every) == set().union(*kept)
+        assert len(every) == sum(map(len, kept))
+        if not self.plan.by_completion:
+            assert self.trained == [name for name in every if name in set(self.trained)]
 
 
 @settings(max_examples=60)

@@ -3,7 +3,8 @@
 Both state machines are the real ones; the bus between them (clears, inventories) is a set of messages that are
 delivered late, twice or not at all, and either side may be killed, in the middle of a put, too: the scheduler comes
 back from its journal, or from a snapshot and the rest of it, the store from its files (sealed, granted, on their way
-out, kept for their pages) and tombstones. A producer may be killed between its grant and its seal.
+out, kept for their pages) and tombstones. A producer may be killed between its grant and its seal. Everything may be
+killed at once, and the stores' memory goes too: the run then goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Both(RuleBasedStateMachine):
         self.journal: list[Durable] = []
         self.kept: bytes | None = None
         self.life = 100
+        self.data_id = "first"
+        """Of what the store holds: another one when all of it is lost."""
         self.workers = {"rollout": 1, "reference": 1}
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
@@ -174,7 +177,14 @@ class Both(RuleBasedStateMachine):
 
     def register(self, service: str, life: int, limit_bytes: int = 0) -> None:
         request = Register(
-            service=service, instance=0, incarnation=life, pid=1, host="h", endpoint="", limit_bytes=limit_bytes
+            service=service,
+            instance=0,
+            incarnation=life,
+            pid=1,
+            host="h",
+            endpoint="",
+            limit_bytes=limit_bytes,
+            data_id=self.data_id if service == "batch-store" else "",
         )
         self.ask(request)
 
@@ -575,6 +585,32 @@ class Both(RuleBasedStateMachine):
         assert snapshot.dump(self.machine.core) == before
         self.mail.clear()  # what was on its way is asked for again
         self.take(self.machine.begin(CONFIG, self.now))
+
+    @rule()
+    def everything_is_killed(self) -> None:
+        """The run is resumed with empty stores: it goes back to its checkpoint, and the steps after that are trained
+        again, on the same tasks before any other."""
+        loaded = self.checkpoints[-1] if self.checkpoints else 0
+        again = [task_id for step, tasks in self.batches.items() if step > loaded for task_id, _ in tasks]
+        self.life += 1
+        self.data_id = f"{self.life}"
+        self.store = StoreState(STORE, LIMIT, self.life, SPILL)
+        for kept in (self.files, self.granted, self.spares, self.zombies, self.tombs, self.writing, self.accepted):
+            kept.clear()
+        self.cleared.clear()
+        self.grants.clear()
+        self.scheduler_is_killed(whole=False)
+        self.register_store()
+        for service in self.workers:
+            self.workers[service] += 1
+            self.register(service, self.workers[service])
+        assert self.ask(GetRunInfo(driver=1)).committed_step == loaded
+        core = self.machine.core
+        self.batches = {step: tasks for step, tasks in self.batches.items() if step <= loaded}
+        first = [core.tasks.task_id(slot) for _, slot in core.window.members()][: len(again)]
+        assert first == again[: len(first)]
+        assert first or not again
+        self.publish(loaded)
 
     @rule()
     def snapshot_is_taken(self) -> None:

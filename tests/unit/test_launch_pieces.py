@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,8 +18,9 @@ import pytest
 from launch import preflight
 from launch.logs import Follower, last_lines, readable, tail
 from launch.place import lock
-from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration
+from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.status import _merge
+from launch.supervisor import guard
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
@@ -62,6 +65,46 @@ def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
         write_row(path, **{"step": step, "eval/heldout/accuracy": accuracy})
     (line,) = accuracy_lines(Metrics(path, steps=10))
     assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
+
+
+def test_progress_follows_a_run_that_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in range(8):
+        write_row(path, **{"step": step, "eval/heldout/accuracy": step / 10})
+    metrics = Metrics(path, steps=10)
+    kept = path.read_text().splitlines(keepends=True)[:3]
+    path.write_text("".join(kept))
+    metrics.poll(1.0)
+    assert metrics.step == 2
+    assert metrics.accuracy == {"heldout": (2, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("step", "committed", "deterministic", "text"),
+    [
+        (20, 48, False, "back to step 20 of 48: the weights of steps 21-48 died with their processes"),
+        (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes"),
+        (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with the same bits"),
+    ],
+)
+def test_a_run_that_goes_back_says_what_was_lost(step: int, committed: int, text: str, *, deterministic: bool) -> None:
+    assert rewind_text(step, committed, deterministic=deterministic) == text
+
+
+def test_the_guard_gives_each_process_its_own_limit() -> None:
+    programs = {
+        0.2: "trap '' TERM; echo; while :; do sleep 0.1; done",
+        30.0: "trap 'sleep 0.6; exit 7' TERM; echo; while :; do sleep 0.1; done",
+    }
+    processes = {
+        limit_s: subprocess.Popen(["/bin/sh", "-c", program], stdout=subprocess.PIPE, process_group=0)
+        for limit_s, program in programs.items()
+    }
+    for process in processes.values():
+        assert process.stdout is not None
+        process.stdout.readline()  # its trap is set
+    guard.end(guard.watch(f"+{process.pid} {limit_s}\n" for limit_s, process in processes.items()))
+    assert [process.wait(10) for process in processes.values()] == [-signal.SIGKILL, 7]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(9.6, "10s"), (192.4, "3m12s"), (7260.0, "2h01m")])

@@ -135,7 +135,7 @@ def test_metrics_whose_last_line_is_no_row_are_written_anew(tmp_path: Path, last
         asked.append(step)
         return rows[step + 1 :]
 
-    made = MetricsFile(path, after)
+    made = MetricsFile(path, after, 1, 0)
     made.close()
     assert asked == [-1]
     assert path.read_text() == "".join(f"{row}\n" for row in rows)

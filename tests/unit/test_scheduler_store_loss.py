@@ -66,7 +66,7 @@ def test_lost_data_rolls_unfinished_tasks_again_under_a_higher_fence() -> None:
     assert {task.fence for task in again.batch.tasks} == {2}
 
 
-def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_other_tasks() -> None:
+def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_the_same_tasks_again() -> None:
     bench = started()
     first = bench.step(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -76,8 +76,10 @@ def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_other_tasks() ->
     assert (info.committed_step, info.open_step, info.checkpoint_step) == (1, 0, 1)
     bench.publish_again(1)
     batch = bench.step(2)
-    trained = {task.task_id for task in first.batch.tasks} | {task.task_id for task in lost.batch.tasks}
-    assert not trained & {task.task_id for task in batch.batch.tasks}
+    assert [task.task_id for task in batch.batch.tasks] == [task.task_id for task in lost.batch.tasks]
+    fences = {task.task_id: task.fence for task in lost.batch.tasks}
+    assert all(task.fence > fences[task.task_id] for task in batch.batch.tasks)
+    assert not {task.task_id for task in first.batch.tasks} & {task.task_id for task in batch.batch.tasks}
 
 
 def test_an_open_step_whose_shards_are_lost_is_given_up() -> None:

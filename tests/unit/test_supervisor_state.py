@@ -24,8 +24,8 @@ SIGKILL = -9
 class World:
     """Carries out effects like a machine on which starting always works; remembers what was done."""
 
-    def __init__(self, plan: list[Key] = PLAN) -> None:
-        self.state = SupervisorState(plan)
+    def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
+        self.state = SupervisorState(plan, save_limit_s)
         self.now = 100.0
         self.next_pid = 1
         self.pids: dict[Key, int] = {}
@@ -246,6 +246,32 @@ def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
     assert world.killed == []
     world.wait(0.1)
     assert world.killed == [DRIVER]
+
+
+def test_a_trainer_has_the_time_of_a_checkpoint_when_the_run_ends_and_only_then() -> None:
+    for event, limit_s in (
+        (s.StopAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
+        (s.RestartAsked([DRIVER]), s.DRAIN_LIMIT_S),
+    ):
+        world = World(save_limit_s=90).run()
+        world.feed(event)
+        world.report(DRIVER, ProcessState.DRAINING, "saving step 19")
+        world.wait(limit_s - 0.1)
+        assert world.killed == []
+        world.wait(0.1)
+        assert world.killed == [DRIVER]
+
+
+def test_no_other_process_is_told_to_end_before_the_driver_has_saved() -> None:
+    world = World(save_limit_s=90).run()
+    world.feed(s.StopAsked("interrupted"))
+    world.report(DRIVER, ProcessState.DRAINING, "saving step 19")
+    world.wait(80.0)
+    assert world.terminated == [DRIVER]
+    world.exit(DRIVER, 0)
+    assert set(world.terminated) == {DRIVER, ROLLOUT, REFERENCE}
+    world.wait(s.DRAIN_LIMIT_S)
+    assert set(world.killed) == {ROLLOUT, REFERENCE}
 
 
 def test_second_interrupt_kills_all_that_are_left() -> None:

@@ -165,6 +165,19 @@ def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> 
     assert checkpoint.steps(tmp_path) == [3, 6, 7]
 
 
+def test_a_checkpoint_made_at_a_stop_takes_the_place_of_no_other(folder: Path, tmp_path: Path) -> None:
+    made = backend(folder)
+    found = []
+    for step, at_stop in ((2, False), (4, False), (5, True), (6, False), (7, True), (7, True), (8, True), (10, False)):
+        whole = made.state()
+        checkpoint.save(tmp_path, Snapshot(step, whole.weights, whole.optimizer, at_stop=at_stop), keep_last=2)
+        found.append(checkpoint.steps(tmp_path))
+    assert found == [[2], [2, 4], [2, 4, 5], [4, 6], [4, 6, 7], [4, 6, 7], [4, 6, 8], [6, 10]]
+    (tmp_path / "step-10" / "state.json").write_text("not JSON")
+    checkpoint.save(tmp_path, state(made, 12), keep_last=2)
+    assert checkpoint.steps(tmp_path) == [10, 12]  # a damaged one is like any other
+
+
 def test_a_checkpoint_leaves_none_of_a_later_step(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in (1, 2, 4, 6):

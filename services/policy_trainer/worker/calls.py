@@ -453,7 +453,7 @@ class Calls:
         if self._place.rank != 0:
             return messages.Saved(path="", seconds=0.0)
         earlier = self._earlier.tensors(request.step)
-        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer, earlier)
+        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
         folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
 
         def write() -> tuple[Path, list[int]]:

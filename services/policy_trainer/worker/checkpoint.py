@@ -42,6 +42,8 @@ class Snapshot:
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     earlier: dict[str, Tensor] = field(default_factory=dict)
+    at_stop: bool = False
+    """Made because the run stopped, out of turn."""
 
 
 def steps(folder: Path) -> list[int]:
@@ -56,7 +58,7 @@ def _write(partial: Path, state: Snapshot) -> None:
     save_file(state.optimizer, partial / OPTIMIZER)
     if state.earlier:
         save_file(state.earlier, partial / EARLIER)
-    manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "files": {}}
+    manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "at_stop": state.at_stop, "files": {}}
     for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
@@ -71,6 +73,8 @@ def _write(partial: Path, state: Snapshot) -> None:
 def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
     """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
     multiples of `keep_every`; later steps than this one go too.
+
+    One made `at_stop` takes the place of no other: it counts beside `keep_last`, and is deleted after the next save.
 
     Returns the path once everything is durable and verified. Raises OSError (disk full).
     """
@@ -91,12 +95,21 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     _sync(folder)
     here = steps(folder)
     newer = [step for step in here if step > state.step]  # of steps that were taken back: never to be loaded again
-    older = [step for step in here if step <= state.step][:-keep_last]
+    in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{_PREFIX}{step}")]
+    older = [step for step in here if step < state.step and step not in in_turn[-keep_last:]]
     for step in (*newer, *older):
         if step in newer or not keep_every or step % keep_every:
             (folder / f"{_PREFIX}{step}").rename(folder / f".{_PREFIX}{step}.removed")
     _sweep(folder)
     return target
+
+
+def _made_at_stop(path: Path) -> bool:
+    """Whether the manifest says so; a damaged checkpoint is like any other."""
+    try:
+        return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def load(folder: Path, step: int) -> Snapshot:

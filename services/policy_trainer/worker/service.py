@@ -26,7 +26,7 @@ from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.topology import Topology
+from shared.topology import Topology, stop_limit_s
 
 
 class PolicyTrainerWorker(Service):
@@ -52,6 +52,7 @@ class PolicyTrainerWorker(Service):
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
         self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
         self.progress = lambda: self._calls.progress
+        self.drain_s = stop_limit_s(topology)
         self._sender: WeightsSender | None = None
         if instance == 0 and topology.services.rollout.transfer_s is not None:
             self._send_weights(topology, topology.services.rollout.transfer_s)

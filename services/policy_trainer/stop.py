@@ -1,0 +1,38 @@
+"""The order to end the run after the step that is open. Once given it stands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Stop:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Give the order."""
+        self._asked.set()
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `work`; None when the order came first, and then `work` is cancelled."""
+        if self.asked:
+            work.close()
+            return None
+        task, order = asyncio.create_task(work), asyncio.create_task(self._asked.wait())
+        try:
+            await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for each in (task, order):
+                each.cancel()
+            await asyncio.gather(task, order, return_exceptions=True)
