@@ -46,11 +46,14 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """What loading is proved with: a fixed sequence and the trainer's log-probs of its tokens.
 
     `token_ids` int32 [T]; `logprobs` float32 [T - 1] of tokens 1.. at temperature 1; `tolerance` absolute.
+    `digests`: of every weight (section 12), in the order of their sorted names; empty where engines take the arrays
+    themselves as their parameters.
     """
 
     token_ids: Array
     logprobs: Array
     tolerance: float
+    digests: list[int] = []
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):

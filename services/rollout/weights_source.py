@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -38,12 +38,20 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was set in an engine, the route that it came by, and how it got in."""
+    """What was set in an engine, the route that it came by, and how it got in.
+
+    `names` of the weights; `given`: the arrays that were set, empty where the engine received them itself.
+    """
 
     route: str
     entry: Entry
-    parameters: int
+    names: Collection[str]
     nbytes: int
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names)
 
 
 @runtime_checkable
@@ -83,7 +91,8 @@ class Arrays:
 
     async def load(self, engine: Engine) -> Loaded:
         await engine.set_weights(self.weights)
-        return Loaded(self.route, self.entry, len(self.weights), sum(each.nbytes for each in self.weights.values()))
+        nbytes = sum(each.nbytes for each in self.weights.values())
+        return Loaded(self.route, self.entry, self.weights.keys(), nbytes, self.weights)
 
 
 class WeightsSource(Protocol):
@@ -236,4 +245,4 @@ class _IntoEngine:
             return await (await own_drill(engine, self.ref)).load(engine)
         size = nbytes(offer.parameters)
         self.source.done(self.ref, size, time.perf_counter() - began)
-        return Loaded(self.source.route, self.entry, len(offer.parameters), size)
+        return Loaded(self.source.route, self.entry, [each.name for each in offer.parameters], size)

@@ -1,5 +1,5 @@
 """Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
-that have not matched the trainer's canary.
+whose loading was not verified, or that have not matched the trainer's canary.
 
 Before the first version the start-up drill: a perturbed copy of the engine's own base weights takes the same way into
 the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
@@ -32,13 +32,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One finished sync: `canary_error` is the largest absolute difference of a log-prob."""
+    """One finished sync: `canary_error` is the largest absolute difference of a log-prob; `verify_s`, of the `seconds`,
+    is what it took to verify the loading."""
 
     step: int
     lineage: int
     parameters: int
     nbytes: int
     seconds: float
+    verify_s: float
     canary_error: float
     tolerance: float
     route: str = SHARDS
@@ -138,7 +140,9 @@ class WeightsSync:
         if coming is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
         ref, loaded = coming.ref, await self._drilled_and_set(coming)
-        error = await self._prove(ref.canary, loaded.parameters, f"version {ref.step} of lineage {ref.lineage}")
+        what = f"version {ref.step} of lineage {ref.lineage}"
+        verify_s = await self._verify(ref.canary, loaded, what)
+        error = await self._prove(ref.canary, loaded.parameters, what)
         self.holds = Version(ref.lineage, ref.step)
         report = self.last = SyncReport(
             step=ref.step,
@@ -146,6 +150,7 @@ class WeightsSync:
             parameters=loaded.parameters,
             nbytes=loaded.nbytes,
             seconds=time.perf_counter() - coming.started,
+            verify_s=verify_s,
             canary_error=error,
             tolerance=ref.canary.tolerance,
             route=loaded.route,
@@ -158,6 +163,7 @@ class WeightsSync:
                 "parameters": report.parameters,
                 "bytes": report.nbytes,
                 "seconds": report.seconds,
+                "verify_s": report.verify_s,
                 "canary_error": report.canary_error,
                 "tolerance": report.tolerance,
                 "route": report.route,
@@ -189,10 +195,29 @@ class WeightsSync:
         drill = own_drill(self._engine, ref) if source is None else source.drill(self._engine, ref, entry)
         loaded = await self._set(_Coming(ref, await drill, 0.0))
         what = f"the start-up drill (seed {ref.drill_seed}, by {loaded.route})"
+        verify_s = await self._verify(ref.drill, loaded, what)
         error = await self._prove(ref.drill, loaded.parameters, what)
         values: dict[str, float | str] = {"parameters": loaded.parameters, "route": loaded.route}
-        self._emit("drill", {**values, "canary_error": error, "tolerance": ref.drill.tolerance})
+        values |= {"verify_s": verify_s, "canary_error": error, "tolerance": ref.drill.tolerance}
+        self._emit("drill", values)
         self._drilled.add(loaded.entry)
+
+    async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
+        """Every bit of every parameter; seconds. Raises RpcError(conflict)."""
+        began = time.perf_counter()
+        announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
+        try:
+            if canary.digests and len(canary.digests) != loaded.parameters:
+                raise WeightsMismatch(f"{len(canary.digests)} digests announced for {loaded.parameters} parameters")
+            if not announced and not loaded.given:
+                raise WeightsMismatch(f"the trainer sent them by {loaded.route} and announced no digests")
+            await self._engine.verify(loaded.given, announced)
+        except WeightsMismatch as mismatch:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: {what} is not what the engine holds: {mismatch}; it must not sample",
+            ) from None
+        return time.perf_counter() - began
 
     async def _prove(self, canary: Canary, parameters: int, what: str) -> float:
         scores = await self._engine.score(canary.token_ids)

@@ -16,6 +16,7 @@ from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_sync import Version, WeightsSync
 from shared.drill import CANARY_TOKENS, SHORT_CANARY_TOKENS, canary_tokens, perturb
+from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -42,8 +43,8 @@ def trainer() -> torch.nn.Module:
     return load_model(MODEL, "float32")
 
 
-def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS) -> Canary:
-    """As a trainer that holds `weights` makes it."""
+def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS, *, announced: bool = False) -> Canary:
+    """As a trainer that holds `weights` makes it; `announced`: with their digests."""
     model = trainer()
     with torch.no_grad():
         for name, parameter in named_weights(model).items():
@@ -53,14 +54,15 @@ def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS) -> Canary:
     mask[0] = 0
     with torch.inference_mode(), FewRows():
         logprobs, _ = token_logprobs(model, tokens, np.array([len(tokens)], np.int32), mask, 1.0, 4096)
-    return Canary(token_ids=tokens, logprobs=to_numpy(logprobs)[1:].copy(), tolerance=TOLERANCE)
+    digests = [as_int(digest_whole(to_torch(weights[name]))) for name in sorted(weights)] if announced else []
+    return Canary(token_ids=tokens, logprobs=to_numpy(logprobs)[1:].copy(), tolerance=TOLERANCE, digests=digests)
 
 
 def base() -> dict[str, Array]:
     return {name: to_numpy(value).copy() for name, value in named_weights(load_model(MODEL, "float32")).items()}
 
 
-def version(step: int, lineage: int = 1) -> tuple[WeightsRef, dict[str, Array]]:
+def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[WeightsRef, dict[str, Array]]:
     """A policy version as a trainer would publish it: the base, trained (here: moved) a little."""
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
@@ -72,8 +74,8 @@ def version(step: int, lineage: int = 1) -> tuple[WeightsRef, dict[str, Array]]:
         fence=1,
         store="batch-store/0",
         nbytes=sum(values.nbytes for values in weights.values()),
-        canary=canary(weights),
-        drill=canary(drill),
+        canary=canary(weights, announced=announced),
+        drill=canary(drill, announced=announced),
         drill_seed=SEED,
     )
     return ref, weights
@@ -103,7 +105,7 @@ def test_a_version_is_drilled_loaded_proved_and_reported() -> None:
 def test_an_update_that_never_reaches_one_parameter_fails_the_drill() -> None:
     engine = started(DeafEngine)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
-    with pytest.raises(RpcError, match=r"start-up drill.* over the tolerance 0\.0001 with 46 parameters") as caught:
+    with pytest.raises(RpcError, match=f"start-up drill.* 1 of 46 parameters have other bits: {SKIPPED};") as caught:
         asyncio.run(sync.load(*version(1)))
     assert caught.value.code == ErrorCode.CONFLICT
     assert "\n" not in str(caught.value)

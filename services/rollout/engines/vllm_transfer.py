@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from proto.messages import TransferParameter
+from services.rollout.engines.load_trace import LoadTrace
 from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
 from shared.actor.service import PEER_LOST_STATUS
 from shared.transfer.gloo import GlooGroup
@@ -129,14 +130,20 @@ class TransferredWeights(PolicyWeights):
         """All that is sent; with gloo the model is as it was until `finish_transfer`."""
 
         def receive() -> None:
-            self.start_weight_update()
-            self.update_weights(update_info)
+            with self._policy_traced(LoadTrace()):
+                self.start_weight_update()
+                self.update_weights(update_info)
 
         return self._bounded(receive, within_s)
 
     def finish_transfer(self) -> str:
         """The model is whole again."""
-        return _failure(self.finish_weight_update)
+
+        def finish() -> None:
+            with self._policy_traced(self._policy_trace or LoadTrace()):
+                self.finish_weight_update()
+
+        return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
         """`work`, whose communicator is aborted after `within_s` (0: it ends by itself), which ends it.
