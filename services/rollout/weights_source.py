@@ -14,14 +14,15 @@ from typing import Protocol, runtime_checkable
 
 import structlog
 
-from proto.messages import TransferOffer, WeightsRef
+from proto.messages import ErrorCode, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine
 from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
-from shared.drill import perturb
+from shared.drill import noise_factors, perturb
 from shared.moved import Moved, nobody
+from shared.rpc.errors import RpcError
 
 SHARDS = "shards"
 FETCH_S = 120.0
@@ -128,9 +129,14 @@ class ShardSource:
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     """The engine's own base weights, perturbed: what the trainer would put for the drill."""
     perturbed: dict[str, Array] = {}
-    for name, values in (await engine.base_weights()).items():
+    base = await engine.base_weights()
+    try:
+        factors = noise_factors(base, ref.drill_factors)
+    except ValueError as error:
+        raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
+    for name, values in base.items():
         # one by one: a large model takes longer than a lease or a heartbeat may wait
-        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed))
+        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 
 

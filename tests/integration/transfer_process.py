@@ -116,7 +116,7 @@ async def trainer(run: RunDir) -> None:
         route="gloo",
         device="cpu",
         deadline_s=DEADLINE_S,
-        perturbed=lambda seed: {name: to_torch(values) for name, values in made(-seed % 1000).items()},
+        perturbed=lambda ref: {name: to_torch(values) for name, values in made(-ref.drill_seed % 1000).items()},
         emit=lambda topic, values: say(topic=topic, at=time.monotonic(), **values),
     )
     mailbox = Mailbox("policy-trainer-worker/0", incarnation)
