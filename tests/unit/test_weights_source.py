@@ -186,9 +186,9 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
 def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, heard = started(), threading.Event()
 
-    def slow(name: str, values: Array, seed: int) -> Array:
+    def slow(name: str, values: Array, seed: int, factor: float) -> Array:
         assert heard.wait(10), "the event loop stands still"
-        return perturb(name, values, seed)
+        return perturb(name, values, seed, factor)
 
     monkeypatch.setattr(weights_source, "perturb", slow)
 

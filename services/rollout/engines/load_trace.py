@@ -28,6 +28,9 @@ _PACKING = frozenset(
 )
 """Operations of vLLM that make another layout of their first argument for a CPU's products. They are composite ones,
 which only a function mode sees."""
+READ_BACK_FLOP = 4 * 10**9
+"""Of one handle: all of a layer of 0.5B, a spread sample of its embedding; seconds in all."""
+_READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])
 _NEW = ("aten::empty", "aten::new_empty")
 _FILLS = frozenset(["aten::fill_", "aten::zero_"])
@@ -187,7 +190,9 @@ class _Packings(TorchFunctionMode):
 class LoadTrace:
     """Follows one load (`over`); `proof` afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, read_back: bool = False) -> None:
+        """`read_back`: what is packed with oneDNN is read again, by products with unit vectors, and compared."""
+        self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
         """By handle: the number or the address that the packing operation returned."""
@@ -247,8 +252,11 @@ class LoadTrace:
         flat = torch.as_strided(weight, (weight.numel(),), (1,), weight.storage_offset())
         digested, whole = self._digested(flat)
         parts = [(part, as_int(value)) for part, value in digested]
+        faults = [] if whole else ["not all that it packed was loaded"]
+        if self._read_back and not isinstance(result, Tensor) and not _reads_back(int(result), weight):
+            faults.append("packed weights read back as others")
         handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
-        self._packed[handle] = Proof(parts, [] if whole else ["not all that it packed was loaded"])
+        self._packed[handle] = Proof(parts, faults)
 
     def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
         """The digests of the parts in contiguous `tensor`, and whether all of it is explained."""
@@ -346,6 +354,24 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
     if len(axes) != 2 or axes[0][1] != part.columns or axes[1][1] != 1 or column + axes[1][0] > part.columns:
         return None
     return Part(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+
+
+def _reads_back(handle: int, weight: Tensor) -> bool:
+    """Whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
+
+    All rows, where that takes `READ_BACK_FLOP` at most; otherwise as many, evenly spread.
+    """
+    inputs, outputs = weight.shape
+    count = min(max(READ_BACK_FLOP // (2 * inputs * outputs), 16), inputs)
+    rows = torch.linspace(0, inputs - 1, count).long()
+    for some in rows.split(_READ_BACK_ROWS):
+        units = torch.zeros(len(some), inputs, dtype=weight.dtype)
+        units[range(len(some)), some] = 1
+        found = torch.empty(len(some), outputs, dtype=weight.dtype)
+        torch.ops._C.onednn_mm(found, units, None, torch.tensor(handle))
+        if not torch.equal(found, weight[some]):
+            return False
+    return True
 
 
 def _handle_of(module: nn.Module) -> int | None:

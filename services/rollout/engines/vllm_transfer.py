@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from proto.messages import TransferParameter
-from services.rollout.engines.load_trace import LoadTrace
 from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
 from shared.actor.service import PEER_LOST_STATUS
 from shared.transfer.gloo import GlooGroup
@@ -130,7 +129,7 @@ class TransferredWeights(PolicyWeights):
         """All that is sent; with gloo the model is as it was until `finish_transfer`."""
 
         def receive() -> None:
-            with self._policy_traced(LoadTrace()):
+            with self._policy_traced(self._new_trace()):
                 self.start_weight_update()
                 self.update_weights(update_info)
 
@@ -140,7 +139,7 @@ class TransferredWeights(PolicyWeights):
         """The model is whole again."""
 
         def finish() -> None:
-            with self._policy_traced(self._policy_trace or LoadTrace()):
+            with self._policy_traced(self._policy_trace or self._new_trace()):
                 self.finish_weight_update()
 
         return _failure(finish)

@@ -75,8 +75,6 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
     Ranks may hold the same part (replicated heads, a tied head): then all hold the same. Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
-    if faults:
-        raise WeightsMismatch(shown(faults))
     held: dict[str, dict[Part, int]] = {name: {} for name in expected}
     wrong = set(expected.keys() ^ digests.keys())
     for part, digest in (each for proof in proofs for each in proof.parts):
@@ -86,8 +84,11 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
         elements = sum(part.rows * part.columns for part in held[name])
         if elements != shape.numel() or sum(held[name].values()) % (1 << 64) != digests.get(name):
             wrong.add(name)
+    found = [shown(faults)] if faults else []
     if wrong:
-        raise WeightsMismatch(f"{len(wrong)} of {len(expected)} parameters have other bits: {shown(sorted(wrong))}")
+        found.append(f"{len(wrong)} of {len(expected)} parameters have other bits: {shown(sorted(wrong))}")
+    if found:
+        raise WeightsMismatch("; ".join(found))
 
 
 @contextmanager
