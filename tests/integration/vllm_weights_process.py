@@ -1,5 +1,5 @@
-"""A vLLM engine that is given weights with one defect after the other, in a process of its own. Its canary is not asked:
-the digests alone have to find everything. Must never judge the answers.
+"""A vLLM engine that is given weights with one defect after the other, in a process of its own. Its canary is not
+asked: the digests alone have to find everything. Must never judge the answers.
 
 `python -m tests.integration.vllm_weights_process MODEL DTYPE RANKS EVERY ANSWER.json`       every so-manieth weight
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
@@ -139,10 +138,8 @@ class Scenario:
             return str(mismatch)
         return ""
 
-    def _model(self) -> nn.Module:
-        executor = self._engine._llm.engine_core.engine_core.model_executor
-        model: nn.Module = executor.driver_worker.worker.model_runner.get_model()
-        return model
+    def _model(self) -> Any:
+        return self._engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
 
 
 def main() -> None:
