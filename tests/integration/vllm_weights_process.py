@@ -106,7 +106,7 @@ class Scenario:
             return load(model, (({one: two, two: one}.get(each, each), tensor) for each, tensor in weights))
 
         type(model).load_weights = crossed
-        refused[f"crossed {one}"] = await self._verdict(new)
+        refused["crossed model.layers.0.mlp.gate_up_proj.weight"] = await self._verdict(new)
         type(model).load_weights = load
 
     def _unpacked(self) -> dict[str, bool]:
