@@ -150,7 +150,7 @@ class WeightsSync:
         ref, loaded = coming.ref, await self._drilled_and_set(coming)
         what = f"version {ref.step} of lineage {ref.lineage}"
         verify_s = await self._verify(ref.canary, loaded, what)
-        error = await self._prove(ref.canary, self._tolerance(ref.canary), what)
+        error = await self._prove(ref.canary, self._tolerance(ref.canary), loaded.parameters, what)
         if ref.canary.floor and self._calibrated is None:
             self._calibrated = self._calibrate(ref.canary, max(self._noise, error))
         self.holds = Version(ref.lineage, ref.step)
@@ -206,7 +206,7 @@ class WeightsSync:
         loaded = await self._set(_Coming(ref, await drill, 0.0))
         what = f"the start-up drill (seed {ref.drill_seed}, by {loaded.route})"
         verify_s = await self._verify(ref.drill, loaded, what)
-        error = await self._prove(ref.drill, ref.drill.tolerance, what)
+        error = await self._prove(ref.drill, ref.drill.tolerance, loaded.parameters, what)
         self._noise, self._calibrated = max(self._noise, error), None
         values: dict[str, float | str] = {"parameters": loaded.parameters, "route": loaded.route}
         values |= {"verify_s": verify_s, "canary_error": error, "tolerance": ref.drill.tolerance}
@@ -230,7 +230,7 @@ class WeightsSync:
             ) from None
         return time.perf_counter() - began
 
-    async def _prove(self, canary: Canary, tolerance: float, what: str) -> float:
+    async def _prove(self, canary: Canary, tolerance: float, parameters: int, what: str) -> float:
         """That the engine computes what the trainer does; its weights were verified. Raises RpcError(conflict)."""
         scores = await self._engine.score(canary.token_ids)
         if scores.shape != canary.logprobs.shape:
@@ -243,8 +243,9 @@ class WeightsSync:
         if not error <= tolerance:  # a NaN is no match either
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g}; "
-                "the engine holds the trainer's weights and computes something else with them, it must not sample",
+                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
+                f"with {parameters} parameters set; the engine holds the weights that it was given and does not compute "
+                "what the trainer does, it must not sample",
             )
         return error
 

@@ -213,7 +213,7 @@ class LoadTrace:
             del model.load_weights
 
     def proof(self, model: nn.Module) -> Proof:
-        """Of every parameter, and of every handle, that a module of `model` holds now."""
+        """Of every parameter, every loaded buffer and every handle that a module of `model` holds now."""
         parts: list[Digested] = []
         faults: list[str] = []
         found: list[tuple[Part, Tensor]] = []
@@ -236,6 +236,9 @@ class LoadTrace:
                 faults += names.misplaced(module, name, [part for part, _ in digested])
                 if not whole:
                     faults.append(f"{name}: not all of it was loaded")
+            for _, buffer in module.named_buffers(recurse=False):
+                digested, whole = self._digested(buffer)
+                found += digested if whole else []  # most are computed, and no weights
         if found:
             values = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
             parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(found, values, strict=True)]
