@@ -244,7 +244,7 @@ class WeightsSync:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
-                f"with {parameters} parameters set; the engine holds the weights that it was given and does not compute "
+                f"with {parameters} parameters set; the engine holds them and does not compute "
                 "what the trainer does, it must not sample",
             )
         return error
