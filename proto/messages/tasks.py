@@ -46,18 +46,26 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """What loading is proved with: a fixed sequence and the trainer's log-probs of its tokens.
 
-    `token_ids` int32 [T]; `logprobs` float32 [T - 1] of tokens 1.. at temperature 1; `tolerance` absolute.
+    `token_ids` int32 [T]; `logprobs` float32 [T - 1] of tokens 1.. at temperature 1. The `quantile` of the absolute
+    differences must be within `tolerance`. With a `floor` the engine calibrates a narrower one at its start: from there
+    up to `tolerance`.
+    `digests`: of every weight (section 12), in the order of their sorted names; empty where engines take the arrays
+    themselves as their parameters.
     """
 
     token_ids: Array
     logprobs: Array
     tolerance: float
+    digests: list[int] = []
+    quantile: float = 1.0
+    floor: float = 0.0
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where policy version (lineage, step) lies and how to prove that it was loaded.
 
-    `drill` belongs to the start-up drill: the model directory's weights perturbed with `drill_seed`.
+    `drill` belongs to the start-up drill: the model directory's weights perturbed with `drill_seed`, the noise of each
+    weight times its number in `drill_factors` (in the order of their sorted names; empty: 1).
     """
 
     lineage: int
@@ -69,6 +77,7 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     canary: Canary
     drill: Canary
     drill_seed: int
+    drill_factors: list[float] = []
 
 
 @message(30)

@@ -16,6 +16,7 @@ import numpy as np
 from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import Frozen
+from shared.drill import canary_error
 from shared.lease import LeaseLost
 from shared.model import cpu
 from shared.model.determinism import require_deterministic_algorithms
@@ -146,7 +147,7 @@ class Scorer:
         mask = np.ones(len(tokens), np.uint8)
         mask[0] = 0
         found = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
-        error = float(np.abs(found[1:] - ref.canary.logprobs).max())
+        error = canary_error(ref.canary.logprobs, found[1:], ref.canary.quantile)
         if not error <= ref.canary.tolerance:  # a NaN is no match either
             raise RpcError(
                 ErrorCode.CONFLICT,

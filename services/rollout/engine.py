@@ -124,9 +124,19 @@ class Engine(Protocol):
         """What `work` returns, done where the engine computes; it counts as progress. Between blocks only."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Replace every parameter. Raises WeightsMismatch before any is touched when names, shapes or types differ.
+        """Replace every parameter; `verify` says whether that worked.
+
+        Raises WeightsMismatch before any is touched when names, shapes or types differ.
 
         An engine may keep the arrays as its parameters until the next call: nobody must write to them any more.
+        """
+
+    async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        """Prove that the parameters which forward passes use now are those that were set or received last, to the bit.
+
+        `given`: what `set_weights` was given, empty for weights that the engine received itself; `announced`: the
+        trainer's digests by name (`shared.model.digests`), empty if it announced none. One of the two is there.
+        Raises WeightsMismatch naming the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:

@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 import structlog
 
-from proto.messages import TransferOffer, WeightsRef
+from proto.messages import ErrorCode, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine
 from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
-from shared.drill import perturb
+from shared.drill import noise_factors, perturb
 from shared.moved import Moved, nobody
+from shared.rpc.errors import RpcError
 
 SHARDS = "shards"
 FETCH_S = 120.0
@@ -38,12 +39,20 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was set in an engine, the route that it came by, and how it got in."""
+    """What was set in an engine, the route that it came by, and how it got in.
+
+    `names` of the weights; `given`: the arrays that were set, empty where the engine received them itself.
+    """
 
     route: str
     entry: Entry
-    parameters: int
+    names: Collection[str]
     nbytes: int
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names)
 
 
 @runtime_checkable
@@ -83,7 +92,8 @@ class Arrays:
 
     async def load(self, engine: Engine) -> Loaded:
         await engine.set_weights(self.weights)
-        return Loaded(self.route, self.entry, len(self.weights), sum(each.nbytes for each in self.weights.values()))
+        nbytes = sum(each.nbytes for each in self.weights.values())
+        return Loaded(self.route, self.entry, self.weights.keys(), nbytes, self.weights)
 
 
 class WeightsSource(Protocol):
@@ -119,9 +129,14 @@ class ShardSource:
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     """The engine's own base weights, perturbed: what the trainer would put for the drill."""
     perturbed: dict[str, Array] = {}
-    for name, values in (await engine.base_weights()).items():
+    base = await engine.base_weights()
+    try:
+        factors = noise_factors(base, ref.drill_factors)
+    except ValueError as error:
+        raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
+    for name, values in base.items():
         # one by one: a large model takes longer than a lease or a heartbeat may wait
-        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed))
+        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 
 
@@ -236,4 +251,4 @@ class _IntoEngine:
             return await (await own_drill(engine, self.ref)).load(engine)
         size = nbytes(offer.parameters)
         self.source.done(self.ref, size, time.perf_counter() - began)
-        return Loaded(self.source.route, self.entry, len(offer.parameters), size)
+        return Loaded(self.source.route, self.entry, [each.name for each in offer.parameters], size)

@@ -1,5 +1,5 @@
 """Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
-that have not matched the trainer's canary.
+whose loading was not verified, or that have not matched the trainer's canary.
 
 Before the first version the start-up drill: a perturbed copy of the engine's own base weights takes the same way into
 the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
@@ -13,13 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
 from services.rollout.transfer import TransferFailed
 from services.rollout.weights_source import SHARDS, Arrays, Delivery, Entry, Loaded, WeightsSource, own_drill
+from shared.drill import canary_error
 from shared.rpc.errors import RpcError
+
+CALIBRATION = 4.0
+"""The tolerance, in canary errors on verified weights: the larger one of the drill's and the first version's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One finished sync: `canary_error` is the largest absolute difference of a log-prob."""
+    """One finished sync: `canary_error` is the largest absolute difference of a log-prob; `verify_s`, of the `seconds`,
+    is what it took to verify the loading."""
 
     step: int
     lineage: int
     parameters: int
     nbytes: int
     seconds: float
+    verify_s: float
     canary_error: float
     tolerance: float
     route: str = SHARDS
@@ -86,6 +93,9 @@ class WeightsSync:
         self._source = source
         self._drilled: set[Entry] = set()
         """What was proved to reach every parameter."""
+        self._noise = 0.0
+        """Largest canary error of the drills, of weights that were verified."""
+        self._calibrated: float | None = None
         self._coming: _Coming | None = None
         self.holds = Version()
         self.last: SyncReport | None = None
@@ -138,7 +148,11 @@ class WeightsSync:
         if coming is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
         ref, loaded = coming.ref, await self._drilled_and_set(coming)
-        error = await self._prove(ref.canary, loaded.parameters, f"version {ref.step} of lineage {ref.lineage}")
+        what = f"version {ref.step} of lineage {ref.lineage}"
+        verify_s = await self._verify(ref.canary, loaded, what)
+        error = await self._prove(ref.canary, self._tolerance(ref.canary), loaded.parameters, what)
+        if ref.canary.floor and self._calibrated is None:
+            self._calibrated = self._calibrate(ref.canary, max(self._noise, error))
         self.holds = Version(ref.lineage, ref.step)
         report = self.last = SyncReport(
             step=ref.step,
@@ -146,8 +160,9 @@ class WeightsSync:
             parameters=loaded.parameters,
             nbytes=loaded.nbytes,
             seconds=time.perf_counter() - coming.started,
+            verify_s=verify_s,
             canary_error=error,
-            tolerance=ref.canary.tolerance,
+            tolerance=self._tolerance(ref.canary),
             route=loaded.route,
         )
         self._emit(
@@ -158,6 +173,7 @@ class WeightsSync:
                 "parameters": report.parameters,
                 "bytes": report.nbytes,
                 "seconds": report.seconds,
+                "verify_s": report.verify_s,
                 "canary_error": report.canary_error,
                 "tolerance": report.tolerance,
                 "route": report.route,
@@ -189,12 +205,33 @@ class WeightsSync:
         drill = own_drill(self._engine, ref) if source is None else source.drill(self._engine, ref, entry)
         loaded = await self._set(_Coming(ref, await drill, 0.0))
         what = f"the start-up drill (seed {ref.drill_seed}, by {loaded.route})"
-        error = await self._prove(ref.drill, loaded.parameters, what)
+        verify_s = await self._verify(ref.drill, loaded, what)
+        error = await self._prove(ref.drill, ref.drill.tolerance, loaded.parameters, what)
+        self._noise, self._calibrated = max(self._noise, error), None
         values: dict[str, float | str] = {"parameters": loaded.parameters, "route": loaded.route}
-        self._emit("drill", {**values, "canary_error": error, "tolerance": ref.drill.tolerance})
+        values |= {"verify_s": verify_s, "canary_error": error, "tolerance": ref.drill.tolerance}
+        self._emit("drill", values)
         self._drilled.add(loaded.entry)
 
-    async def _prove(self, canary: Canary, parameters: int, what: str) -> float:
+    async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
+        """Every bit of every parameter; seconds. Raises RpcError(conflict)."""
+        began = time.perf_counter()
+        announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
+        try:
+            if canary.digests and len(canary.digests) != loaded.parameters:
+                raise WeightsMismatch(f"{len(canary.digests)} digests announced for {loaded.parameters} parameters")
+            if not announced and not loaded.given:
+                raise WeightsMismatch(f"the trainer sent them by {loaded.route} and announced no digests")
+            await self._engine.verify(loaded.given, announced)
+        except WeightsMismatch as mismatch:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: {what} is not what the engine holds: {mismatch}; it must not sample",
+            ) from None
+        return time.perf_counter() - began
+
+    async def _prove(self, canary: Canary, tolerance: float, parameters: int, what: str) -> float:
+        """That the engine computes what the trainer does; its weights were verified. Raises RpcError(conflict)."""
         scores = await self._engine.score(canary.token_ids)
         if scores.shape != canary.logprobs.shape:
             raise RpcError(
@@ -202,12 +239,33 @@ class WeightsSync:
                 f"{self._who}: canary of {what}: {list(canary.logprobs.shape)} log-probs for "
                 f"{len(canary.token_ids)} tokens, must be one less; trainer and engine are of different releases",
             )
-        error = float(np.abs(scores - canary.logprobs).max())
-        if not error <= canary.tolerance:  # a NaN is no match either
+        error = canary_error(canary.logprobs, scores, canary.quantile)
+        if not error <= tolerance:  # a NaN is no match either
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance "
-                f"{canary.tolerance:.3g} with {parameters} parameters set; the update does not reach all of the "
-                "engine's weights, it must not sample",
+                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
+                f"with {parameters} parameters set; the engine holds them and does not compute "
+                "what the trainer does, it must not sample",
             )
         return error
+
+    def _tolerance(self, canary: Canary) -> float:
+        return canary.tolerance if self._calibrated is None else min(self._calibrated, canary.tolerance)
+
+    def _calibrate(self, canary: Canary, noise: float) -> float:
+        """The tolerance of an engine whose error was `noise` on verified weights, perturbed and true.
+
+        Raises RpcError(conflict) where it would let pass an engine that took none of the drill's weights.
+        """
+        tolerance = max(CALIBRATION * noise, canary.floor)
+        values: dict[str, float | str] = {"tolerance": tolerance, "noise": noise, "limit": canary.tolerance}
+        self._emit("calibration", values)
+        structlog.get_logger("weights").info("canary calibrated", **values)
+        if not tolerance <= canary.tolerance:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: the canary cannot be calibrated: engine and trainer differ by {noise:.3g} on the same "
+                f"weights, which needs a tolerance of {tolerance:.3g}, and the drill allows {canary.tolerance:.3g}; "
+                "they compute different models, or policy.dtype is too coarse for this one: use float32",
+            )
+        return tolerance

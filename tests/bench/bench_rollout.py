@@ -98,11 +98,13 @@ def sync(mib: int, times: int, threads: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = Path(name) / "large"
         save_random_of(model, mib)
-        show_syncs("sync", weight_sync.measure_alone("transformers", model, times, threads))
-        if importlib.util.find_spec("vllm") is None:
-            line("sync into vLLM", "", "", "vLLM is not installed")
-        else:
-            show_syncs("sync into vLLM", weight_sync.measure_alone("vllm", model, times, threads))
+        for dtype in ("float32", "bfloat16"):
+            of = "" if dtype == "float32" else f", {dtype}"
+            show_syncs(f"sync{of}", weight_sync.measure_alone("transformers", model, times, threads, dtype))
+            if importlib.util.find_spec("vllm") is None:
+                line("sync into vLLM", "", "", "vLLM is not installed")
+            else:
+                show_syncs(f"sync into vLLM{of}", weight_sync.measure_alone("vllm", model, times, threads, dtype))
 
 
 def show_syncs(what: str, measured: weight_sync.Measured) -> None:
@@ -112,6 +114,9 @@ def show_syncs(what: str, measured: weight_sync.Measured) -> None:
         line(f"  {part}", f"{seconds:.3f} s")
     ratio = f"{copied / best.total:.2f}"
     line(f"{what}, of memcpy", f"{best.total:.3f} s", ratio, f"medians {measured.median_ratio():.2f}")
+    verify = measured.median_verify_s()
+    share = verify / statistics.median(one.total for one in measured.syncs)
+    line("  its verification", f"{verify:.3f} s", f"{share:.0%}", "of the sync, medians")
 
 
 # ------------------------------------------------------------------------------------------------------------- TRL

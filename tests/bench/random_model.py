@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging
 
 from tests.bench.bench_quickstart import MODEL
@@ -41,3 +41,23 @@ def save_random_of(folder: Path, mib: int) -> None:
         head_dim=64,
         num_hidden_layers=max(round(mib / layer_mib), 1),
     )
+
+
+def save_random_qwen2(folder: Path) -> None:
+    """A model of the shape of Qwen2-0.5B with random weights, bfloat16, and a context of 512 tokens."""
+    torch.manual_seed(SEED)
+    logging.disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(MODEL / name, folder / name)

@@ -1,7 +1,7 @@
 """Measures how a policy version comes from the trainer's memory into an engine's, over a real store and real messages.
 Must never time a sync whose canary did not match.
 
-    python -m tests.bench.weight_sync MODEL --engine transformers|vllm --times N --threads N       as JSON
+    python -m tests.bench.weight_sync MODEL --engine transformers|vllm --dtype DTYPE --times N --threads N    as JSON
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProces
 SEED = 5
 WARM_UP = 5
 """The first has the drill; from the fourth on the pages of collected versions are used again, as in a run."""
-PARTS = ("canary of the trainer", "put (beside it)", "map", "set", "proof")
+PARTS = ("canary of the trainer", "put and digests (beside it)", "map", "set", "verify", "canary of the engine")
 MODULE = "tests.bench.weight_sync"
 LIMIT_S = 600.0
 T = TypeVar("T")
@@ -61,11 +61,19 @@ class Measured:
     """Syncs of `nbytes`, and seconds of one thread's copies of as many bytes, one before each sync."""
 
     nbytes: int
+    largest_error: float = 0.0
+    """Of the engine's canaries."""
+    tolerance: float = 0.0
+    """Of the last of them."""
     syncs: list[One] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
 
     def fastest(self) -> One:
         return min(self.syncs, key=lambda one: one.total)
+
+    def median_verify_s(self) -> float:
+        """Seconds of a sync that verifying took, part "verify"."""
+        return statistics.median(one.parts[PARTS.index("verify")] for one in self.syncs)
 
     def median_ratio(self) -> float:
         return statistics.median(self.copies) / statistics.median(one.total for one in self.syncs)
@@ -74,18 +82,19 @@ class Measured:
 class Trainer:
     """The worker's own backend and canaries, on a compute thread as in the worker."""
 
-    def __init__(self, folder: Path, model: Path, threads: int) -> None:
+    def __init__(self, folder: Path, model: Path, dtype: str, threads: int, *, with_digests: bool) -> None:
         options = BackendOptions(max_tokens=4096, threads=threads, device="cpu", scratch=folder / "scratch")
-        self.backend = TorchBackend(model, "float32", Optimizer(lr=1e-4), options, Layout(1).place(0))
-        self.canaries = Canaries(self.backend, model, "float32", SEED)
+        self.backend = TorchBackend(model, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+        self.canaries = Canaries(self.backend, model, dtype, SEED, with_digests=with_digests)
+        self._signs = np.random.default_rng(SEED)
         self._compute = ThreadPoolExecutor(1, "compute")
         self._compute.submit(torch.set_num_threads, threads).result()
 
     @torch.no_grad()
     def change(self) -> None:
-        """Another version."""
+        """Another version, one step of a random walk away: in bfloat16 most weights stay."""
         for value in self.backend.weights().values():
-            value.add_(1e-4)
+            value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
     async def publish(self, data: DataClient, request: Publish) -> tuple[WeightsRef, float, float]:
         """As the worker's call does; and the seconds of the canary and of the put, which overlap."""
@@ -96,10 +105,12 @@ class Trainer:
 
         weights = self.backend.weights()
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
-        (receipt, put_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights, request)), timed(proof)
+        digests = asyncio.to_thread(self.canaries.digests, weights)
+        (receipt, put_s), (found, digests_s), (canary, canary_s) = await asyncio.gather(
+            timed(put_weights(data, weights, request)), timed(digests), timed(proof)
         )
-        return weights_ref(receipt, self.canaries, canary, request), canary_s, put_s
+        ref = weights_ref(receipt, self.canaries, canary, found, request)
+        return ref, canary_s, max(put_s, digests_s)
 
 
 def copier(nbytes: int) -> Callable[[], float]:
@@ -114,9 +125,10 @@ def copier(nbytes: int) -> Callable[[], float]:
     return seconds
 
 
-async def measure(folder: Path, model: Path, engine: Engine, times: int, threads: int) -> Measured:
+async def measure(folder: Path, model: Path, dtype: str, engine: Engine, times: int, threads: int) -> Measured:
     """`times` syncs from a trainer into `engine` after the warm-up; PARTS each."""
-    trainer = Trainer(folder, model, threads)
+    mapped = isinstance(engine, TransformersEngine)
+    trainer = Trainer(folder, model, dtype, threads, with_digests=not mapped)
     measured = Measured(sum(value.nbytes for value in trainer.backend.weights().values()))
     run = make_run(folder, memory=4 * measured.nbytes)
     store = StoreProcess(run)
@@ -132,6 +144,9 @@ async def measure(folder: Path, model: Path, engine: Engine, times: int, threads
                 if step >= WARM_UP:
                     measured.copies.append(copy_s)
                     measured.syncs.append(one)
+                assert sync.last is not None
+                measured.largest_error = max(measured.largest_error, sync.last.canary_error)
+                measured.tolerance = sync.last.tolerance
     finally:
         await engine.stop()
         store.stop()
@@ -148,52 +163,56 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
     mapped = time.perf_counter()
     await sync.place(ref, weights)
     placed = time.perf_counter()
-    await sync.prove()
+    verify_s = (await sync.prove()).verify_s
     ended = time.perf_counter()
     del weights
     if step:  # as the scheduler does with a version that no one can name any more
         await peer.store.call(Clear(tasks=[PutTask(f"weights/0/{step - 1}", 1)]), Ack, deadline_s=60)
-    return One((canary_s, put_s, mapped - published, placed - mapped, ended - placed), ended - began)
+    parts = (canary_s, put_s, mapped - published, placed - mapped, verify_s, ended - placed - verify_s)
+    return One(parts, ended - began)
 
 
-def measure_alone(name: str, model: Path, times: int, threads: int) -> Measured:
+def measure_alone(
+    name: str, model: Path, times: int, threads: int, dtype: str = "float32", limit_s: float = LIMIT_S
+) -> Measured:
     """Into engine `name`, in a process of its own with the environment that the launcher gives to services, as trainer
     and engine have it (and which vLLM patches). Raises BenchError."""
     command = [sys.executable, "-m", MODULE, str(model), "--engine", name]
-    command += ["--times", str(times), "--threads", str(threads)]
+    command += ["--dtype", dtype, "--times", str(times), "--threads", str(threads)]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
         env=child_environment(threads),
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
     if done.returncode:
         raise BenchError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
     syncs = [One(tuple(one["parts"]), one["total"]) for one in answer["syncs"]]
-    return Measured(answer["nbytes"], syncs, answer["copies"])
+    return Measured(**{**answer, "syncs": syncs})
 
 
-def _engine(name: str, model: Path, threads: int) -> Engine:
+def _engine(name: str, model: Path, dtype: str, threads: int) -> Engine:
     if name == "transformers":
-        return TransformersEngine(model=model, dtype="float32", threads=threads, deterministic=False)
+        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=False)
     arguments = {"max_model_len": 128, "max_num_seqs": 8}
-    return VllmEngine(model=model, dtype="float32", threads=threads, deterministic=False, engine_args=arguments)
+    return VllmEngine(model=model, dtype=dtype, threads=threads, deterministic=False, engine_args=arguments)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Syncs into an engine, as JSON.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--engine", choices=("transformers", "vllm"), required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--times", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    engine = _engine(args.engine, args.model, args.threads)
+    engine = _engine(args.engine, args.model, args.dtype, args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        measured = asyncio.run(measure(Path(folder), args.model, engine, args.times, args.threads))
+        measured = asyncio.run(measure(Path(folder), args.model, args.dtype, engine, args.times, args.threads))
     print(json.dumps(asdict(measured)))
 
 

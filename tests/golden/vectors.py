@@ -79,7 +79,17 @@ class Vector:
 
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
-    return Canary(token_ids=np.arange(length, dtype=np.int32), logprobs=logprobs, tolerance=1e-4)
+    token_ids = np.arange(length, dtype=np.int32)
+    if length == 3:  # one as an older trainer makes it
+        return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
+    return Canary(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        tolerance=0.25,
+        digests=[0, 2**64 - 1],
+        quantile=0.5,
+        floor=0.02,
+    )
 
 
 def _lease() -> LeaseGrant:
@@ -105,6 +115,7 @@ def _lease() -> LeaseGrant:
             canary=_canary(5),
             drill=_canary(3),
             drill_seed=2**63 - 1,
+            drill_factors=[1.0, 7.5],
         ),
     )
 

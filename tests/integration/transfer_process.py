@@ -91,7 +91,8 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 
 
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
-    canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0)
+    digests = [0] * len(made(step))  # the engine here has no parameters that it could be asked for
+    canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
     return WeightsRef(
         lineage=1,
         step=step,
@@ -116,7 +117,7 @@ async def trainer(run: RunDir) -> None:
         route="gloo",
         device="cpu",
         deadline_s=DEADLINE_S,
-        perturbed=lambda seed: {name: to_torch(values) for name, values in made(-seed % 1000).items()},
+        perturbed=lambda ref: {name: to_torch(values) for name, values in made(-ref.drill_seed % 1000).items()},
         emit=lambda topic, values: say(topic=topic, at=time.monotonic(), **values),
     )
     mailbox = Mailbox("policy-trainer-worker/0", incarnation)

@@ -53,7 +53,7 @@ class Trainer:
         )
         self._host_id = run.host_id
 
-    def _perturbed(self, seed: int) -> dict[str, torch.Tensor]:
+    def _perturbed(self, ref: WeightsRef) -> dict[str, torch.Tensor]:
         self.made += 1
         assert self.may_end.wait(10)
         return {"w": torch.zeros(1)}

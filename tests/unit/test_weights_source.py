@@ -118,7 +118,7 @@ def test_sent_weights_are_drilled_once_and_the_shards_are_once_they_are_needed()
     trainer, source, sync, told = scene(engine)
 
     async def load(step: int) -> str:
-        ref, SENT[step] = version(step)
+        ref, SENT[step] = version(step, announced=True)
         route = await loaded(sync, source, ref)
         assert sync.holds == Version(1, step)
         return route
@@ -140,7 +140,7 @@ def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> N
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.away = True
-    ref, SENT[6] = version(6)
+    ref, SENT[6] = version(6, announced=True)
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     trainer.away = False
     assert asyncio.run(loaded(sync, source, ref)) == "nccl"
@@ -170,7 +170,7 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
         def leave(self) -> None: ...
 
     async def scenario() -> None:
-        trainer, ref = Slow(), version(1)[0]
+        trainer, ref = Slow(), version(1, announced=True)[0]
         run = RunDir(tmp_path, tmp_path, tmp_path)
         transfers = Transfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
         for told in (1, 2):
@@ -186,15 +186,15 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
 def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, heard = started(), threading.Event()
 
-    def slow(name: str, values: Array, seed: int) -> Array:
+    def slow(name: str, values: Array, seed: int, factor: float) -> Array:
         assert heard.wait(10), "the event loop stands still"
-        return perturb(name, values, seed)
+        return perturb(name, values, seed, factor)
 
     monkeypatch.setattr(weights_source, "perturb", slow)
 
     async def scenario() -> int:
         before = engine.progress
-        making = asyncio.create_task(own_drill(engine, version(1)[0]))
+        making = asyncio.create_task(own_drill(engine, version(1, announced=True)[0]))
         await asyncio.sleep(0.1)
         heard.set()
         made = await making
@@ -210,11 +210,11 @@ def test_a_drill_that_the_trainer_is_slow_to_make_is_waited_for_once() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.drill_is_made = False
-    ref, SENT[8] = version(8)
+    ref, SENT[8] = version(8, announced=True)
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     assert trainer.asked == [-1]
     trainer.drill_is_made = True
-    ref, SENT[9] = version(9)
+    ref, SENT[9] = version(9, announced=True)
     assert asyncio.run(loaded(sync, source, ref)) == "nccl"
     assert trainer.asked == [-1, -1, 9]
     assert [values["route"] for topic, values in told if topic == "drill"] == ["shards", "nccl"]
@@ -225,9 +225,9 @@ def test_a_way_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     engine = started()
     engine.deaf = "model.layers.2.self_attn.k_norm.weight"
     trainer, source, sync, _ = scene(engine)
-    ref, SENT[7] = version(7)
+    ref, SENT[7] = version(7, announced=True)
     delivery = asyncio.run(source.fetch(ref))
-    with pytest.raises(RpcError, match=r"canary mismatch after the start-up drill .* by nccl"):
+    with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
     assert sync.holds == Version()
     trainer.away = True  # the other way is whole

@@ -115,6 +115,9 @@ class ToldEngine:
         self.swaps += 1
         self.progress += 1
 
+    async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        """It has no parameters."""
+
     async def score(self, token_ids: Array) -> Array:
         return np.full(len(token_ids) - 1, self._loaded, np.float32)
 

@@ -125,7 +125,12 @@ class Calls:
         self._backend.model.register_forward_hook(lambda *_: self._advance())
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
-        self._canaries = Canaries(self._backend, Path(policy.model), policy.dtype, self._topology.run.seed)
+        rollout = self._topology.services.rollout
+        # An embedded engine on a CPU takes the mapped arrays as its parameters: it shows that without reading them.
+        mapped = rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards"
+        self._canaries = Canaries(
+            self._backend, Path(policy.model), policy.dtype, self._topology.run.seed, with_digests=not mapped
+        )
 
     async def close(self) -> None:
         """Finish the checkpoints being written."""
@@ -410,21 +415,23 @@ class Calls:
             weights = await self._together("Publish", self._backend.weights)
         leads = self._place.rank == 0
         put = [asyncio.ensure_future(put_weights(self._data, weights, request))] if leads else []
+        digests = [asyncio.ensure_future(asyncio.to_thread(self._canaries.digests, weights))] if leads else []
         try:
             if version is not None:
                 canary = version.canary
             elif not earlier:
                 canary = await self._together("Publish", self._canaries.current)
         except BaseException:
-            for each in put:
-                await asyncio.wait([each])
+            if leads:
+                await asyncio.wait([*put, *digests])
             raise
         if not put:
             return messages.Published(seconds=time.perf_counter() - began)
 
         async def answer() -> None:
             try:
-                ref = weights_ref(await put[0], self._canaries, canary, request)
+                receipt, found = await asyncio.gather(put[0], digests[0])
+                ref = weights_ref(receipt, self._canaries, canary, found, request)
             except Exception as error:
                 # the weights are as they were: later calls may go on
                 self.refuse(request, call, error)

@@ -1,4 +1,5 @@
-"""Puts a policy version into a store, with the log-probs that prove its loading. Must never see weights change."""
+"""Puts a policy version into a store, with the log-probs and digests that prove its loading. Must never see weights
+change."""
 
 from __future__ import annotations
 
@@ -6,46 +7,61 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
+from services.policy_trainer.worker.drill import make_drill
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.drill import CANARY_TOKENS, canary_length, canary_tokens, perturb
+from shared.drill import canary_error, canary_length, canary_tokens
 from shared.model import few_rows
+from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
-from shared.model.load import load_model, named_weights
-from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
-from shared.tensors_torch import to_numpy, to_torch
+from shared.tensors_torch import to_numpy
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
-"""Largest absolute difference of a canary log-prob between trainer and engine, by the weights' dtype.
-
-Four times (float32: eight times) the largest seen over 20 canaries of the quickstart's model between the trainer's
-scoring and transformers' own prefill and token-by-token decode: 1.2e-5, 0.062, 0.0069.
-"""
+TOLERANCE = 1e-4
+"""Largest absolute difference of a canary log-prob between trainer and engine, of float32 weights: eight times the
+largest over 20 canaries of the quickstart's model between the trainer's scoring and transformers' own prefill and
+token-by-token decode."""
+FLOOR = {"bfloat16": 0.02, "float16": 0.003}
+"""Least tolerance, for the median difference, that an engine calibrates for weights of 16 bits: eight and three times
+the median between the same passes of that model. Larger models differ more, hence the calibration."""
+MEDIAN = 0.5
+SIGNAL = 2.0
+"""The drill must move the median log-prob by so many tolerances at least: this bounds what may be calibrated."""
 PUT_S = 300.0
 MAX_FENCES = 16
 """Lives of a driver that may have put one version and died before announcing it."""
 
 
 class Canaries:
-    """The fixed sequence of a run and the start-up drill's expected log-probs. Compute thread only."""
+    """The fixed sequence of a run and the start-up drill that goes with it. Compute thread only."""
 
-    def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int) -> None:
-        """`seed`: the run's. Rank 0 computes the drill from the model directory's weights, perturbed."""
+    def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
+        """`seed`: the run's. Rank 0 makes the drill from the model directory's weights. `with_digests`: every version
+        is published with the digests of its weights."""
         self._backend = backend
-        self._tolerance = TOLERANCE[dtype]
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
-        self.drill_seed = seed + 1
+        self._floor = FLOOR.get(dtype, 0.0)
+        self._tolerance = TOLERANCE
+        self._with_digests = with_digests
         self.drill: Canary | None = None
+        self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
-            self.drill = self._drill(model_dir, dtype, _sequence(backend.vocab_size, seed, CANARY_TOKENS))
+            # all tokens, however large the model: the drill, which happens once, has to see each parameter by itself
+            text = _sequence(backend.vocab_size, seed, canary_length(0, dtype))
+            narrowest = self._floor or TOLERANCE
+            drill = make_drill(model_dir, dtype, text, seed + 1, tolerance=narrowest, with_digests=with_digests)
+            if self._floor:
+                self._tolerance = canary_error(drill.true_logprobs, drill.logprobs, MEDIAN) / SIGNAL
+            self.drill_factors = drill.factors
+            self.drill = self._canary(text, drill.logprobs, drill.digests)
 
     def current(self) -> Canary:
         """The canary of the weights as they are now; every rank must call, the answer of rank 0 counts."""
@@ -60,20 +76,24 @@ class Canaries:
 
     def of(self, logprobs: Array) -> Canary:
         """The canary of a version whose log-probs (from the second token on) are known."""
-        return Canary(token_ids=self._text.token_ids, logprobs=logprobs, tolerance=self._tolerance)
+        return self._canary(self._text, logprobs, [])
 
-    @torch.no_grad()
-    def _drill(self, model_dir: Path, dtype: str, text: Sequences) -> Canary:
-        """Of a second copy of the model, perturbed, made here and forgotten: the one in training stays as it is.
+    def digests(self, weights: dict[str, Tensor]) -> list[int]:
+        """Of a version, in the order of the sorted names; none when engines take the arrays themselves.
 
-        All tokens, however large the model: the drill, which happens once, has to see each parameter by itself.
+        On any thread: reads as much as the weights are large, where they are.
         """
-        model = load_model(model_dir, dtype)
-        for name, tensor in named_weights(model).items():
-            tensor.copy_(to_torch(perturb(name, to_numpy(tensor), self.drill_seed)))
-        logprobs, _ = token_logprobs(model, text.token_ids, text.lengths, text.loss_mask, 1.0, len(text.token_ids))
-        expected = to_numpy(logprobs)[1:].astype(np.float32)
-        return Canary(token_ids=text.token_ids, logprobs=expected, tolerance=self._tolerance)
+        return [as_int(digest_whole(weights[name])) for name in sorted(weights)] if self._with_digests else []
+
+    def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
+        return Canary(
+            token_ids=text.token_ids,
+            logprobs=logprobs,
+            tolerance=self._tolerance,
+            digests=digests,
+            quantile=MEDIAN if self._floor else 1.0,
+            floor=self._floor,
+        )
 
 
 def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
@@ -104,7 +124,9 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
             return receipt
 
 
-def weights_ref(receipt: Receipt, canaries: Canaries, canary: Canary, request: Publish) -> WeightsRef:
+def weights_ref(
+    receipt: Receipt, canaries: Canaries, canary: Canary, digests: list[int], request: Publish
+) -> WeightsRef:
     """What engines are told of the version that was put."""
     if canaries.drill is None:
         raise ValueError("weights are published by rank 0 only")
@@ -115,7 +137,8 @@ def weights_ref(receipt: Receipt, canaries: Canaries, canary: Canary, request: P
         fence=receipt.fence,
         store=request.store,
         nbytes=receipt.nbytes,
-        canary=canary,
+        canary=structs.replace(canary, digests=digests),
         drill=canaries.drill,
         drill_seed=canaries.drill_seed,
+        drill_factors=canaries.drill_factors,
     )

@@ -67,10 +67,10 @@ class WeightsSender:
         route: WeightsRoute,
         device: str,
         deadline_s: float,
-        perturbed: Callable[[int], dict[str, Tensor]],
+        perturbed: Callable[[WeightsRef], dict[str, Tensor]],
         emit: Emit,
     ) -> None:
-        """`device`: what this rank computes on; `perturbed(seed)`: the weights of the start-up drill,
+        """`device`: what this rank computes on; `perturbed(ref)`: the weights of the start-up drill,
         computed anew; `emit(topic, values)`: telemetry."""
         self._run = run
         self._data = data
@@ -159,7 +159,7 @@ class WeightsSender:
             )
         if request.drill:
             if self._drill is None or (self._drill.done() and self._drill.exception() is not None):
-                self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref.drill_seed))
+                self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref))
                 self._drill_taken = False
             drill = await asyncio.shield(self._drill)  # who asked may give up meanwhile
             self._drill_taken = True
@@ -210,11 +210,14 @@ def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-def perturbed_weights(model_dir: Path, dtype: str, seed: int) -> dict[str, Tensor]:
-    """The weights of a model directory as the start-up drill has them, by parameter name."""
-    from shared.drill import perturb
+def perturbed_weights(model_dir: Path, dtype: str, ref: WeightsRef) -> dict[str, Tensor]:
+    """The weights of a model directory as the start-up drill of `ref` has them, by parameter name."""
+    from shared.drill import noise_factors, perturb
     from shared.model.load import load_model, named_weights
     from shared.tensors_torch import to_numpy, to_torch
 
     named = named_weights(load_model(model_dir, dtype))
-    return {name: to_torch(perturb(name, to_numpy(tensor), seed)) for name, tensor in named.items()}
+    factors = noise_factors(named, ref.drill_factors)
+    return {
+        name: to_torch(perturb(name, to_numpy(tensor), ref.drill_seed, factors[name])) for name, tensor in named.items()
+    }

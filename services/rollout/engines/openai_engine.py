@@ -36,12 +36,21 @@ from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread, Counted
 from services.rollout.engines.http_client import HttpClient, Refused
+from services.rollout.engines.load_trace import Proof
 from services.rollout.engines.transformers_engine import eos_ids
-from services.rollout.engines.weights import Expected, expected_weights, fitting, folder_file, memory_file
+from services.rollout.engines.weights import (
+    Expected,
+    check_proofs,
+    expected_weights,
+    fitting,
+    folder_file,
+    memory_file,
+)
 from shared.devices import Parts
+from shared.model.digests import digests_of
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
-from shared.tensors_torch import to_numpy
+from shared.tensors_torch import to_numpy, to_torch
 
 STOP_S = 10.0
 SILENCE_S = 120.0
@@ -119,6 +128,9 @@ class OpenAIEngine(Counted):
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))
+
+    async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        await self._compute.run(lambda: asyncio.run(self._verify(given, announced)))
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
@@ -263,6 +275,12 @@ class OpenAIEngine(Counted):
             raise RpcError(
                 ErrorCode.CONFLICT, f"{self._who}: its prefix cache cannot be emptied, others have requests running"
             )
+
+    async def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        proofs = [Proof.of(each) for each in await self._rpc("policy_proof")]
+        digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
+        check_proofs(proofs, self._expected, digests)
+        self._progress += 1
 
     def _handed_over(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[str]:
         return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)

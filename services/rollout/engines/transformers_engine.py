@@ -20,23 +20,24 @@ import torch
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread, Counted
 from services.rollout.engines.decode import MAX_ROWS, Block, Ending, Stopped
 from services.rollout.engines.notes import Notes
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.slots import SlotTable
-from services.rollout.engines.weights import fitting
+from services.rollout.engines.weights import fitting, shown
 from shared.devices import WEIGHTS, Parts
 from shared.model import cpu, few_rows
 from shared.model.determinism import require_deterministic_algorithms
+from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.model.shelf import Released, give_back, own_storages, release, restore
 from shared.rpc.errors import RpcError
-from shared.tensors_torch import to_numpy
+from shared.tensors_torch import to_numpy, to_torch
 
 STOP_S = 1.0
 
@@ -103,6 +104,9 @@ class TransformersEngine(Counted):
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
+
+    async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        await self._compute.between_steps(lambda: self._verify(given, announced))
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.between_steps(lambda: self._score(token_ids))
@@ -237,6 +241,24 @@ class TransformersEngine(Counted):
         self._swaps += 1
         self._lost = False
 
+    @torch.no_grad()
+    def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        """Parameters that lie in the given arrays themselves are those; only where they were copied bits are read."""
+        holders = weight_holders(self._model)  # as the modules have them now: they read them at every pass
+        wrong = set(holders.keys() ^ (given or announced).keys())
+        for name in holders.keys() - wrong:
+            tied, digest = holders[name], announced.get(name)
+            source = to_torch(given[name]) if name in given else None
+            if source is not None and tied[0].device.type != source.device.type and digest is None:
+                digest = as_int(digest_whole(source))
+            same_place = len({(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tied}) == 1
+            same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
+            if not same_place or not same_bits or digest not in (None, as_int(digest_whole(tied[0]))):
+                wrong.add(name)
+            self._progress += 1
+        if wrong:
+            raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have other bits: {shown(sorted(wrong))}")
+
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
         """By the passes that sample: a canary proves those."""
@@ -272,6 +294,16 @@ class TransformersEngine(Counted):
 
         self._stop_finders[texts] = stopped
         return stopped
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors on the same device; those in the same place are not read."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()):
+        return True
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))  # of numbers -0.0 and 0.0 would be equal, NaN nothing
 
 
 def eos_ids(model: Path) -> tuple[int, ...]:

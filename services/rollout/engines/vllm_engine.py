@@ -29,8 +29,9 @@ import xxhash
 
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, Prompt, SamplingParams, Watch, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread, Counted
+from services.rollout.engines.load_trace import Part, Proof
 from services.rollout.engines.side_by_side import Call, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
@@ -42,11 +43,12 @@ from services.rollout.engines.vllm_setup import (
     arguments_of,
     prepare_process,
 )
-from services.rollout.engines.weights import Expected, expected_weights, fitting, memory_file
+from services.rollout.engines.weights import Expected, check_proofs, expected_weights, fitting, memory_file
 from shared.devices import ENGINE, NOTHING, Parts
+from shared.model.digests import digests_of
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
-from shared.tensors_torch import to_numpy
+from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
 
 STOP_S = 10.0
@@ -120,6 +122,8 @@ class VllmEngine(Counted):
         self._awake = ENGINE
         self._lost = False
         """The weights' memory was given back, and nothing was set since."""
+        self._placed: list[list[Part]] = []
+        """What lies where, on each rank, since the first load, whose canary proves that it is right."""
         self._requests = 0
         self._progress = 0
         self._tokens = 0
@@ -159,6 +163,9 @@ class VllmEngine(Counted):
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
+
+    async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        await self._compute.between_steps(lambda: self._verify(given, announced))
 
     @property
     def ranks(self) -> int:
@@ -354,6 +361,17 @@ class VllmEngine(Counted):
             with memory_file(tensors) as path:
                 self._llm.collective_rpc("read_policy_weights", args=(path,))
         self._weights_are_set()
+
+    def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
+        proofs = [Proof.of(each) for each in self._llm.collective_rpc("policy_proof")]
+        self._progress += 1
+        digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
+        check_proofs(proofs, self._expected, digests)
+        placed = [[part for part, _ in proof.parts] for proof in proofs]
+        if placed != (self._placed or placed):
+            raise WeightsMismatch("the parameters hold other parts of the weights than after the drill")
+        self._placed = placed
+        self._progress += 1
 
     def _receive(self, offer: TransferOffer, meeting: Path) -> None:
         check_offer(self._expected, offer.parameters)

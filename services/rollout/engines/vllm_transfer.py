@@ -129,14 +129,20 @@ class TransferredWeights(PolicyWeights):
         """All that is sent; with gloo the model is as it was until `finish_transfer`."""
 
         def receive() -> None:
-            self.start_weight_update()
-            self.update_weights(update_info)
+            with self._policy_traced(self._new_trace()):
+                self.start_weight_update()
+                self.update_weights(update_info)
 
         return self._bounded(receive, within_s)
 
     def finish_transfer(self) -> str:
         """The model is whole again."""
-        return _failure(self.finish_weight_update)
+
+        def finish() -> None:
+            with self._policy_traced(self._policy_trace or self._new_trace()):
+                self.finish_weight_update()
+
+        return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
         """`work`, whose communicator is aborted after `within_s` (0: it ends by itself), which ends it.

@@ -6,13 +6,15 @@ vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, UntypedStorage, nn
 
+from services.rollout.engines.load_trace import LoadTrace
 from shared.model.shelf import give_back
 
 _SHARED_MEMORY = "/dev/shm/vllm_dist_"
@@ -24,25 +26,46 @@ class PolicyWeights:
     model_runner: Any
     reload_weights: Any
     _policy_mark = ""
+    _policy_trace: LoadTrace | None = None
+    """Of the last load."""
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
         """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
 
-        Keeps none of the tensors. Only the canary says whether everything arrived.
+        Keeps none of the tensors. `policy_proof` says whether everything arrived.
         """
-        self.reload_weights(weights_iterator=iter(weights.items()))
-        return rebuild_tied_heads(self.model_runner.get_model())
+        with self._policy_traced(self._new_trace()) as model:
+            self.reload_weights(weights_iterator=iter(weights.items()))
+            return rebuild_tied_heads(model)
 
     def read_policy_weights(self, path: str, mark: str = "") -> int:
         """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
         self._policy_mark = ""
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file, self._policy_traced(self._new_trace()) as model:
             names = file.keys()  # it is no mapping: going through the file itself fails
             self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
-        rebuilt = rebuild_tied_heads(self.model_runner.get_model())
+            rebuilt = rebuild_tied_heads(model)
         self._policy_mark = mark
         return rebuilt
+
+    def policy_proof(self) -> dict[str, list[Any]]:
+        """What this rank's model holds since the last load (`Proof.plain`)."""
+        if self._policy_trace is None:
+            return {"parts": [], "faults": ["no load was followed"]}
+        return self._policy_trace.proof(self.model_runner.get_model()).plain()
+
+    def _new_trace(self) -> LoadTrace:
+        """The first load, which is the drill's, also shows that packing keeps every weight."""
+        return LoadTrace(read_back=self._policy_trace is None)
+
+    @contextmanager
+    def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
+        """A load, or the next piece of one, that `trace` follows; the model that is loaded."""
+        model = self.model_runner.get_model()
+        self._policy_trace = trace
+        with trace.over(model):
+            yield model
 
     def policy_mark(self) -> str:
         """What the weights that are loaded were marked with; empty once this process is another."""

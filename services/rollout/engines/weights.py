@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
+from services.rollout.engines.load_trace import Part, Proof
 from shared.tensors_torch import to_torch
 
 Expected = dict[str, tuple[torch.dtype, torch.Size]]
@@ -55,8 +56,8 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected)
     if missing or unexpected:
         raise WeightsMismatch(
-            f"{len(weights)} parameters given for the engine's {len(expected)}: missing {_shown(missing)}, "
-            f"unexpected {_shown(unexpected)}; is policy.model the one that is trained?"
+            f"{len(weights)} parameters given for the engine's {len(expected)}: missing {shown(missing)}, "
+            f"unexpected {shown(unexpected)}; is policy.model the one that is trained?"
         )
     tensors = {name: to_torch(weights[name]) for name in expected}
     for name, (dtype, shape) in expected.items():
@@ -66,6 +67,28 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
                 f"has {dtype} {list(shape)}; is policy.model the one that is trained?"
             )
     return tensors
+
+
+def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
+    """Refuse an engine whose ranks do not hold `digests`, by name, of the weights `expected`: each wholly, each bit.
+
+    Ranks may hold the same part (replicated heads, a tied head): then all hold the same. Raises WeightsMismatch.
+    """
+    faults = sorted({fault for proof in proofs for fault in proof.faults})
+    held: dict[str, dict[Part, int]] = {name: {} for name in expected}
+    wrong = set(expected.keys() ^ digests.keys())
+    for part, digest in (each for proof in proofs for each in proof.parts):
+        if held.setdefault(part.name, {}).setdefault(part, digest) != digest:
+            wrong.add(part.name)
+    for name, (_, shape) in expected.items():
+        elements = sum(part.rows * part.columns for part in held[name])
+        if elements != shape.numel() or sum(held[name].values()) % (1 << 64) != digests.get(name):
+            wrong.add(name)
+    found = [shown(faults)] if faults else []
+    if wrong:
+        found.append(f"{len(wrong)} of {len(expected)} parameters have other bits: {shown(sorted(wrong))}")
+    if found:
+        raise WeightsMismatch("; ".join(found))
 
 
 @contextmanager
@@ -103,6 +126,7 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     file.flush()
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: list[str]) -> str:
+    """The first few, and how many more there are."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(names[:_NAMED]) or "none") + rest

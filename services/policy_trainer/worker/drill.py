@@ -1,0 +1,128 @@
+"""The start-up drill as the trainer makes it: a perturbed copy of the model, the noise of each weight large enough to
+be seen in the log-probs, and what engines must answer. Must never touch the model in training, nor keep its own copy.
+
+How much is enough follows from one backward pass over the perturbed copy: to first order, a weight that kept its old
+values changes the sum of c_t * logprob_t by <gradient, noise>, with signs c_t drawn at random, hence a log-prob by
+<gradient, noise> / sqrt(T) in the mean (root of squares). Where that is less than `SEEN` tolerances the noise grows, up
+to `MAX_FACTOR` times: a weight that is left out then shows in the canary, not only in the digests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+
+from proto.tensors import Array
+from services.policy_trainer.worker.backend import Sequences
+from shared.drill import noise, noise_factors, noise_scale, perturb
+from shared.model.digests import as_int, digest_whole
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import token_logprobs
+from shared.tensors_torch import to_numpy, to_torch
+
+SEEN = 16.0
+"""Tolerances by which a weight that is left out should show."""
+MAX_FACTOR = 16.0
+"""Of the noise: 0.8 of a weight's mean at most."""
+BACKWARD_LIMIT_S = 30.0
+"""Seconds that the backward pass may take; estimated as three forward passes."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """`factors` of the noise and `digests` (empty unless asked for) in the order of the sorted names; `logprobs` of the
+    perturbed weights, `true_logprobs` of the model directory's: float32 [T - 1]."""
+
+    factors: list[float]
+    logprobs: Array
+    true_logprobs: Array
+    digests: list[int]
+
+
+def make_drill(
+    model_dir: Path, dtype: str, text: Sequences, seed: int, *, tolerance: float, with_digests: bool
+) -> Drill:
+    """`tolerance`: the narrowest that a log-prob may be judged by."""
+    model = load_model(model_dir, dtype)
+    began = time.perf_counter()
+    true_logprobs = _logprobs(model, text)
+    expected_s = 3 * (time.perf_counter() - began)
+    factors = noise_factors(named_weights(model), [])
+    if expected_s <= BACKWARD_LIMIT_S:
+        scales = _perturb(model, seed, factors)
+        for name, effect in _effects(model, text, seed, scales).items():
+            factors[name] = min(max(SEEN * tolerance / max(effect, 1e-30), 1.0), MAX_FACTOR)
+        del model
+        model = load_model(model_dir, dtype)
+    else:
+        structlog.get_logger("drill").warning(
+            "the drill's noise is not scaled: its backward pass would take too long",
+            expected_s=round(expected_s),
+            limit_s=BACKWARD_LIMIT_S,
+        )
+    _perturb(model, seed, factors)
+    logprobs = _logprobs(model, text)
+    if not np.isfinite(logprobs).all():  # float16 ends at 65504
+        factors, model = noise_factors(factors, []), load_model(model_dir, dtype)
+        _perturb(model, seed, factors)
+        logprobs = _logprobs(model, text)
+    weights = named_weights(model)
+    return Drill(
+        factors=[factors[name] for name in sorted(factors)] if max(factors.values(), default=1.0) > 1 else [],
+        logprobs=logprobs,
+        true_logprobs=true_logprobs,
+        digests=[as_int(digest_whole(weights[name])) for name in sorted(weights)] if with_digests else [],
+    )
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, seed: int, factors: dict[str, float]) -> dict[str, float]:
+    """In place; returns the standard deviation of each weight's noise."""
+    scales: dict[str, float] = {}
+    for name, tensor in named_weights(model).items():
+        values = to_numpy(tensor)
+        if tensor.is_floating_point() and tensor.numel():
+            scales[name] = noise_scale(values) * factors[name]
+        tensor.copy_(to_torch(perturb(name, values, seed, factors[name])))
+    return scales
+
+
+def _effects(model: nn.Module, text: Sequences, seed: int, scales: dict[str, float]) -> dict[str, float]:
+    """What each weight's noise makes of a log-prob, to first order. Gradients go as soon as they were used."""
+    effects: dict[str, float] = {}
+    tokens = int(text.loss_mask.sum())
+
+    def used(name: str, weight: nn.Parameter) -> None:
+        gradient, weight.grad = cast(Tensor, weight.grad), None
+        along = float(gradient.reshape(-1).float() @ torch.from_numpy(noise(name, weight.numel(), seed)))
+        effects[name] = abs(along) * scales[name] / math.sqrt(tokens)
+
+    names = {tensor.data_ptr(): name for name, tensor in named_weights(model).items()}
+    hooks: list[Any] = []
+    for parameter in model.parameters():
+        name = names[parameter.data_ptr()]
+        hooks.append(
+            cast(Any, parameter).register_post_accumulate_grad_hook(lambda weight, name=name: used(name, weight))
+        )
+    with torch.enable_grad():
+        logprobs, _ = token_logprobs(model, text.token_ids, text.lengths, text.loss_mask, 1.0, len(text.token_ids))
+        signs = np.random.Generator(np.random.Philox(seed)).choice(np.array([-1, 1], np.float32), len(logprobs))
+        (logprobs * torch.from_numpy(signs)).sum().backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
+    return effects
+
+
+@torch.no_grad()
+def _logprobs(model: nn.Module, text: Sequences) -> Array:
+    logprobs, _ = token_logprobs(model, text.token_ids, text.lengths, text.loss_mask, 1.0, len(text.token_ids))
+    found: Array = to_numpy(logprobs)[1:].astype(np.float32)
+    return found

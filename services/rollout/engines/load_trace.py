@@ -1,0 +1,389 @@
+"""Follows weights into a model while its own loaders cut, fuse and pack them, and digests what is there in the end.
+Must never import vLLM, nor know any model: what went where is seen, not assumed.
+
+A `LoadTrace` watches torch's operations during a load. It keeps a map of memory: which addresses hold which part of
+which weight. A copy from one place to another carries the parts along; new memory holds nothing; an operation that
+packs a weight for a CPU (after which `.weight` is empty) has the memory that it packs digested at that moment, under
+the handle that it returns. Afterwards `proof` digests every parameter where it lies, and adds those of the handles
+that the model's layers hold now.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.model.digests import as_int, digest, matrix_shape
+
+_PACKING = frozenset(
+    ["_C::create_onednn_mm_handler", "_C::convert_weight_packed", "zentorch::zentorch_weight_prepack_for_linear"]
+)
+"""Operations of vLLM that make another layout of their first argument for a CPU's products. They are composite ones,
+which only a function mode sees."""
+READ_BACK_FLOP = 4 * 10**9
+"""Of one handle: all of a layer of 0.5B, a spread sample of its embedding; seconds in all."""
+_READ_BACK_ROWS = 256
+_COPIES = frozenset(["aten::_to_copy", "aten::clone"])
+_NEW = ("aten::empty", "aten::new_empty")
+_FILLS = frozenset(["aten::fill_", "aten::zero_"])
+
+
+class Part(NamedTuple):
+    """Elements [row, row + rows) x [column, column + columns) of weight `name` as a matrix (`matrix_shape`)."""
+
+    name: str
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+Digested = tuple[Part, int]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a model holds: the parts of weights with the digests of what lies there, and what cannot be explained."""
+
+    parts: list[Digested]
+    faults: list[str]
+
+    def plain(self) -> dict[str, list[Any]]:
+        """Of lists, numbers and texts only."""
+        return {"parts": [[*part, value] for part, value in self.parts], "faults": self.faults}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Sequence[Any]]) -> Proof:
+        return cls([(Part(*row[:-1]), row[-1]) for row in plain["parts"]], list(plain["faults"]))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What addresses [begin, end) hold: `part`, row by row in elements of `dtype`; None: a constant."""
+
+    begin: int
+    end: int
+    part: Part | None
+    dtype: torch.dtype
+
+
+class _Memory:
+    """What is where, without overlaps."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._held: dict[int, _Held] = {}
+
+    def forget(self, begin: int, end: int) -> None:
+        """Nothing is known of these addresses; a part that reached into them is not whole any longer, hence unknown."""
+        for each in self.within(begin, end):
+            self._begins.remove(each.begin)
+            del self._held[each.begin]
+            if each.part is None:  # a constant is as constant when it is shorter
+                for rest in ((each.begin, begin), (end, each.end)):
+                    if rest[0] < rest[1]:
+                        self._put(replace(each, begin=rest[0], end=rest[1]))
+
+    def hold(self, held: _Held) -> None:
+        self.forget(held.begin, held.end)
+        self._put(held)
+
+    def within(self, begin: int, end: int) -> list[_Held]:
+        """All that overlaps, in order."""
+        first = bisect.bisect_right(self._begins, begin) - 1
+        found = []
+        for at in self._begins[max(first, 0) :]:
+            if at >= end:
+                break
+            if self._held[at].end > begin:
+                found.append(self._held[at])
+        return found
+
+    def copied(self, target: Tensor, source: Tensor) -> None:
+        if _nowhere(target):
+            return
+        begin, end = _span(target)
+        self.forget(begin, end)
+        if not target.is_contiguous() or source.numel() != target.numel() or _nowhere(source):
+            return
+        for offset, length, part, dtype in self._parts(source):
+            if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
+                continue  # not the weight's bits, nor a type that holds every one of its values
+            at, size = begin + offset * target.element_size(), length * target.element_size()
+            self.hold(_Held(at, at + size, part, dtype))
+
+    def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
+        """(first element, number of elements, part, its dtype) of what `source` holds, in its own order."""
+        size = source.element_size()
+        held = self.within(*_span(source))
+        if source.is_contiguous():
+            first, last = _span(source)
+            for each in held:
+                begin, end = max(each.begin, first), min(each.end, last)
+                part = _flat_part(each, (begin - each.begin) // size, (end - begin) // size)
+                if each.part is None or part is not None:
+                    yield (begin - first) // size, (end - begin) // size, part, each.dtype
+        elif len(held) == 1 and held[0].part is not None:
+            part = _box(held[0].part, (source.data_ptr() - held[0].begin) // size, source)
+            if part is not None:
+                yield 0, source.numel(), part, held[0].dtype
+
+    def filled(self, target: Tensor) -> None:
+        if _nowhere(target):
+            return
+        begin, end = _span(target)
+        self.forget(begin, end)
+        if target.is_contiguous():
+            self.hold(_Held(begin, end, None, target.dtype))
+
+    def _put(self, held: _Held) -> None:
+        bisect.insort(self._begins, held.begin)
+        self._held[held.begin] = held
+
+
+class _Operations(TorchDispatchMode):
+    """Keeps `memory` true while entered."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func.name()).partition(".")[0]
+        if name == "aten::copy_":
+            self._memory.copied(args[0], args[1])
+        elif name in _COPIES:
+            self._memory.copied(result, args[0])
+        elif name in _FILLS:
+            self._memory.filled(args[0])
+        elif name.startswith(_NEW) and not _nowhere(result):
+            self._memory.forget(*_span(result))
+        return result
+
+
+class _Packings(TorchFunctionMode):
+    """Shows `packed` each weight that is packed while it is entered, and what came of it."""
+
+    def __init__(self, packed: Callable[[Tensor, Any], None]) -> None:
+        self._packed = packed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "_qualified_op_name", "") in _PACKING:
+            self._packed(args[0], result)
+        return result
+
+
+class LoadTrace:
+    """Follows one load (`over`); `proof` afterwards."""
+
+    def __init__(self, *, read_back: bool = False) -> None:
+        """`read_back`: what is packed with oneDNN is read again, by products with unit vectors, and compared."""
+        self._read_back = read_back
+        self._memory = _Memory()
+        self._packed: dict[int, Proof] = {}
+        """By handle: the number or the address that the packing operation returned."""
+
+    @contextmanager
+    def over(self, model: Any) -> Iterator[None]:
+        """All that `model.load_weights` is given in here is followed."""
+        load_weights = model.load_weights
+
+        def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
+            return load_weights(self._announced(weights))
+
+        model.load_weights = traced
+        try:
+            with _Operations(self._memory), _Packings(self._pack):
+                yield
+        finally:
+            del model.load_weights
+
+    def proof(self, model: nn.Module) -> Proof:
+        """Of every parameter, every loaded buffer and every handle that a module of `model` holds now."""
+        parts: list[Digested] = []
+        faults: list[str] = []
+        found: list[tuple[Part, Tensor]] = []
+        names = _Names(model)
+        for path, module in model.named_modules():
+            handle = _handle_of(module)
+            if handle is not None:
+                packed = self._packed.get(handle)
+                if packed is None:
+                    faults.append(f"{path}: computes with weights that were packed before this load")
+                else:
+                    parts += packed.parts
+                    faults += [f"{path}: {fault}" for fault in packed.faults]
+                    faults += names.misplaced(module, f"{path}.weight", [part for part, _ in packed.parts])
+            for name, tensor in module.named_parameters(path, recurse=False):
+                if tensor.numel() == 0 and handle is not None:
+                    continue  # the handle has it
+                digested, whole = self._digested(tensor)
+                found += digested
+                faults += names.misplaced(module, name, [part for part, _ in digested])
+                if not whole:
+                    faults.append(f"{name}: not all of it was loaded")
+            for _, buffer in module.named_buffers(recurse=False):
+                digested, whole = self._digested(buffer)
+                found += digested if whole else []  # most are computed, and no weights
+        if found:
+            values = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
+            parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(found, values, strict=True)]
+        return Proof(parts, faults)
+
+    def _announced(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            rows, columns = matrix_shape(tensor.shape)
+            if tensor.is_contiguous() and tensor.numel():
+                self._memory.hold(_Held(*_span(tensor), Part(name, 0, 0, rows, columns), tensor.dtype))
+            yield name, tensor
+
+    def _pack(self, weight: Tensor, result: Any) -> None:
+        flat = torch.as_strided(weight, (weight.numel(),), (1,), weight.storage_offset())
+        digested, whole = self._digested(flat)
+        parts = [(part, as_int(value)) for part, value in digested]
+        faults = [] if whole else ["not all that it packed was loaded"]
+        if self._read_back and not isinstance(result, Tensor) and not _reads_back(int(result), weight):
+            faults.append("packed weights read back as others")
+        handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
+        self._packed[handle] = Proof(parts, faults)
+
+    def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
+        """The digests of the parts in contiguous `tensor`, and whether all of it is explained."""
+        first, last = _span(tensor)
+        size, known = tensor.element_size(), 0
+        flat, found = tensor.detach().reshape(-1), []
+        for each in self._memory.within(first, last):
+            if each.begin < first or each.end > last:
+                continue
+            known += each.end - each.begin
+            if each.part is None:
+                # memory that was freed and used again may be taken for a constant: padding is zeros, so look
+                known -= int(flat[(each.begin - first) // size : (each.end - first) // size].count_nonzero() > 0)
+                continue
+            values = flat[(each.begin - first) // size : (each.end - first) // size]
+            if values.dtype != each.dtype:
+                narrow = values.to(each.dtype)
+                known -= 0 if torch.equal(narrow.to(values.dtype), values) else 1
+                values = narrow
+            part = each.part
+            found.append((part, digest(values.reshape(part.rows, part.columns), part.row, part.column)))
+        return found, known == last - first
+
+
+class _Names:
+    """Whether weights lie where their names say. Names that a model's loader translates are left to the canary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+        self._modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        self._first: dict[int, nn.Module] = {}
+        """By address, the first module with the parameter there: the others are tied to it."""
+
+    def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
+        """What is wrong with `parts`, in their order, in parameter `name` of `module`."""
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
+            return []
+        holder, kind = _leaf(name)
+        fused = self._fused.get(holder, ())
+        order = []
+        for part in parts:
+            leaf, its_kind = _leaf(part.name)
+            known = leaf in self._modules or any(leaf in each for each in self._fused.values())
+            strange = known and leaf != holder and leaf not in fused
+            if strange or kind != its_kind or _numbers(part.name) != _numbers(name):
+                return [f"{name}: holds {part.name}"]
+            order.append(fused.index(leaf) if leaf in fused else 0)
+        return [] if order == sorted(order) else [f"{name}: its parts are in another order"]
+
+
+def _leaf(name: str) -> tuple[str, str]:
+    """The last module of a parameter's name, and what it is of it: `weight` or `bias`."""
+    path, _, kind = name.rpartition(".")
+    return path.rpartition(".")[2], kind
+
+
+def _numbers(name: str) -> list[str]:
+    """Of layers."""
+    return [each for each in name.split(".") if each.isdigit()]
+
+
+def _nowhere(tensor: Any) -> bool:
+    return not isinstance(tensor, Tensor) or tensor.is_meta or tensor.numel() == 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first to behind the last element."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + reach * tensor.element_size()
+
+
+def _flat_part(held: _Held, offset: int, count: int) -> Part | None:
+    """`count` elements of `held`, one after the other from `offset` on; None when they are no box."""
+    part = held.part
+    if part is None:
+        return None
+    row, column = divmod(offset, part.columns)
+    if column == 0 and count % part.columns == 0:
+        return part._replace(row=part.row + row, rows=count // part.columns)
+    if column + count <= part.columns:
+        return Part(part.name, part.row + row, part.column + column, 1, count)
+    return None
+
+
+def _box(part: Part, offset: int, view: Tensor) -> Part | None:
+    """What `view`, which begins `offset` elements behind the begin of `part`, shows of it; None when it is no box."""
+    axes = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1]
+    row, column = divmod(offset, part.columns)
+    if len(axes) == 1 and axes[0][1] == part.columns:
+        axes.append((1, 1))
+    if len(axes) != 2 or axes[0][1] != part.columns or axes[1][1] != 1 or column + axes[1][0] > part.columns:
+        return None
+    return Part(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+
+
+def _reads_back(handle: int, weight: Tensor) -> bool:
+    """Whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
+
+    All rows, where that takes `READ_BACK_FLOP` at most; otherwise as many, evenly spread.
+    """
+    inputs, outputs = weight.shape
+    count = min(max(READ_BACK_FLOP // (2 * inputs * outputs), 16), inputs)
+    rows = torch.linspace(0, inputs - 1, count).long()
+    for some in rows.split(_READ_BACK_ROWS):  # type: ignore[no-untyped-call]
+        units = torch.zeros(len(some), inputs, dtype=weight.dtype)
+        units[range(len(some)), some] = 1
+        found = torch.empty(len(some), outputs, dtype=weight.dtype)
+        torch.ops._C.onednn_mm(found, units, None, torch.tensor(handle))
+        if not torch.equal(found, weight[some]):
+            return False
+    return True
+
+
+def _handle_of(module: nn.Module) -> int | None:
+    """What a packing operation returned for the product that `module` computes with; None when it has none."""
+    product = getattr(module, "cpu_linear", None)
+    for cell in getattr(product, "__closure__", None) or ():
+        value = cell.cell_contents
+        if hasattr(value, "handler_tensor"):
+            return int(value.handler_tensor)
+        if isinstance(value, Tensor):
+            return value.data_ptr()
+    return None

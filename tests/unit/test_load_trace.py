@@ -1,0 +1,168 @@
+"""What a trace knows of a model after its loaders have cut and fused weights: where each lies, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.rollout.engine import WeightsMismatch
+from services.rollout.engines.load_trace import LoadTrace, Part, Proof
+from services.rollout.engines.weights import check_proofs
+from shared.model.digests import digests_of
+
+Loader = Callable[[Iterable[tuple[str, Tensor]]], None]
+VOCABULARY, PADDED, HIDDEN, HEADS, KEY_HEADS, INNER = 10, 16, 8, 4, 1, 12
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Attention(nn.Module):
+    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(HIDDEN, rows, dtype=dtype)
+        self.o_proj = nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
+
+
+class Half(nn.Module):
+    """A rank of two of a small decoder: fused projections, a padded vocabulary, one key head on both ranks."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rank = rank
+        self.embed_tokens = nn.Embedding(PADDED // 2, HIDDEN, dtype=dtype)
+        self.attention = Attention(HEADS // 2 + 2 * KEY_HEADS, INNER // 2, dtype)
+        self.lm_head = nn.Linear(1, 1, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.norm = nn.LayerNorm(HIDDEN, bias=False, dtype=dtype)
+        self.skip, self.order = "", ["q_proj", "k_proj", "v_proj"]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name != self.skip:
+                self.load(name, tensor)
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        rank = self.rank
+        if name == "embed_tokens.weight":
+            mine = tensor[rank * PADDED // 2 : (rank + 1) * PADDED // 2]
+            self.embed_tokens.weight[: len(mine)].data.copy_(mine)
+            self.embed_tokens.weight[len(mine) :].data.fill_(0)
+        elif name == "norm.weight":
+            staged = torch.empty_like(self.norm.weight)  # as vLLM does: loaded beside, then copied into place
+            staged.copy_(tensor)
+            self.norm.weight.data.copy_(staged)
+        elif name == "attention.o_proj.weight":
+            columns = INNER // 2
+            self.attention.o_proj.weight.data.copy_(tensor.narrow(1, rank * columns, columns))
+        else:
+            leaf, kind = name.split(".")[1:]
+            begins = {"q_proj": 0, "k_proj": HEADS // 2, "v_proj": HEADS // 2 + KEY_HEADS}
+            at = begins[self.order[["q_proj", "k_proj", "v_proj"].index(leaf)]]
+            rows = HEADS // 2 if leaf == "q_proj" else KEY_HEADS
+            mine = tensor.narrow(0, rank * rows if leaf == "q_proj" else 0, rows)
+            getattr(self.attention.qkv_proj, kind).data.narrow(0, at, rows).copy_(mine)
+
+
+def made(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {"embed_tokens.weight": (VOCABULARY, HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes["attention.o_proj.weight"] = (HIDDEN, INNER)
+    for leaf, rows in (("q_proj", HEADS), ("k_proj", KEY_HEADS), ("v_proj", KEY_HEADS)):
+        shapes |= {f"attention.{leaf}.weight": (rows, HIDDEN), f"attention.{leaf}.bias": (rows,)}
+    random = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
+
+
+def loaded(model: Half, weights: dict[str, Tensor]) -> Proof:
+    trace = LoadTrace()
+    with trace.over(model):
+        model.load_weights(iter(weights.items()))
+    return Proof.of(trace.proof(model).plain())
+
+
+def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
+    check_proofs(proofs, {name: (each.dtype, each.shape) for name, each in weights.items()}, digests_of(weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_fused_and_replicated_and_padded_ones_add_up_over_ranks(dtype: torch.dtype) -> None:
+    weights = made(1, dtype)
+    proofs = [loaded(Half(rank, dtype), weights) for rank in (0, 1)]
+    check(proofs, weights)
+    parts = {part for proof in proofs for part, _ in proof.parts}
+    assert Part("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
+    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # of 8 rows, 6 of padding
+    with pytest.raises(WeightsMismatch, match="have other bits"):
+        check(proofs[:1], weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(made(1, torch.float32)))
+def test_each_weight_that_is_left_out_stale_or_off_by_a_bit_is_named(name: str, dtype: torch.dtype) -> None:
+    old, new = made(1, dtype), made(2, dtype)
+    models = [Half(rank, dtype) for rank in (0, 1)]
+    for model in models:
+        loaded(model, old)
+        model.skip = name
+    proofs = [loaded(model, new) for model in models]
+    with pytest.raises(WeightsMismatch, match="not all of it was loaded"):
+        check(proofs, new)
+    for model in models:
+        model.skip = ""
+    stale = {**new, name: old[name]}
+    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have other bits: {name}$"):
+        check([loaded(model, stale) for model in models], new)
+    changed = new[name].clone()
+    changed.view(-1).view(torch.uint8)[-1] ^= 1
+    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have other bits: {name}$"):
+        check([loaded(model, {**new, name: changed}) for model in models], new)
+    check([loaded(model, new) for model in models], new)
+
+
+def test_what_is_overwritten_after_the_load_is_found() -> None:
+    weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
+    traces = [LoadTrace(), LoadTrace()]
+    for trace, model in zip(traces, models, strict=True):
+        with trace.over(model):
+            model.load_weights(iter(weights.items()))
+    with torch.no_grad():
+        models[1].attention.qkv_proj.weight[0].mul_(1.01)
+    with pytest.raises(WeightsMismatch, match=r"q_proj\.weight$"):
+        check([trace.proof(model) for trace, model in zip(traces, models, strict=True)], weights)
+
+
+def test_weights_in_anothers_place_are_found_though_each_is_there() -> None:
+    weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
+    for model in models:
+        model.order = ["q_proj", "v_proj", "k_proj"]
+    with pytest.raises(WeightsMismatch, match=r"qkv_proj\.weight: its parts are in another order"):
+        check([loaded(model, weights) for model in models], weights)
+
+
+def test_padding_that_is_not_zero_is_not_explained() -> None:
+    weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
+    traces = [LoadTrace(), LoadTrace()]
+    for trace, model in zip(traces, models, strict=True):
+        with trace.over(model):
+            model.load_weights(iter(weights.items()))
+    with torch.no_grad():
+        models[1].embed_tokens.weight[-1, 0] = 1
+    with pytest.raises(WeightsMismatch, match=r"embed_tokens\.weight: not all of it was loaded"):
+        check([trace.proof(model) for trace, model in zip(traces, models, strict=True)], weights)
+
+
+def test_a_weight_that_a_loader_computes_with_is_refused() -> None:
+    weights, model = made(1, torch.float32), Half(0, torch.float32)
+    load = model.load
+
+    def doubled(name: str, tensor: Tensor) -> None:
+        load(name, tensor * 2 if name == "norm.weight" else tensor)
+
+    model.load = doubled  # type: ignore[method-assign]
+    with pytest.raises(WeightsMismatch, match=r"norm\.weight: not all of it was loaded"):
+        check([loaded(model, weights), loaded(Half(1, torch.float32), weights)], weights)
