@@ -18,12 +18,16 @@ CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 class _Fails:
     """Stands for the calls of a sample whose engine has broken."""
 
+    temperature = 1.0
+
     async def chat(self, *_: Any, **__: Any) -> Any:
         raise ValueError("the engine broke")
 
 
 class _Waits:
     """Stands for the calls of a sample whose engine never finishes."""
+
+    temperature = 1.0
 
     def __init__(self) -> None:
         self.under_way = asyncio.Event()
