@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -23,9 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from launch.logs import tail
 from shared.data import open_source
-from tests.bench.cluster_run import MODEL, ROOT, BenchError, failed, measured_cores, run_cluster, running
+from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line, measured_cores, run_cluster
 from tests.bench.random_model import save_random
 from tests.bench.turns import by_turns, heading, machine, order, order_line, ratios, spread, versions
 
@@ -119,17 +117,10 @@ def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> 
     if not work.trained:
         command += ["--learning-rate", str(KEEP_LENGTHS)]
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
-        rows, output = Path(name) / "train.jsonl", Path(name) / "trl.out"
+        rows = Path(name) / "train.jsonl"
         source = open_source("builtin:addition", where="against_trl")
         rows.write_text("".join(json.dumps(source.row(index)) + "\n" for index in range(len(source))))
-        with running([*command, "--rows", str(rows)], output) as process:
-            try:
-                status = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                raise failed(f"TRL: not done after {limit_s:g} s (--limit-s)", output) from None
-        if status:
-            raise failed(f"TRL: exit {status}", output)
-        result = json.loads(tail(output, 1)[0])
+        result = last_line([*command, "--rows", str(rows)], "TRL", limit_s)
     return Side(
         samples_per_s=result["samples_per_s"],
         reward=statistics.fmean(result["reward_mean"][-10:]),

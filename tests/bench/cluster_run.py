@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,21 @@ def running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes
 def failed(what: str, output: Path) -> BenchError:
     """Return the error of a side that wrote `output`, with its last lines."""
     return BenchError("\n    ".join([what, *tail(output, SHOWN_LINES)]))
+
+
+def last_line(command: Sequence[str], what: str, limit_s: float) -> dict[str, Any]:
+    """Run `command` and return the JSON object of its last line. Raises BenchError if it fails or takes longer."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        output = Path(name) / "child.out"
+        with running(list(command), output) as process:
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise failed(f"{what}: not done after {limit_s:g} s", output) from None
+        if status:
+            raise failed(f"{what}: exit {status}", output)
+        found: dict[str, Any] = json.loads(tail(output, 1)[0])
+        return found
 
 
 def run_cluster(
