@@ -24,7 +24,6 @@ from typing import Any
 
 from shared.data import open_source
 from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line, measured_cores, run_cluster
-from tests.bench.random_model import save_random
 from tests.bench.turns import by_turns, heading, machine, order, order_line, ratios, spread, versions
 
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
@@ -239,6 +238,8 @@ def model_of(work: Work, folder: Path) -> Path:
     """The model of `work`; a random one is made in `folder`."""
     if work.trained:
         return MODEL
+    from tests.bench.random_model import save_random  # takes torch along, which the sides import by themselves
+
     save_random(folder / "model")
     return folder / "model"
 
