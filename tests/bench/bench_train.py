@@ -55,9 +55,9 @@ def peak_bytes(how: str) -> float:
     return float(last_line([*PARTS, "memory", how], f"memory {how}", LIMIT_S)["peak_bytes"])
 
 
-def sweep(batch: Path) -> None:
+def sweep(batch: Path, turns: int) -> None:
     """Measure every one of MICRO_BATCHES and keep the result in RECORD, beside what else is recorded there."""
-    speeds = by_turns({str(each): partial(trl_speed, batch, each) for each in MICRO_BATCHES}, TURNS)
+    speeds = by_turns({str(each): partial(trl_speed, batch, each) for each in MICRO_BATCHES}, turns)
     record: dict[str, Any] = {
         "machine": machine(),
         "software": versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT),
@@ -141,7 +141,7 @@ def main() -> None:
         batch.write_text(json.dumps(_batch()))
         try:
             if args.sweep:
-                sweep(batch)
+                sweep(batch, args.turns)
             else:
                 table(batch, args.turns)
         except BenchError as error:

@@ -80,10 +80,11 @@ class Watch:
 
 
 def name_of(command: list[str]) -> str:
-    """`services.rollout` and the like, with the instance; else the program."""
+    """`services.rollout/0` and the like; else the name of the script or of the program."""
     module = next((part for part in command if part.startswith(("services.", "launch."))), "")
+    script = next((Path(part).name for part in command if part.endswith(".py")), "")
     instance = command[command.index("--instance") + 1] if "--instance" in command else ""
-    return "/".join(part for part in (module or Path(command[0] if command else "?").name, instance) if part)
+    return "/".join(part for part in (module or script or " ".join(command[:1]), instance) if part)
 
 
 def medians(looks: list[tuple[int, dict[int, int]]], after: int, upto: int) -> dict[int, float]:
