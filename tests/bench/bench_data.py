@@ -76,6 +76,10 @@ RING_BYTES = 512 << 20
 PEERS_S = 300
 PEER_ROUNDS = 5
 MAX_PIECES = 1024
+PUT_THREADS = (
+    'put writes and hashes on two threads ("dataplane", a block each); a third ("dataplane-helper") takes half of each '
+    "block of 8 MiB or more"
+)
 ROUND_TRIPS = 2000
 WIDTH = 170
 TASKS = 1_000_000
@@ -577,7 +581,8 @@ def main() -> None:
     except BenchError as error:
         sys.exit(f"bench_data: {error}")
     report = Report()
-    print("against limits: both by turns, reversed in every second one; n turns", flush=True)
+    print("against limits: ours and the limits by turns, reversed in every second one; n turns")
+    print(PUT_THREADS, flush=True)
     for size in options.sizes:
         rounds, firsts = (max(3, number // size) for number in (options.rounds, options.firsts))
         asyncio.run(measure_size(size, firsts, rounds, report, across=options.across))
