@@ -118,9 +118,9 @@ test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 # ---------------------------------------------------------------------------------------------- measure
 .PHONY: bench-data bench-train bench-rollout bench-quickstart
 bench-data: setup peers-data ## the data plane against the machine's limits and its peers
-	$(PY) -m tests.bench.bench_data --sizes 1,4,16
+	$(PY) -m tests.bench.bench_data --sizes 1,4
 
-bench-train: setup ## the training step against its peers
+bench-train: setup peers ## the training step against its peers
 	$(PY) -m tests.bench.bench_train
 
 bench-rollout: setup peers ## running ahead, weight sync, and TRL on long and short answers

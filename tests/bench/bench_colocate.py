@@ -1,22 +1,23 @@
 """What colocation saves and what it costs: peak memory of the node and seconds a step, beside separate placement.
 
-    python -m tests.bench.bench_colocate
+    python -m tests.bench.bench_colocate [--turns 3]
 
-The same run twice, on a model of some 63 million parameters: placed apart (everybody keeps everything) and colocated
-(policy, reference and engine take turns). Memory is the sum over all processes of the run of their proportional set
-size (`/proc/<pid>/smaps_rollup`), which counts a shared page once, looked at some ten times a second; what lies in the
-run's shared memory and in nobody's map is not in it. On a CPU the devices' memory is the host's, so this is what stands
-for a GPU's memory. Libraries are most of a small process: the run of the quickstart's 0.8M model, apart, says how much,
-and the ratio above it is the one of the models' own memory.
+The same run under both placements by turns, on a model of some 63 million parameters: placed apart (every service
+keeps everything) and colocated (policy, reference and engine take turns). Memory is the sum over all processes of the
+run of their proportional set size (`/proc/<pid>/smaps_rollup`), which counts a shared page once, looked at some ten
+times a second; what lies in the run's shared memory and in no process's map is not in it. On a CPU the devices' memory
+is the host's, so this is what stands for a GPU's memory. Libraries are most of a small process: the run of the
+quickstart's 0.8M model, apart, says how much, and the ratio above it is the one of the models' own memory.
 
-Both runs sample with the same versions and seeds: their losses are compared, and are to be the same.
+All runs sample with the same versions and seeds: their losses are compared, and must be the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread
 from tests.integration.whole_cluster import Cluster, cluster
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,7 @@ MODES = {"apart": [], "colocated": ["placement.colocate=[policy-trainer, referen
 LOOK_EVERY_S = 0.1
 LIMIT_S = 280.0
 MIB = 1 << 20
+FORM = "{:<52}{:>22}{:>22}{:>22}"
 
 
 @dataclass
@@ -170,39 +173,61 @@ def by_phase(result: Result) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and time of a colocated run, beside separate placement.")
+    parser.add_argument("--turns", type=int, default=TURNS, help="runs of each placement")
+    args = parser.parse_args()
+    numbers = itertools.count()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         parameters = make_model(folder / "model")
-        print(f"model: {parameters / 1e6:.0f} M parameters, {parameters * 4 / MIB:.0f} MiB of float32")
-        print(f"load average before: {os.getloadavg()[0]:.1f}", flush=True)
-        results = {name: measure(folder / "model", folder / name, extra) for name, extra in MODES.items()}
+        print(heading())
+        print(f"model     {parameters / 1e6:.0f} M parameters, {parameters * 4 / MIB:.0f} MiB of float32")
+        print(order_line(MODES, args.turns), flush=True)
+        sides = {
+            name: lambda extra=extra: measure(folder / "model", folder / f"run-{next(numbers)}", extra)
+            for name, extra in MODES.items()
+        }
+        results = by_turns(sides, args.turns)
         tiny = measure(TINY, folder / "tiny", MODES["apart"])
     apart, colocated = results["apart"], results["colocated"]
     end = float("inf")
-    print(f"\n{'peak MiB, all processes':<44}{'apart':>9}{'colocated':>11}{'ratio':>8}")
-    line("whole run, with last checkpoint and export", apart.memory.peak(end)[0], colocated.memory.peak(end)[0])
-    steps = [each.memory.peak(each.last_step_at, each.ready_at) for each in (apart, colocated)]
-    line("between the first step and the last but one", steps[0][0], steps[1][0])
+    print(FORM.format("peak MiB, all processes", "apart", "colocated", "ratio"))
+    line(
+        "whole run, with last checkpoint and export",
+        *([each.memory.peak(end)[0] for each in side] for side in results.values()),
+    )
+    steps = [[each.memory.peak(each.last_step_at, each.ready_at) for each in side] for side in results.values()]
+    line("between the first step and the last but one", *([peak for peak, _ in side] for side in steps))
     floor = tiny.memory.peak(tiny.last_step_at, tiny.ready_at)[0]
-    line("  the same, above a run of the 0.8M model", steps[0][0] - floor, steps[1][0] - floor)
-    for name in sorted(set(steps[0][1]) | set(steps[1][1])):
-        line(f"  of it, at that moment: {name}", steps[0][1].get(name, 0), steps[1][1].get(name, 0))
+    line("  the same, above a run of the 0.8M model", *([peak - floor for peak, _ in side] for side in steps))
+    for name in sorted({name for side in steps for _, found in side for name in found}):
+        line(f"  of it, at that moment: {name}", *([found.get(name, 0) for _, found in side] for side in steps))
     large = ("policy_trainer.worker", "reference", "rollout")
-    print(f"\n{'colocated, peak MiB while the phase is':<44}{'all':>9}" + "".join(f"{name:>24}" for name in large))
-    for phase, found in sorted(by_phase(colocated).items(), key=lambda item: -sum(item[1].values())):
+    first = "colocated, first turn, peak MiB while the phase is"
+    print(f"\n{first:<52}{'all':>9}" + "".join(f"{name:>24}" for name in large))
+    for phase, found in sorted(by_phase(colocated[0]).items(), key=lambda item: -sum(item[1].values())):
         each = "".join(f"{found.get(name, 0) / MIB:>24.0f}" for name in large)
-        print(f"  {phase:<42}{sum(found.values()) / MIB:>9.0f}{each}")
-    seconds = [statistics.median(row["time/step"] for row in each.rows[1:]) for each in (apart, colocated)]
-    print(f"\n{'seconds a step (median from the second on)':<44}{seconds[0]:>9.2f}{seconds[1]:>11.2f}", end="")
-    print(f"{seconds[1] / seconds[0]:>8.2f}")
+        print(f"  {phase:<50}{sum(found.values()) / MIB:>9.0f}{each}")
+    seconds = [
+        spread(statistics.median(row["time/step"] for row in each.rows[1:]) for each in side)
+        for side in results.values()
+    ]
+    found_ratio = ratios(seconds[1].values, seconds[0].values).text()
+    print(
+        "\n"
+        + FORM.format("seconds a step (median from the second on)", seconds[0].text(), seconds[1].text(), found_ratio)
+    )
     keys = ("reward/mean", "loss/policy", "policy/grad_norm")
-    same = all(a[key] == b[key] for a, b in zip(apart.rows, colocated.rows, strict=True) for key in keys)
-    print(f"rewards, losses and gradient norms of all {len(apart.rows)} steps are {'equal' if same else 'DIFFERENT'}")
+    runs = [[[row[key] for key in keys] for row in each.rows] for each in (*apart, *colocated)]
+    same = "equal" if all(run == runs[0] for run in runs) else "DIFFERENT"
+    print(f"rewards, losses and gradient norms of all {STEPS} steps of {len(runs)} runs are {same}")
 
 
-def line(what: str, apart: int, colocated: int) -> None:
-    ratio = f"{colocated / apart:>8.2f}" if apart else ""
-    print(f"{what:<44}{apart / MIB:>9.0f}{colocated / MIB:>11.0f}{ratio}")
+def line(what: str, apart: list[int], colocated: list[int]) -> None:
+    """A row of the table: MiB of each placement's runs and the ratio within each turn."""
+    columns = [spread(peak / MIB for peak in side).text(".0f") for side in (apart, colocated)]
+    ratio = ratios(colocated, apart).text() if all(apart) else ""
+    print(FORM.format(what, *columns, ratio).rstrip())
 
 
 if __name__ == "__main__":

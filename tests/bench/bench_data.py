@@ -1,20 +1,34 @@
-"""The data plane against the machine's own limits and its peers, all in one run; absolute figures mean little alone.
+"""The data plane against the machine's own limits and its peers, all in one command; absolute figures mean little
+alone.
 
-`python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--no-peers] [--no-scheduler] [--no-across]`. Real store
-process, real client, RPC included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302 MB); ragged: 8192 tasks x 6
-keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the number of tasks (16: 4.8 GB,
-of which three copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at size 1,
-and so does the scheduler's process, with a million tasks; its state machine alone runs at every size, in a million.
+    python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
+    python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
 
-What is timed: `put`, from the call to the last receipt; `get + read`, same host: the fetch, and the xxh3 of each array
-(the cheapest call that reads every byte: 13 GB/s, where a sum in float64 makes 4), on both sides, at the peers too. The
-memory is touched once before, because the first use ever of a virtual machine's pages costs its host 1 to 2 s per GiB.
-The first put is a line of its own, and the one to hold against its limit: both write into new pages. At later ones the
-store lends the pages of what was collected, as in every step of a run but the first, and the limit writes new files
-each time. `TCP get`: until every array is there
-and checked, against plain `recv` of as many bytes from one connection into memory that was touched before (a ring of at
-most 512 MB, because a hot buffer of one chunk would leave the cost of memory out); what came is read again on neither
-side. The sender of that yardstick sends one hot block over and over.
+Real store process, real client, RPC included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302 MB); ragged: 8192
+tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the number of tasks (16:
+4.8 GB, of which three copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at
+size 1, and so does the scheduler's process, with a million tasks; its state machine alone runs at every size, in a
+million. A limit and what it limits run by turns, and each goes first in every second turn.
+
+put         From the call to the last receipt. Two blocks are under way, on two threads ("dataplane"); a third
+            ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write
+            the same blocks to new files of the same mount and hash nothing: one thread with a write call a tensor, and
+            two threads with a writev of up to 1024 tensors.
+first put   The put into a store that was just started: all pages are new. Several stores, one put each.
+later puts  The store lends the pages of what was collected, as in every step of a run but the first, and the limits
+            write new files each time.
+get + read  The fetch, and the xxh3 of each array (the cheapest call that reads every byte: 13 GB/s, where a sum in
+            float64 makes 4). Its limits hash the same slices: cold, of files that are mapped for it and whose page
+            faults it takes; and warm, of the same mappings once more. Readers keep their mappings of lent pages.
+TCP get     Until every array is there and checked, against plain `recv` of as many bytes from one connection into
+            memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would leave the
+            cost of memory out); what came is read again on neither side. The sender of that yardstick sends one hot
+            block over and over.
+peers       Each with a fresh start of all its processes, by turns with a fresh store of ours, with the settings that a
+            recorded sweep found fastest (`peers/data_sweep.json`); what they do stands in `peers/data_peers.py`.
+
+The memory is touched once before, because the first use ever of a virtual machine's pages costs its host 1 to 2 s per
+GiB.
 """
 
 from __future__ import annotations
@@ -30,8 +44,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -44,7 +63,10 @@ from proto.messages import Ack, BatchMeta, BatchPart, Clear, Ping, Pong, PutTask
 from proto.tensors import Array
 from shared.dataplane.client import DataClient, TaskShards
 from shared.dataplane.reach import Reach
+from shared.rundir import RunDir
 from tests.bench import scheduler_load
+from tests.bench.cluster_run import BenchError, last_line
+from tests.bench.turns import TURNS, by_turns, heading, machine, order, order_line, ratios, spread, versions
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
 from tests.integration.stream_line import in_clear
 
@@ -52,12 +74,29 @@ BLOCK_TASKS = 64
 CHUNK = 1 << 20
 RING_BYTES = 512 << 20
 PEERS_S = 300
+PEER_ROUNDS = 5
+MAX_PIECES = 1024
+PUT_THREADS = (
+    'put writes and hashes on two threads ("dataplane", a block each); a third ("dataplane-helper") takes half of each '
+    "block of 8 MiB or more"
+)
+ROUND_TRIPS = 2000
+WIDTH = 170
 TASKS = 1_000_000
 TASK_BYTES = 512
 """What the scheduler may need for each: the limit."""
 PEERS = REPOSITORY / ".venv-data" / "bin" / "python"
+PEER_SCRIPT = Path(__file__).parent / "peers" / "data_peers.py"
+RECORD = Path(__file__).parent / "peers" / "data_sweep.json"
+OURS = "rlbus"
+SWEPT: dict[str, dict[str, list[Any]]] = {
+    "ray": {"threads": [1, 2]},
+    "transfer-queue": {"threads": [1, 8], "io_threads": [1, 8], "units": [2, 4], "blocks": [False, True]},
+}
+"""The peers' settings; what they are stands in `peers/data_peers.py`."""
 _digest = xxhash.xxh3_64_intdigest
 Work = tuple[list[TaskShards], list[str]]
+Rows = list[dict[str, float]]
 
 
 def regular(size: int) -> Work:
@@ -107,34 +146,67 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def tmpfs_write(tasks: list[TaskShards], folder: Path) -> float:
-    """Seconds to write the same blocks into fresh files of the same mount, one write call a tensor, no checksum."""
-    total = 0.0
+def blocks_of(tasks: list[TaskShards]) -> Iterator[list[memoryview]]:
+    """The bytes of each lease block, a piece for each array."""
     for first in range(0, len(tasks), BLOCK_TASKS):
-        block = [np.ascontiguousarray(a) for task in tasks[first : first + BLOCK_TASKS] for a in task.shards.values()]
-        path = folder / f"limit-{first}"
-
-        def write(path: Path = path, block: list[Array] = block) -> None:
-            with path.open("wb", buffering=0) as file:
-                for array in block:
-                    file.write(memoryview(array).cast("B"))
-
-        total += seconds(write)
-    return total
+        block = [array for task in tasks[first : first + BLOCK_TASKS] for array in task.shards.values()]
+        yield [memoryview(np.ascontiguousarray(array)).cast("B") for array in block]
 
 
-def mmap_read(tasks: list[TaskShards], folder: Path) -> float:
-    """Seconds to map those files and read the same slices."""
-    began = time.perf_counter()
-    for first in range(0, len(tasks), BLOCK_TASKS):
-        with (folder / f"limit-{first}").open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        offset = 0
-        for task in tasks[first : first + BLOCK_TASKS]:
-            for array in task.shards.values():
-                _digest(np.frombuffer(mapped, array.dtype, array.size, offset))
-                offset += array.nbytes
-    return time.perf_counter() - began
+def write_alone(tasks: list[TaskShards], folder: Path) -> float:
+    """Seconds of one thread to write the blocks into new files, one write call a tensor."""
+
+    def write(path: Path, block: list[memoryview]) -> None:
+        with path.open("wb", buffering=0) as file:
+            for piece in block:
+                file.write(piece)
+
+    return sum(
+        seconds(partial(write, folder / f"limit-{number}", block)) for number, block in enumerate(blocks_of(tasks))
+    )
+
+
+def write_in_two(tasks: list[TaskShards], folder: Path) -> float:
+    """Seconds of two threads to write the blocks into new files, a writev of up to MAX_PIECES tensors."""
+    blocks = [(folder / f"limit-{number}", block) for number, block in enumerate(blocks_of(tasks))]
+
+    def write(named: tuple[Path, list[memoryview]]) -> None:
+        path, block = named
+        with path.open("wb", buffering=0) as file:
+            for first in range(0, len(block), MAX_PIECES):
+                pieces = block[first : first + MAX_PIECES]
+                if os.writev(file.fileno(), pieces) != sum(map(len, pieces)):
+                    raise OSError(f"{path}: a short write: the mount is full")
+
+    with ThreadPoolExecutor(2) as pool:
+        return seconds(lambda: list(pool.map(write, blocks)))
+
+
+def remove_limits(folder: Path) -> None:
+    for path in folder.glob("limit-*"):
+        path.unlink()
+
+
+def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
+    """Seconds to map the written files and read the same slices, and to read them again through those mappings."""
+    slices: list[Array] = []
+
+    def cold() -> None:
+        for number, first in enumerate(range(0, len(tasks), BLOCK_TASKS)):
+            with (folder / f"limit-{number}").open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            offset = 0
+            for task in tasks[first : first + BLOCK_TASKS]:
+                for array in task.shards.values():
+                    slices.append(np.frombuffer(mapped, array.dtype, array.size, offset))
+                    _digest(slices[-1])
+                    offset += array.nbytes
+
+    def warm() -> None:
+        for each in slices:
+            _digest(each)
+
+    return seconds(cold), seconds(warm)
 
 
 async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
@@ -148,27 +220,81 @@ async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
     await asyncio.gather(*(put(first) for first in range(0, len(tasks), BLOCK_TASKS)))
 
 
-async def same_host(peer: Peer, work: Work, folder: Path, rounds: int) -> list[dict[str, float]]:
-    """Seconds of the limits and of ours, by turns; the first round is the first use of the memory."""
+async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int) -> dict[str, float]:
+    """Seconds of ours and of its limits, in the order of `turn`."""
+    row: dict[str, float] = {}
+    for side in order(("alone", "in_two", "put"), turn):
+        if side == "put":
+            began = time.perf_counter()
+            await put_blocks(peer, tasks)
+            row["put"] = time.perf_counter() - began
+        else:
+            row[side] = (write_alone if side == "alone" else write_in_two)(tasks, folder)
+            remove_limits(folder)
+    return row
+
+
+async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
+    """Seconds of ours, of what was put, and of its limits, in the order of `turn`."""
+    tasks, _ = work
+    row: dict[str, float] = {}
+    write_in_two(tasks, folder)
+    for side in order(("limits", "get"), turn):
+        if side == "get":
+            row["get"] = await timed_fetch(peer, work)
+        else:
+            row["cold"], row["warm"] = mmap_read(tasks, folder)
+    remove_limits(folder)
+    return row
+
+
+async def timed_fetch(peer: Peer, work: Work) -> float:
     tasks, keys = work
-    rows = []
-    for turn in range(rounds):
-        row = {"limit_put": tmpfs_write(tasks, folder), "limit_get": mmap_read(tasks, folder)}
-        for path in folder.glob("limit-*"):
-            path.unlink()
-        fenced = [TaskShards(task.task_id, turn + 1, task.shards) for task in tasks]
-        began = time.perf_counter()
-        await put_blocks(peer, fenced)
-        row["put"] = time.perf_counter() - began
-        meta = meta_of(fenced, keys)
-        began = time.perf_counter()
-        read(await peer.data.fetch(meta, keys, deadline_s=60))
-        row["get"] = time.perf_counter() - began
-        for first in range(0, len(fenced), 1000):
-            gone = [PutTask(task.task_id, task.fence) for task in fenced[first : first + 1000]]
-            await peer.store.call(Clear(tasks=gone), Ack, deadline_s=60)
-        rows.append(row)
-    return rows
+    meta = meta_of(tasks, keys)
+    began = time.perf_counter()
+    read(await peer.data.fetch(meta, keys, deadline_s=60))
+    return time.perf_counter() - began
+
+
+async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
+    for first in range(0, len(tasks), 1000):
+        gone = [PutTask(task.task_id, task.fence) for task in tasks[first : first + 1000]]
+        await peer.store.call(Clear(tasks=gone), Ack, deadline_s=60)
+
+
+@asynccontextmanager
+async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, Peer]]:
+    """A store that was just started, with room for `nbytes` three times, and a client of it."""
+    folder.mkdir()
+    run = make_run(folder, memory=3 * nbytes)
+    store = StoreProcess(run)
+    store.start()
+    try:
+        async with peer_of(run) as peer:
+            yield run, peer
+    finally:
+        store.stop()
+        run.remove_volatile()
+
+
+async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
+    """Seconds of ours and of the limits: of the first put into each of `firsts` stores, and of `rounds` later rounds of
+    put and get in the last of them.
+    """
+    tasks, keys = work
+    first, later = [], []
+    for number in range(firsts):
+        async with fresh_store(folder / f"store-{number}", nbytes_of(tasks)) as (run, peer):
+            first.append(await time_puts(peer, tasks, run.shm, number))
+            if number < firsts - 1:
+                continue
+            await clear(peer, tasks)
+            for turn in range(rounds):
+                fenced = [TaskShards(task.task_id, turn + 2, task.shards) for task in tasks]
+                row = await time_puts(peer, fenced, run.shm, turn)
+                later.append({**row, **await time_gets(peer, (fenced, keys), run.shm, turn)})
+                await clear(peer, fenced)
+    return first, later
 
 
 _SENDER = """
@@ -234,11 +360,14 @@ async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) ->
                 lambda service, instance: peer.store, reach=Reach.STREAM, plain=mode == "clear", cache_bytes=0
             )
             meta = meta_of(tasks, keys)
-            for row in rows:
-                row[f"raw_{mode}"] = await asyncio.to_thread(raw_tcp, port, ring)
-                began = time.perf_counter()
-                await client.fetch(meta, keys, deadline_s=120)
-                row[mode] = time.perf_counter() - began
+            for turn, row in enumerate(rows):
+                for side in order((f"raw_{mode}", mode), turn):
+                    if side == mode:
+                        began = time.perf_counter()
+                        await client.fetch(meta, keys, deadline_s=120)
+                        row[mode] = time.perf_counter() - began
+                    else:
+                        row[side] = await asyncio.to_thread(raw_tcp, port, ring)
             client.close()
     finally:
         store.terminate()
@@ -253,7 +382,7 @@ while True: router.send_multipart(router.recv_multipart())
 """
 
 
-async def round_trips(peer: Peer, folder: Path, count: int = 2000) -> dict[str, float]:
+async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dict[str, float]:
     """Median seconds of a bare DEALER/ROUTER echo and of a request to the store, in turns of 100."""
     endpoint = f"ipc://{folder}/echo"
     echo = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint])
@@ -278,101 +407,136 @@ async def round_trips(peer: Peer, folder: Path, count: int = 2000) -> dict[str, 
     return {"bare": statistics.median(bare), "ours": statistics.median(ours)}
 
 
-def peers(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What the peers need for the regular work, from their own environment; those that come to an end in time."""
-    script = REPOSITORY / "tests" / "bench" / "peers" / "data_peers.py"
-    command = [str(PEERS), str(script), "--tasks", "1024", "--rounds", str(rounds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            out, _ = process.communicate(timeout=PEERS_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            out, _ = process.communicate()
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return {line["system"]: line["rounds"] for line in lines}
-
-
-def median(rows: list[dict[str, float]], ratio: Callable[[dict[str, float]], float]) -> float:
-    return statistics.median(ratio(row) for row in rows)
-
-
-Rows = list[dict[str, float]]
-
-
 class Report:
-    """The table: one line a figure and size."""
+    """The tables of the limits: one line a figure and size."""
 
     def __init__(self) -> None:
-        load = os.getloadavg()[0]
-        self.table = Table(title=f"data plane, {os.cpu_count()} cores, load {load:.1f} before")
-        for column in ("size", "what", "GB/s (of the limit)", "seconds", "ratio", "floor"):
-            self.table.add_column(column, justify="left" if column == "what" else "right")
+        self.table = Table()
+        for column in ("size", "what: limit", "n", "GB/s", "of the limit's GB/s", "ratio", "target"):
+            self.table.add_column(column, justify="left" if column.startswith("what") else "right")
 
-    def add(self, size: str, what: str, figure: str, seconds_: float | None, ratio: float, floor: str) -> None:
-        self.table.add_row(size, what, figure, "" if seconds_ is None else f"{seconds_:.3f}", f"{ratio:.2f}", floor)
-
-    def against(self, size: int, what: str, nbytes: int, rows: Rows, names: tuple[str, str], floor: str) -> None:
-        """Seconds of (ours, limit) in `rows`: median speed of both, median ratio."""
-        mine, limit = names
-        took = median(rows, lambda row: row[mine])
-        speeds = [nbytes / median(rows, lambda row, name=name: row[name]) / 1e9 for name in names]
-        ratio = median(rows, lambda row: row[limit] / row[mine])
-        self.add(f"{size}x", what, f"{speeds[0]:.2f} of {speeds[1]:.2f}", took, ratio, floor)
+    def against(self, size: int, what: str, nbytes: int, rows: Rows, names: tuple[str, str], target: str) -> None:
+        """Seconds of (ours, limit) in `rows`: both as speeds, and the ratio within each round."""
+        speeds = [spread(nbytes / row[name] / 1e9 for row in rows) for name in names]
+        found = ratios(speeds[0].values, speeds[1].values)
+        self.table.add_row(f"{size}x", what, str(len(rows)), speeds[0].text(), speeds[1].text(), found.text(), target)
 
 
-async def measure_size(size: int, rounds: int, report: Report, *, across: bool) -> Rows:
-    """Every figure of ours at one size; returns the rounds of the regular work on one host.
-
-    `across`: also what crosses a line.
-    """
-    mine: Rows = []
+async def measure_size(size: int, firsts: int, rounds: int, report: Report, *, across: bool) -> None:
+    """Every figure of ours at one size; `across`: also what crosses a line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for label, make, floor in (("regular", regular, "0.7"), ("ragged", ragged, "0.5")):
+        for label, make, target in (("regular", regular, "0.7"), ("ragged", ragged, "0.5")):
             work = make(size)
             nbytes = nbytes_of(work[0])
             (folder / label).mkdir()
-            run = make_run(folder / label, memory=3 * nbytes)
-            store = StoreProcess(run)
-            store.start()
-            try:
-                async with peer_of(run) as peer:
-                    if size == 1 and label == "regular":
-                        trips = await round_trips(peer, folder)
-                        value = f"{trips['ours'] * 1e6:.0f} us of {trips['bare'] * 1e6:.0f}"
-                        ratio = trips["ours"] / trips["bare"]
-                        report.add("", "round trip (bare DEALER/ROUTER)", value, None, ratio, "<= 2")
-                    rows = await same_host(peer, work, run.shm, max(rounds, 3))
-            finally:
-                store.process.terminate()
-                store.process.communicate(timeout=20)
-                run.remove_volatile()
-            mine = mine or rows
-            warm = rows[1:] or rows
-            for name, some, least in (("first put", rows[:1], floor), ("put", warm, floor)):
-                report.against(size, f"{name}, {label}: tmpfs write", nbytes, some, ("put", "limit_put"), least)
-            report.against(size, f"get + read, {label}: mmap read", nbytes, warm, ("get", "limit_get"), "0.7")
+            first, later = await same_host(folder / label, work, firsts, rounds)
+            for what, rows in (("first put", first), ("later put", later)):
+                report.against(size, f"{what}, {label}: writes, 1 thread", nbytes, rows, ("put", "alone"), target)
+                report.against(size, f"{what}, {label}: writev, 2 threads", nbytes, rows, ("put", "in_two"), "")
+            report.against(size, f"get + read, {label}: mmap, cold", nbytes, later, ("get", "cold"), "0.7")
+            report.against(size, f"get + read, {label}: mmap, warm", nbytes, later, ("get", "warm"), "")
             if not across:
                 continue
             (folder / f"{label}-tcp").mkdir()
             rows = (await across_hosts(folder / f"{label}-tcp", work, rounds + 1))[1:]
             report.against(size, f"TCP get in clear, {label}: raw TCP", nbytes, rows, ("clear", "raw_clear"), "0.7")
             report.against(size, f"TCP get encrypted, {label}: clear", nbytes, rows, ("sealed", "clear_beside"), "0.5")
-    return mine
 
 
-def measure_peers(mine: Rows, rounds: int, report: Report) -> None:
+async def measure_requests() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        async with fresh_store(Path(name) / "store", 64 << 20) as (_, peer):
+            found = await round_trips(peer, Path(name))
+    ratio = found["ours"] / found["bare"]
+    print(
+        f"request: median {found['ours'] * 1e6:.0f} us of a bare DEALER/ROUTER round trip's {found['bare'] * 1e6:.0f}, "
+        f"{ratio:.2f}x (target <= 2), {ROUND_TRIPS} each in turns of 100",
+        flush=True,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the peers
+
+
+def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
+    """Seconds of a peer that was just started, from its own environment. Raises BenchError."""
+    command = [str(PEERS), str(PEER_SCRIPT), system, "--rounds", str(rounds), "--settings", json.dumps(settings)]
+    found: Rows = last_line(command, system, PEERS_S)["rounds"]
+    return found
+
+
+def our_rounds(rounds: int) -> Rows:
+    """Seconds of the same work by a store that was just started."""
+
+    async def run() -> Rows:
+        tasks, keys = regular(1)
+        rows: Rows = []
+        with tempfile.TemporaryDirectory() as name:
+            async with fresh_store(Path(name) / "store", nbytes_of(tasks)) as (_, peer):
+                for turn in range(rounds):
+                    fenced = [TaskShards(task.task_id, turn + 1, task.shards) for task in tasks]
+                    began = time.perf_counter()
+                    await put_blocks(peer, fenced)
+                    put_s = time.perf_counter() - began
+                    rows.append({"put_s": put_s, "get_read_s": await timed_fetch(peer, (fenced, keys))})
+                    await clear(peer, fenced)
+        return rows
+
+    return asyncio.run(run())
+
+
+def steady_s(rows: Rows) -> float:
+    """Median seconds of put, get and read of every round but the first."""
+    return statistics.median(row["put_s"] + row["get_read_s"] for row in rows[1:])
+
+
+def sweep_peers(rounds: int) -> None:
+    """Run every one of SWEPT and record the seconds in RECORD."""
+    recorded: dict[str, Any] = {"machine": machine(), "software": peer_software()}
+    for system, choices in SWEPT.items():
+        recorded[system] = []
+        for values in product(*choices.values()):
+            settings = dict(zip(choices, values, strict=True))
+            rows = peer_rounds(system, settings, rounds)
+            recorded[system].append({"settings": settings, "rounds": rows})
+            print(f"{system} {settings}: {steady_s(rows):.3f} s steady, first put {rows[0]['put_s']:.3f} s", flush=True)
+    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
+    print(f"recorded in {RECORD.relative_to(REPOSITORY)}")
+
+
+def peer_software() -> str:
+    return versions(("ray", "TransferQueue", "torch"), PEERS.parents[1])
+
+
+def measure_peers(turns: int, rounds: int) -> None:
+    """Print what is first and what is steady, of ours and both peers. Raises BenchError."""
+    if not RECORD.exists():
+        raise BenchError(f"{RECORD.relative_to(REPOSITORY)} is missing: run this command with --sweep")
+    record = json.loads(RECORD.read_text())
+    sides: dict[str, Callable[[], Rows]] = {OURS: partial(our_rounds, rounds)}
+    for system in SWEPT:
+        settings = min(record[system], key=lambda each: steady_s(each["rounds"]))["settings"]
+        sides[system] = partial(peer_rounds, system, settings, rounds)
+        print(f"{system}: {settings}, fastest of {len(record[system])} in {RECORD.relative_to(REPOSITORY)}")
+    print(f"recorded on {record['machine']}; {peer_software()}")
+    print(order_line(sides, turns), flush=True)
+    results = by_turns(sides, turns)
     nbytes = nbytes_of(regular(1)[0])
-    both = median(mine[1:] or mine, lambda row: row["put"] + row["get"])
-    for system, rows in peers(rounds).items():
-        took = median(rows[1:] or rows, lambda row: row["put_s"] + row["get_read_s"])
-        floor = "4" if "Transfer" in system else ""
-        report.add("1x", f"put + get + read, {system}: ours x", f"{nbytes / took / 1e9:.2f}", took, took / both, floor)
-        first = rows[0]["put_s"]
-        ratio = first / mine[0]["put"]
-        report.add(
-            "1x", f"first put, {system}: ours x", f"{nbytes / first / 1e9:.2f}", first, ratio, "" if floor else "2"
-        )
+    table = Table(title=f"{turns} fresh starts of each, {rounds} rounds in each; steady: all but the first round")
+    for column in ("GB/s", *sides, *(f"ours over {system}" for system in SWEPT)):
+        table.add_column(column, justify="left" if column == "GB/s" else "right")
+    figures: dict[str, Callable[[Rows], float]] = {
+        "first put": lambda rows: rows[0]["put_s"],
+        "steady put": lambda rows: statistics.median(row["put_s"] for row in rows[1:]),
+        "steady get + read": lambda rows: statistics.median(row["get_read_s"] for row in rows[1:]),
+        "steady put + get + read": steady_s,
+    }
+    for what, figure in figures.items():
+        speeds = {side: spread(nbytes / figure(rows) / 1e9 for rows in runs) for side, runs in results.items()}
+        over = [ratios(speeds[OURS].values, speeds[system].values).text() for system in SWEPT]
+        table.add_row(what, *(each.text() for each in speeds.values()), *over)
+    Console(width=WIDTH).print(table)
 
 
 def measure_scheduler(sizes: list[int]) -> None:
@@ -393,24 +557,36 @@ def measure_scheduler(sizes: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="the data plane against limits and peers")
     parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--rounds", type=int, default=6, help="at size 1; larger sizes have fewer, three at least")
     parser.add_argument(
-        "--rounds", type=int, default=4, help="at size 1; larger ones have fewer, two at least (three on one host)"
+        "--firsts", type=int, default=7, help="first puts at size 1; larger sizes have fewer, as rounds"
     )
+    parser.add_argument("--peer-turns", type=int, default=TURNS, help="fresh starts of each peer and of ours")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--across", action=argparse.BooleanOptionalAction, default=True, help="streams between hosts")
     parser.add_argument("--scheduler", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings and record them")
     options = parser.parse_args()
-    report = Report()
-    first: Rows = []
+    if (options.peers or options.sweep) and not PEERS.exists():
+        sys.exit("bench_data: .venv-data is missing; run `make peers-data` first, or use --no-peers")
+    print(heading())
     touch_memory(4 * max(options.sizes) * nbytes_of(ragged(1)[0]))
+    try:
+        if options.sweep:
+            sweep_peers(PEER_ROUNDS)
+            return
+        asyncio.run(measure_requests())
+        if options.peers:
+            measure_peers(options.peer_turns, PEER_ROUNDS)
+    except BenchError as error:
+        sys.exit(f"bench_data: {error}")
+    report = Report()
+    print("against limits: ours and the limits by turns, reversed in every second one; n turns")
+    print(PUT_THREADS, flush=True)
     for size in options.sizes:
-        rows = asyncio.run(measure_size(size, max(2, options.rounds // size), report, across=options.across))
-        first = rows if size == 1 else first
-    if options.peers and PEERS.exists() and first:
-        measure_peers(first, options.rounds, report)
-    Console(width=120).print(report.table)
-    if options.peers and not PEERS.exists():
-        print("peers left out: run `make peers-data` first")
+        rounds, firsts = (max(3, number // size) for number in (options.rounds, options.firsts))
+        asyncio.run(measure_size(size, firsts, rounds, report, across=options.across))
+    Console(width=WIDTH).print(report.table)
     if options.scheduler:
         measure_scheduler(options.sizes)
 

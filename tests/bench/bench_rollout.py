@@ -1,8 +1,9 @@
-"""What the rollout side costs, in ratios of one run on this machine: running ahead, weight sync, the whole system
-against TRL on long and short answers. Must never compare sides that did not do the same work.
+"""What the rollout side costs, in ratios of one command on this machine: running ahead, weight sync, the whole system
+against TRL on long and short answers. It must never compare sides that did not do the same work.
 
     python -m tests.bench.bench_rollout                (TRL needs `make peers`)
     python -m tests.bench.bench_rollout --only ahead|sync|trl
+    python -m tests.bench.bench_rollout --sweep        find TRL's fastest settings for both kinds of answers
 
 ahead  the quickstart without its reference, one process that samples and one that trains, a thread each:
        samples/s with staleness 1 over samples/s with staleness 0.
@@ -10,85 +11,60 @@ sync   a version of --sync-mib from the trainer's memory into the engine's: put 
        by its canary, over real messages. The ratio is the seconds of one copy of as many bytes, over those of a sync,
        the fastest of each; target 0.25 at 1 GiB. Then into a vLLM engine, which copies and packs them.
 trl    GRPO on answers of up to 128 tokens whose lengths spread widely: a random model of the quickstart's shape ends
-       an answer with one token in 64 or so, hence lengths are nearly geometric. KL to the reference on both sides, two
-       threads for TRL and two processes of a thread (and the reference's) for the cluster. The learning rate is so low
-       that lengths stay what they are. Then the same with answers of up to 8 tokens, nearly all of which are cut there.
+       an answer with one token in 64 or so, hence lengths are nearly geometric. KL to the reference on both sides, and
+       two processes of a thread (and the reference's) for the cluster. The learning rate is so low that lengths stay
+       what they are. Then the same with answers of up to 8 tokens, nearly all of which are cut there.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
-import json
-import statistics
-import subprocess
+import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from shared.data import open_source
 from tests.bench import weight_sync
-from tests.bench.bench_quickstart import (
-    PEER,
-    PEER_PYTHON,
-    SAMPLES_PER_STEP,
-    BenchError,
-    failed,
-    machine,
-    measured_cores,
-    run_cluster,
-    running,
-)
+from tests.bench.against_trl import LONG, PEER_PYTHON, SHORT, compare, run_sweep
+from tests.bench.cluster_run import SAMPLES_PER_STEP, BenchError, measured_cores, run_cluster
 from tests.bench.plot_staleness import NO_REFERENCE
-from tests.bench.random_model import save_random, save_random_of
+from tests.bench.random_model import save_random_of
+from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread
 
-FORM = "{:<34}{:>14}{:>10}{:>26}"
+FORM = "{:<34}{:>24}{:>20}{:>26}"
 COOL_DOWN = 3
-GROUP_SIZE = 8
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Work for both sides: tasks a step, of GROUP_SIZE answers of up to `tokens`; `target`: ours over TRL."""
-
-    tokens: int
-    tasks: int
-    target: float
-
-    @property
-    def samples(self) -> int:
-        return self.tasks * GROUP_SIZE
-
-
-LONG, SHORT = Answers(128, 16, 3.0), Answers(8, 64, 1.0)
+SWEEP_STEPS, SWEEP_WARM_UP = {LONG: 6, SHORT: 12}, 2
 
 
 def line(what: str, figure: str, ratio: str = "", note: str = "") -> None:
     print(FORM.format(what, figure, ratio, note).rstrip(), flush=True)
 
 
-def cluster_rate(
-    settings: tuple[str, ...], steps: int, warm_up: int, samples: int, limit_s: float
-) -> tuple[float, float]:
-    """Samples/s between the rows of steps `warm_up` and `steps`, and cores that others used. Raises BenchError."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
-        rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, enough=lambda _: False, more=settings)[:steps]
-    seconds = rows[-1].at_s - rows[warm_up - 1].at_s
-    return samples * (steps - warm_up) / seconds, cores.others
-
-
 # --------------------------------------------------------------------------------------------------- running ahead
 
 
-def ahead(steps: int, warm_up: int, limit_s: float) -> None:
-    rates = []
-    for staleness in (0, 1):
-        settings = (*NO_REFERENCE, f"staleness={staleness}")
-        rate, others = cluster_rate(settings, steps, warm_up, SAMPLES_PER_STEP, limit_s)
-        rates.append(rate)
-        line(f"staleness {staleness}", f"{rate:.0f} /s", "", f"others' cores {others:.2f}")
-    line("staleness 1 over 0", "", f"{rates[1] / rates[0]:.2f}", "target 1.25")
+def ahead_rate(staleness: int, steps: int, warm_up: int, limit_s: float) -> tuple[float, float]:
+    """Samples/s between the rows of steps `warm_up` and `steps`, and cores that others used. Raises BenchError."""
+    settings = (*NO_REFERENCE, f"staleness={staleness}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
+        rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, settings=settings)[:steps]
+    seconds = rows[-1].at_s - rows[warm_up - 1].at_s
+    return SAMPLES_PER_STEP * (steps - warm_up) / seconds, cores.others
+
+
+def ahead(steps: int, warm_up: int, turns: int, limit_s: float) -> None:
+    sides = {f"staleness {each}": partial(ahead_rate, each, steps, warm_up, limit_s) for each in (0, 1)}
+    print(f"running ahead\n{heading()}\n{order_line(sides, turns)}")
+    results = by_turns(sides, turns)
+    rates = {side: spread(rate for rate, _ in runs) for side, runs in results.items()}
+    for side, found in rates.items():
+        others = max(each for _, each in results[side])
+        line(side, f"{found.text('.0f')} /s", "", f"others' cores {others:.2f}")
+    found = ratios(rates["staleness 1"].values, rates["staleness 0"].values)
+    line("staleness 1 over 0", "", found.text(), "target 1.25")
 
 
 # ----------------------------------------------------------------------------------------------------- weight sync
@@ -119,74 +95,40 @@ def show_syncs(what: str, measured: weight_sync.Measured) -> None:
     line("  its verification", f"{verify:.3f} s", f"{share:.0%}", "of the sync, medians")
 
 
-# ------------------------------------------------------------------------------------------------------------- TRL
-
-
-def trl_rate(
-    work: Answers, model: Path, folder: Path, steps: int, warm_up: int, threads: int, limit_s: float
-) -> tuple[float, float]:
-    """Samples/s of GRPOTrainer and its mean length. Raises BenchError."""
-    rows, output = folder / "train.jsonl", folder / "trl.out"
-    source = open_source("builtin:addition", where="bench_rollout")
-    rows.write_text("".join(json.dumps(source.row(index)) + "\n" for index in range(len(source))))
-    command = [str(PEER_PYTHON), str(PEER), "--rows", str(rows), "--model", str(model), "--threads", str(threads)]
-    command += ["--steps", str(steps), "--warm-up", str(warm_up), "--samples", str(work.samples)]
-    command += ["--micro-batch", str(work.samples), "--max-new-tokens", str(work.tokens), "--learning-rate", "1e-7"]
-    with running(command, output) as process:
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise failed(f"TRL: not done after {limit_s:g} s (--limit-s)", output) from None
-    if status:
-        raise failed(f"TRL: exit {status}", output)
-    result = json.loads(output.read_text().splitlines()[-1])
-    return result["samples_per_s"], statistics.fmean(result["length_mean"])
-
-
-def answers(work: Answers, steps: int, warm_up: int, threads: int, limit_s: float) -> None:
-    settings = (
-        f"algorithm.tasks_per_step={work.tasks}",
-        f"sampling.max_new_tokens={work.tokens}",
-        "optimizer.lr=1.0e-7",
-    )
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        model = Path(name) / "model"
-        save_random(model)
-        ours, others = cluster_rate((*settings, f"policy.model={model}"), steps, warm_up, work.samples, limit_s)
-        line(f"rlbus, up to {work.tokens} tokens", f"{ours:.1f} /s", "", f"others' cores {others:.2f}")
-        theirs, length = trl_rate(work, model, Path(name), steps, warm_up, threads, limit_s)
-    line("TRL GRPOTrainer", f"{theirs:.1f} /s", "", f"mean length {length:.1f}")
-    line("rlbus over TRL", "", f"{ours / theirs:.2f}", f"target {work.target:g}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Running ahead, weight sync and TRL, in ratios.")
     parser.add_argument("--only", choices=("ahead", "sync", "trl"))
     parser.add_argument(
-        "--steps", type=int, default=40, help="of each run of ahead and of short answers, warm-up included"
+        "--steps", type=int, default=SHORT.steps, help="of each run of ahead and of short answers, warm-up included"
     )
     parser.add_argument(
-        "--long-steps", type=int, default=14, help="of each side of trl on long answers, warm-up included"
+        "--long-steps", type=int, default=LONG.steps, help="of each run of trl on long answers, warm-up included"
     )
-    parser.add_argument("--warm-up", type=int, default=4, help="first steps, left out")
+    parser.add_argument("--warm-up", type=int, default=LONG.warm_up, help="first steps, left out")
+    parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side of ahead and trl")
     parser.add_argument("--sync-mib", type=int, nargs="+", default=[104, 512, 1024])
     parser.add_argument("--syncs", type=int, default=8, help="of each size, a copy of as many bytes before each")
-    parser.add_argument("--threads", type=int, default=2, help="of TRL, and of trainer and engine in sync")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="a side that takes longer has failed")
+    parser.add_argument("--threads", type=int, default=2, help="of trainer and engine in sync")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="a run that takes longer has failed")
+    parser.add_argument("--sweep", action="store_true", help="find TRL's fastest settings and record them")
     args = parser.parse_args()
-    if args.only in (None, "trl") and not PEER_PYTHON.exists():
+    if (args.sweep or args.only in (None, "trl")) and not PEER_PYTHON.exists():
         sys.exit("bench_rollout: .venv-trl is missing; run `make peers` first, or use --only")
-    print(machine())
-    line("", "figure", "ratio", "")
     try:
+        if args.sweep:
+            for work, steps in SWEEP_STEPS.items():
+                shorter = dataclasses.replace(work, steps=steps, warm_up=SWEEP_WARM_UP)
+                run_sweep(shorter, len(os.sched_getaffinity(0)), args.limit_s)
+            return
         if args.only in (None, "ahead"):
-            ahead(args.steps, args.warm_up, args.limit_s)
+            ahead(args.steps, args.warm_up, args.turns, args.limit_s)
         if args.only in (None, "sync"):
+            print(f"weight sync\n{heading()}\norder     {args.syncs} syncs, a copy of as many bytes before each")
             for mib in args.sync_mib:
                 sync(mib, args.syncs, args.threads)
         if args.only in (None, "trl"):
-            answers(LONG, args.long_steps, args.warm_up, args.threads, args.limit_s)
-            answers(SHORT, args.steps, args.warm_up, args.threads, args.limit_s)
+            for work, steps in ((LONG, args.long_steps), (SHORT, args.steps)):
+                compare(dataclasses.replace(work, steps=steps, warm_up=args.warm_up), args.turns, args.limit_s)
     except BenchError as error:
         sys.exit(f"bench_rollout: {error}")
 

@@ -1,72 +1,113 @@
 """`make bench-train`: the training step against its peer and its own limits, as a table. It asserts nothing.
 
+    python -m tests.bench.bench_train                (needs `make peers`)
+    python -m tests.bench.bench_train --sweep        find TRL's fastest micro-batch and record it
+
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples, lengths spread 1:8
-(each in its own process, per CPU second of one thread, alternating in one run); dividing 10,000 samples over 8 ranks;
-the driver's share of a step's CPU beside 8 real workers; peak memory with the output layer in chunks against whole at a
-vocabulary of 150,000; where CUDA exists, the model FLOPs utilisation of forward + backward (`model_flops`).
+(each in its own process, per CPU second of one thread, by turns); dividing 10,000 samples over 8 ranks; the driver's
+share of a step's CPU beside 8 real workers; peak memory with the output layer in chunks against whole at a vocabulary
+of 150,000, both of which are this project's code (the baseline is not a peer: it computes all logits at once, as most
+trainers do); where CUDA exists, the model FLOPs utilisation of forward + backward (`model_flops`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from proto.messages import BatchMeta, TaskHandle
 from services.policy_trainer.slicing import imbalance, slice_batch
+from tests.bench.against_trl import PEER_ENVIRONMENT, PEER_PYTHON, RECORD
+from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line
+from tests.bench.turns import TURNS, by_turns, heading, machine, order_line, ratios, spread, versions
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
-PEER = ROOT / ".venv-trl" / "bin" / "python"
+PEER = Path(__file__).parent / "peers" / "trl_update.py"
 SAMPLES, PROMPT, SHORTEST, LONGEST = 128, 8, 30, 240
-TURNS = 2
-LIMIT_S = 600
+MICRO_BATCHES = (2, 4, 8, 16, 32, 64, 128)
+RECORDED_AS = "forward and backward"
+PARTS = [sys.executable, "-m", "tests.bench.train_parts"]
+LIMIT_S = 600.0
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
-        folder = Path(name)
-        batch = folder / "batch.json"
-        batch.write_text(json.dumps(_batch()))
-        ours: list[float] = []
-        theirs: list[float] = []
-        for _ in range(TURNS):
-            ours.append(_run([sys.executable, "-m", "tests.bench.train_parts", "speed", str(batch), str(MODEL)]))
-            if PEER.exists():
-                script = str(ROOT / "tests" / "bench" / "peers" / "trl_update.py")
-                theirs.append(_run([str(PEER), script, "--model", str(MODEL), "--batch", str(batch)]))
-        ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
-        print("| what | value | limit |\n|---|---|---|")
-        print(f"| forward + backward, torch backend | {statistics.median(ours):,.0f} tokens/s of CPU | |")
-        if theirs:
-            print(f"| the same, TRL's GRPOTrainer | {statistics.median(theirs):,.0f} tokens/s of CPU | |")
-            worst = f"{min(ratios):.2f} to {max(ratios):.2f}"
-            print(f"| ratio (median of {TURNS} turns; all: {worst}) | {statistics.median(ratios):.2f} | >= 1.5 |")
-        else:
-            print(f"| TRL | not measured: no {PEER.relative_to(ROOT)}, see tests/bench/peers/trl.txt | |")
-        milliseconds, spread = _slicing()
-        print(f"| 10,000 samples over 8 ranks (imbalance {spread:.4f}) | {milliseconds:.1f} ms | <= 50 ms |")
-        driver = _found([sys.executable, "-m", "tests.bench.driver_share"])
-        each = f"{1e3 * driver['driver_s']:.0f} ms of {driver['workers_s']:.1f} s of CPU a step"
-        print(f"| the driver beside 8 ranks ({each}) | {100 * driver['share']:.2f} % | <= 2 % |")
-        chunked = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "chunked"])
-        whole = _run([sys.executable, "-m", "tests.bench.train_parts", "memory", "whole"])
-        print(f"| peak memory, output layer in chunks | {chunked / 1e6:,.0f} MB | |")
-        print(f"| the same, logits of all tokens at once | {whole / 1e6:,.0f} MB | |")
-        print(f"| ratio | {chunked / whole:.2f} | <= 0.5 |")
-        if torch.cuda.is_available():
-            used = _found([sys.executable, "-m", "tests.bench.train_parts", "utilisation", "cuda"])
-            share = f"{100 * used['mfu']:.1f} %" if used["mfu"] else "peak of this device not known"
-            print(f"| forward + backward, 0.6B, bfloat16: {used['flops_per_s'] / 1e12:.0f} TFLOP/s | MFU {share} | |")
-        else:
-            print("| MFU | not measured: no CUDA device | |")
+def our_speed(batch: Path) -> float:
+    """Tokens a CPU second. Raises BenchError."""
+    return float(last_line([*PARTS, "speed", str(batch), str(MODEL)], "forward + backward", LIMIT_S)["tokens_per_s"])
+
+
+def trl_speed(batch: Path, micro_batch: int) -> float:
+    """Tokens a CPU second. Raises BenchError."""
+    command = [str(PEER_PYTHON), str(PEER), "--model", str(MODEL), "--batch", str(batch)]
+    return float(last_line([*command, "--micro-batch", str(micro_batch)], "TRL", LIMIT_S)["tokens_per_s"])
+
+
+def peak_bytes(how: str) -> float:
+    """Peak memory of one forward and backward with the output layer `chunked` or `whole`. Raises BenchError."""
+    return float(last_line([*PARTS, "memory", how], f"memory {how}", LIMIT_S)["peak_bytes"])
+
+
+def sweep(batch: Path, turns: int) -> None:
+    """Measure every one of MICRO_BATCHES and keep the result in RECORD, beside what else is recorded there."""
+    speeds = by_turns({str(each): partial(trl_speed, batch, each) for each in MICRO_BATCHES}, turns)
+    record: dict[str, Any] = {
+        "machine": machine(),
+        "software": versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT),
+        "settings": [{"micro_batch": int(each), "tokens_per_s": found} for each, found in speeds.items()],
+    }
+    for each, found in speeds.items():
+        print(f"micro-batch {each:>4}: {spread(found).text(',.0f')} tokens/s of CPU")
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    RECORD.write_text(json.dumps({**recorded, RECORDED_AS: record}, indent=1) + "\n")
+    print(f"recorded in {RECORD.relative_to(ROOT)}")
+
+
+def recorded_micro_batch() -> tuple[int, str]:
+    """TRL's fastest, and where that was found. Raises BenchError if it was not recorded."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if RECORDED_AS not in recorded:
+        raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {RECORDED_AS}: run this command with --sweep")
+    record = recorded[RECORDED_AS]
+    best = max(record["settings"], key=lambda each: statistics.median(each["tokens_per_s"]))
+    return best["micro_batch"], f"fastest of {len(record['settings'])}, recorded on {record['machine']}"
+
+
+def table(batch: Path, turns: int) -> None:
+    """Print all rows. Raises BenchError."""
+    micro_batch, found_how = recorded_micro_batch()
+    sides = {"rlbus": partial(our_speed, batch), "TRL": partial(trl_speed, batch, micro_batch)}
+    print(heading(f"{versions(('torch', 'transformers'))}; {versions(('trl', 'torch'), PEER_ENVIRONMENT)}"))
+    print(order_line(sides, turns))
+    print(f"TRL       micro-batch {micro_batch}: {found_how}", flush=True)
+    speeds = {side: spread(runs) for side, runs in by_turns(sides, turns).items()}
+    print("| what | value | limit |\n|---|---|---|")
+    print(f"| forward + backward, torch backend | {speeds['rlbus'].text(',.0f')} tokens/s of CPU | |")
+    print(f"| the same, TRL's GRPOTrainer | {speeds['TRL'].text(',.0f')} tokens/s of CPU | |")
+    print(f"| ratio | {ratios(speeds['rlbus'].values, speeds['TRL'].values).text()} | >= 1.5 |", flush=True)
+    milliseconds, uneven = _slicing()
+    print(f"| 10,000 samples over 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= 50 ms |")
+    driver = last_line([sys.executable, "-m", "tests.bench.driver_share"], "the driver's share", LIMIT_S)
+    each = f"{1e3 * driver['driver_s']:.0f} ms of {driver['workers_s']:.1f} s of CPU a step"
+    print(f"| the driver beside 8 ranks ({each}), one run | {100 * driver['share']:.2f} % | <= 2 % |", flush=True)
+    peaks = by_turns({how: partial(peak_bytes, how) for how in ("chunked", "whole")}, turns)
+    megabytes = {how: spread(peak / 1e6 for peak in found) for how, found in peaks.items()}
+    print(f"| peak memory, output layer in chunks | {megabytes['chunked'].text(',.0f')} MB | |")
+    print(f"| our own code with the logits of all tokens at once | {megabytes['whole'].text(',.0f')} MB | |")
+    print(f"| ratio, ours to ours | {ratios(peaks['chunked'], peaks['whole']).text()} | <= 0.5 |")
+    if torch.cuda.is_available():
+        used = last_line([*PARTS, "utilisation", "cuda"], "utilisation", LIMIT_S)
+        share = f"{100 * used['mfu']:.1f} %" if used["mfu"] else "peak of this device not known"
+        print(f"| forward + backward, 0.6B, bfloat16: {used['flops_per_s'] / 1e12:.0f} TFLOP/s | MFU {share} | |")
+    else:
+        print("| MFU | not measured: no CUDA device | |")
 
 
 def _batch() -> dict[str, list[list[int]]]:
@@ -88,19 +129,23 @@ def _slicing() -> tuple[float, float]:
     return 1e3 * statistics.median(times), imbalance(slices)
 
 
-def _run(command: list[str]) -> float:
-    """The one number in the JSON line that `command` prints last."""
-    found = _found(command)
-    return float(found["tokens_per_s"] if "tokens_per_s" in found else found["peak_bytes"])
-
-
-def _found(command: list[str]) -> dict[str, float]:
-    """The JSON line that `command` prints last."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[:3])} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The training step against its peer and its own limits.")
+    parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side")
+    parser.add_argument("--sweep", action="store_true", help="find TRL's fastest micro-batch and record it")
+    args = parser.parse_args()
+    if not PEER_PYTHON.exists():
+        sys.exit("bench_train: .venv-trl is missing; run `make peers` first")
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
+        batch = Path(name) / "batch.json"
+        batch.write_text(json.dumps(_batch()))
+        try:
+            if args.sweep:
+                sweep(batch, args.turns)
+            else:
+                table(batch, args.turns)
+        except BenchError as error:
+            sys.exit(f"bench_train: {error}")
 
 
 if __name__ == "__main__":

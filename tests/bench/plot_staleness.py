@@ -1,10 +1,11 @@
-"""Draws docs/staleness.svg: reward against wall-clock for several bounds of staleness, from real runs made here. Must
-never draw a run it did not make, or smooth more than it says.
+"""Draws docs/staleness.svg: reward against wall-clock for several bounds of staleness, from real runs made here. It
+must never draw a run that it did not make, or smooth more than it says.
 
-    python -m tests.bench.plot_staleness [--steps 120]
+    python -m tests.bench.plot_staleness [--steps 120] [--turns 3]
 
-The quickstart without its reference (one process samples, one trains), one run after the other. The clock starts when
-the first step's row is there, so that it does not count imports; a point is the mean of the last ten steps.
+The quickstart without its reference (one process samples, one trains), the bounds by turns; every run is a curve. The
+clock starts when the first step's row is there, so that it does not count imports; a point is the mean of the last ten
+steps.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.bench.bench_quickstart import ROOT, SAMPLES_PER_STEP, BenchError, machine, measured_cores, run_cluster
+from tests.bench.cluster_run import ROOT, SAMPLES_PER_STEP, BenchError, measured_cores, run_cluster
+from tests.bench.turns import TURNS, by_turns, heading, machine, order_line, spread
 
 PICTURE = ROOT / "docs" / "staleness.svg"
 BOUNDS = (0, 1, 4)
@@ -42,7 +45,7 @@ def measure(staleness: int, steps: int, limit_s: float) -> Curve:
     """One run. Raises BenchError."""
     settings = (*NO_REFERENCE, f"staleness={staleness}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
-        rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, enough=lambda _: False, more=settings)[:steps]
+        rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, settings=settings)[:steps]
     rewards = [each.row["reward/mean"] for each in rows]
     began = rows[0].at_s
     return Curve(
@@ -80,15 +83,16 @@ def drawing(curves: list[Curve], caption: str) -> str:
         parts.append(f'<text x="{x(seconds):.1f}" y="{HEIGHT - MARGIN + 14}" text-anchor="middle">{seconds:.0f}</text>')
         parts.append(f'<text x="{MARGIN - 6}" y="{y(reward) + 4:.1f}" text-anchor="end">{reward:.2f}</text>')
         parts.append(f'<path d="M{MARGIN} {y(reward):.1f}H{WIDTH - MARGIN}" stroke="#ddd"/>')
-    for index, curve in enumerate(curves):
-        colour = COLOURS[index % len(COLOURS)]
-        points = " ".join(
-            f"{x(at):.1f},{y(reward):.1f}" for at, reward in zip(curve.seconds, curve.reward, strict=True)
-        )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        label = f"staleness {curve.staleness}: {curve.samples_per_s:.0f} samples/s"
+    for index, (bound, colour) in enumerate(zip(BOUNDS, COLOURS, strict=True)):
+        mine = [curve for curve in curves if curve.staleness == bound]
+        for curve in mine:
+            points = " ".join(
+                f"{x(at):.1f},{y(reward):.1f}" for at, reward in zip(curve.seconds, curve.reward, strict=True)
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.2"/>')
+        label = f"staleness {bound}: {spread(curve.samples_per_s for curve in mine).text('.0f')} samples/s"
         parts.append(
-            f'<text x="{WIDTH - MARGIN - 190}" y="{HEIGHT - MARGIN - 54 + 17 * index}" fill="{colour}">{label}</text>'
+            f'<text x="{WIDTH - MARGIN - 250}" y="{HEIGHT - MARGIN - 54 + 17 * index}" fill="{colour}">{label}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 
@@ -96,24 +100,31 @@ def drawing(curves: list[Curve], caption: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reward against wall-clock for several bounds of staleness.")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--turns", type=int, default=TURNS, help="runs of each bound")
     parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer has failed")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
-    curves = []
+
+    def run(staleness: int) -> Curve:
+        curve = measure(staleness, args.steps, args.limit_s)
+        print(
+            f"staleness {staleness}: {curve.samples_per_s:.0f} samples/s, reward {curve.reward[-1]:.3f} after "
+            f"{curve.seconds[-1]:.0f} s, {curve.others_cores:.2f} cores used by others",
+            flush=True,
+        )
+        return curve
+
+    sides = {f"staleness {bound}": partial(run, bound) for bound in BOUNDS}
+    print(heading())
+    print(order_line(sides, args.turns), flush=True)
     try:
-        for staleness in BOUNDS:
-            curves.append(measure(staleness, args.steps, args.limit_s))
-            last = curves[-1]
-            print(
-                f"staleness {staleness}: {last.samples_per_s:.0f} samples/s, reward {last.reward[-1]:.3f} after "
-                f"{last.seconds[-1]:.0f} s, {last.others_cores:.2f} cores used by others",
-                flush=True,
-            )
+        curves = [curve for runs in by_turns(sides, args.turns).values() for curve in runs]
     except BenchError as error:
         sys.exit(f"plot_staleness: {error}")
     busy = max(curve.others_cores for curve in curves)
     caption = (
-        f"{args.steps} steps of the quickstart without its reference, {machine()}; others used up to {busy:.1f} cores"
+        f"{args.steps} steps of the quickstart without its reference, {args.turns} runs each, median [minimum, "
+        f"maximum]; {machine()}; others used up to {busy:.1f} cores"
     )
     args.picture.parent.mkdir(exist_ok=True)
     args.picture.write_text(drawing(curves, caption), encoding="utf-8")

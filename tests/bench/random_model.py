@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging
 
-from tests.bench.bench_quickstart import MODEL
+from tests.bench.cluster_run import MODEL
 
 SEED = 5
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

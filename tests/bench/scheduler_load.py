@@ -57,6 +57,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
+from tests.bench.turns import heading, versions
 
 GROUP = 8
 STEP_TASKS = 1250
@@ -443,6 +444,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({field.name: getattr(row, field.name) for field in fields(Figures)}))
         return
     sizes = [int(each) for each in arguments] or [62_500, 250_000, 1_000_000]
+    print(heading(versions(("pyzmq", "msgspec", "numpy"))))
     for what in ("state", "socket"):
         print(what)
         print(table([in_own_process(what, size) for size in sizes]))

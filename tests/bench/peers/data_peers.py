@@ -1,7 +1,11 @@
-"""What TransferQueue's SimpleStorage and Ray's object store do with the same data; prints one JSON line a system.
+"""What Ray's object store and TransferQueue's SimpleStorage do with the data of `tests.bench.bench_data`, from a fresh
+start of each; prints one JSON line.
 
-Runs in an environment of its own (`make peers-data`, lock beside this file). Same work as `tests.bench.bench_data`:
-`tasks` tasks of `keys` float32 tensors of `length`, put, got back, and every byte read (xxh3, as there).
+    .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
+
+Runs in an environment of its own (`make peers-data`, lock beside this file). The work is `tasks` tasks of `keys`
+float32 tensors of `length`, put, got back, and every byte read (xxh3, as there). The first round is the first use of a
+fresh store. `SETTINGS` holds what can be set; the sweep in data_sweep.json says which are fastest.
 """
 
 from __future__ import annotations
@@ -9,70 +13,146 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
 
 import numpy as np
-import torch
+import psutil
 from xxhash import xxh3_64_intdigest as digest
 
+BLOCK_TASKS = 64
+"""Tasks of a block, as many as `bench_data` puts at once."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ray": {"threads": 2},  # that put blocks: two are under way, as with rlbus
+    "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},  # its defaults
+}
+QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 60.0
+Round = dict[str, float]
 
-def transfer_queue(arrays: dict[str, np.ndarray], rounds: int) -> list[dict[str, float]]:
-    """One `kv_batch_put` of all tasks, one `kv_batch_get`, as its own performance test does; two units (default)."""
-    import transfer_queue as tq
-    from tensordict import TensorDict
 
-    tq.init()
-    tasks = len(next(iter(arrays.values())))
+def settle() -> None:
+    """Wait until the processes that Ray started have done their imports. Raises SystemExit after SETTLE_S."""
+    until = time.monotonic() + SETTLE_S
+    before = _children_cpu_s()
+    while time.monotonic() < until:
+        time.sleep(QUIET_S)  # the interval over which their CPU time is looked at
+        now = _children_cpu_s()
+        if now - before < QUIET_CORES * QUIET_S:
+            return
+        before = now
+    raise SystemExit(f"data_peers: Ray's processes are still busy after {SETTLE_S:g} s")
+
+
+def _children_cpu_s() -> float:
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def measure(
+    put: Callable[[int], None],
+    got_back: Callable[[int], list[int]],
+    clear: Callable[[int], None],
+    sums: list[int],
+    rounds: int,
+) -> list[Round]:
+    """Seconds of `put(round)` and of `got_back(round)`, which reads every byte and returns the digests."""
     results = []
     for number in range(rounds):
-        names = [f"{number}_{task}" for task in range(tasks)]
-        fields = TensorDict({key: torch.from_numpy(values) for key, values in arrays.items()}, batch_size=tasks)
         began = time.perf_counter()
-        tq.kv_batch_put(keys=names, partition_id="bench", fields=fields)
-        put = time.perf_counter() - began
+        put(number)
+        put_s = time.perf_counter() - began
         began = time.perf_counter()
-        back = tq.kv_batch_get(keys=names, partition_id="bench")
-        bare = time.perf_counter() - began
-        # fields come back as nested tensors: taken apart once, because back[key][task] takes all of it apart each time
-        sums = [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
-        get = time.perf_counter() - began
-        if sums != [digest(row) for values in arrays.values() for row in values]:
-            raise ValueError("what came back is not what was put")
-        tq.kv_clear(keys=names, partition_id="bench")
-        results.append({"put_s": put, "get_s": bare, "get_read_s": get})
+        found = got_back(number)
+        results.append({"put_s": put_s, "get_read_s": time.perf_counter() - began})
+        if found != sums:
+            raise SystemExit("data_peers: what came back is not what was put")
+        clear(number)
+    return results
+
+
+def ray_store(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
+    """One object a block of tasks (a list of dicts of their tensors), put by `threads` threads."""
+    import ray
+
+    tasks = len(next(iter(arrays.values())))
+    rows = [{key: values[task] for key, values in arrays.items()} for task in range(tasks)]
+    references: list[Any] = []
+
+    def put(_: int) -> None:
+        references[:] = pool.map(ray.put, (rows[first : first + BLOCK_TASKS] for first in range(0, tasks, BLOCK_TASKS)))
+
+    def got_back(_: int) -> list[int]:
+        return [digest(values) for block in ray.get(references) for row in block for values in row.values()]
+
+    sums = [digest(values) for row in rows for values in row.values()]
+    with ThreadPoolExecutor(settings["threads"]) as pool:
+        return measure(put, got_back, lambda _: references.clear(), sums, rounds)
+
+
+def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
+    """`kv_batch_put` of all tasks at once, as its own performance test does, or of a block at a time."""
+    import torch
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+
+    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": settings["units"]}}}))
+    settle()
+    tasks = len(next(iter(arrays.values())))
+    size = BLOCK_TASKS if settings["blocks"] else tasks
+    starts = range(0, tasks, size)
+    fields = [
+        TensorDict({key: torch.from_numpy(values[at : at + size]) for key, values in arrays.items()}, batch_size=size)
+        for at in starts
+    ]
+
+    def names(number: int, first: int) -> list[str]:
+        return [f"{number}_{task}" for task in range(first, first + size)]
+
+    def put(number: int) -> None:
+        for first, each in zip(starts, fields, strict=True):
+            tq.kv_batch_put(keys=names(number, first), partition_id="bench", fields=each)
+
+    def got_back(number: int) -> list[int]:
+        found = []
+        for first in starts:
+            back = tq.kv_batch_get(keys=names(number, first), partition_id="bench")
+            # fields come back as nested tensors, taken apart once: back[key][task] takes all of it apart each time
+            found += [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
+        return found
+
+    def clear(number: int) -> None:
+        for first in starts:
+            tq.kv_clear(keys=names(number, first), partition_id="bench")
+
+    sums = [digest(row) for at in starts for values in arrays.values() for row in values[at : at + size]]
+    results = measure(put, got_back, clear, sums, rounds)
     tq.close()
     return results
 
 
-def ray_store(arrays: dict[str, np.ndarray], rounds: int) -> list[dict[str, float]]:
-    """One object a task (a dict of its tensors), all put, all got, every byte read."""
-    import ray
-
-    tasks = len(next(iter(arrays.values())))
-    results = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        references = [ray.put({key: values[task] for key, values in arrays.items()}) for task in range(tasks)]
-        put = time.perf_counter() - began
-        began = time.perf_counter()
-        sums = [digest(values) for one in ray.get(references) for values in one.values()]
-        get = time.perf_counter() - began
-        if sums != [digest(values[task]) for task in range(tasks) for values in arrays.values()]:
-            raise ValueError("what came back is not what was put")
-        del references
-        results.append({"put_s": put, "get_read_s": get})
-    return results
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="A peer of the data plane, one JSON line.")
+    parser.add_argument("system", choices=tuple(SETTINGS))
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON, beyond the defaults")
     parser.add_argument("--tasks", type=int, default=1024)
     parser.add_argument("--keys", type=int, default=9)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    settings = {**SETTINGS[options.system], **options.settings}
+    if options.tasks % BLOCK_TASKS or settings.keys() != SETTINGS[options.system].keys():
+        parser.error(f"--tasks must be a multiple of {BLOCK_TASKS}; --settings knows {SETTINGS[options.system]}")
     generator = np.random.default_rng(0)
     arrays = {
         f"key{index}": generator.standard_normal((options.tasks, options.length), dtype=np.float32)
@@ -80,21 +160,41 @@ def main() -> None:
     }
     nbytes = sum(values.nbytes for values in arrays.values())
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    cores = len(os.sched_getaffinity(0))
+    if options.system == "transfer-queue":
+        # read when the package is imported, by its storage units too: they inherit the environment
+        os.environ["TQ_NUM_THREADS"] = str(settings["threads"])
+        os.environ["TQ_CLIENT_ZMQ_IO_THREADS"] = str(settings["io_threads"])
+        cores = max(cores, settings["units"] + 1)  # its controller and each unit ask Ray for one
     import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         ray.init(
-            num_cpus=4,
+            num_cpus=cores,
             object_store_memory=max(4 * nbytes, 200 << 20),
             include_dashboard=False,
             _temp_dir=folder,
             namespace="bench",
             log_to_driver=False,
         )
-        for name, run in (("ray object store", ray_store), ("TransferQueue SimpleStorage", transfer_queue)):
-            print(json.dumps({"system": name, "bytes": nbytes, "rounds": run(arrays, options.rounds)}), flush=True)
+        settle()
+        run = {"ray": ray_store, "transfer-queue": transfer_queue}[options.system]
+        rounds = run(arrays, settings, options.rounds)
         ray.shutdown()
+    packages = ("ray", "TransferQueue")
+    print(
+        json.dumps(
+            {
+                "system": options.system,
+                "settings": settings,
+                "software": ", ".join(f"{name} {metadata.version(name)}" for name in packages),
+                "bytes": nbytes,
+                "rounds": rounds,
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

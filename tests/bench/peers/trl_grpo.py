@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer on the quickstart's task: the peer that `tests.bench.bench_quickstart` compares the cluster
-with. Runs in `.venv-trl` (see trl.txt), so it must never import the product.
+"""TRL's GRPOTrainer on the quickstart's task: the peer in `tests.bench.against_trl`. It runs in `.venv-trl` (see
+trl.txt), so it must never import the product.
 
     .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
 
@@ -11,13 +11,13 @@ no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperatur
 reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all tokens of the
 step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio (`use_bias_correction_kl=False`); float32.
 
-Different: on policy (staleness 0, the quickstart's is 1), one process whose generation, reference pass and update take
-turns on all threads; epsilon of 1e-4 (1e-6) beside the standard deviation; no evaluation, checkpoint or metrics file,
-all of which the quickstart has.
+Different: one process whose generation, reference pass and update take turns on all threads; epsilon of 1e-4 (1e-6)
+beside the standard deviation; no evaluation, checkpoint or metrics file; the quickstart writes checkpoints and metrics.
 
-Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging, and the micro-batch and
-attention found fastest (`--micro-batch`, `--attention`). Generation is always one batch of 512; log-probs of the
-sampled tokens are not computed twice, as one generation serves one update.
+Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`, `--micro-batch`
+and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one step's samples is
+on policy, and TRL then computes no log-probs of the old policy. One of two steps' samples is TRL's form of staleness 1:
+every second update learns from samples of the weights before the last update, and TRL scores them once more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """1.0 where the completion is exactly the answer; called once a step, it also keeps the step's means."""
+    """1.0 where the completion is exactly the answer; it also keeps the means of each call, a generation batch."""
 
     __name__ = "exact_match"
 
@@ -84,7 +84,7 @@ def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
         max_steps=args.steps,
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=args.samples // args.micro_batch,
-        steps_per_generation=args.samples // args.micro_batch,
+        steps_per_generation=args.generation_batch // args.micro_batch,
         num_iterations=1,
         num_generations=GROUP_SIZE,
         max_completion_length=args.max_new_tokens,
@@ -125,11 +125,22 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, default=512, help="samples a forward and backward; divides --samples"
     )
+    parser.add_argument(
+        "--generation-batch",
+        type=int,
+        default=512,
+        help="samples that are generated together; --micro-batch divides it",
+    )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     args = parser.parse_args()
     if args.samples % args.micro_batch or args.samples % GROUP_SIZE:
         parser.error(
             f"--micro-batch {args.micro_batch} and {GROUP_SIZE} must divide the {args.samples} samples of a step"
+        )
+    if args.generation_batch % args.micro_batch or args.steps * args.samples % args.generation_batch:
+        parser.error(
+            f"--generation-batch {args.generation_batch} must be a multiple of --micro-batch {args.micro_batch} and "
+            f"divide the {args.steps * args.samples} samples of the run"
         )
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up {args.warm_up} leaves none of {args.steps} steps to measure")
@@ -151,10 +162,12 @@ def main() -> None:
         trainer.train()
 
     ends_s = clock.ends_s
-    if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != args.steps:
+    generations = args.steps * args.samples // args.generation_batch
+    if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != generations:
         raise SystemExit(
-            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {args.samples} were "
-            f"scored, not {args.steps}; this TRL splits a step otherwise, so the figures would be wrong"
+            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {args.generation_batch} "
+            f"were scored, not {args.steps} and {generations}; this TRL splits a step otherwise, so the figures would "
+            "be wrong"
         )
     measured_s = ends_s[-1] - ends_s[args.warm_up]
     print(
@@ -169,6 +182,7 @@ def main() -> None:
                 "trl": metadata.version("trl"),
                 "threads": torch.get_num_threads(),
                 "micro_batch": args.micro_batch,
+                "generation_batch": args.generation_batch,
                 "attention": args.attention,
             }
         ),

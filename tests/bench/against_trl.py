@@ -1,0 +1,298 @@
+"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. What is equal on both sides and what is not
+stands in `peers/trl_grpo.py`.
+
+TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
+generates and trains by turns. With a generation batch of one step's samples or less it is on policy, and the row at
+our staleness 0 is the like-for-like comparison. With one of two steps' samples it is one update stale every second
+step. Our staleness 1 is compared with the fastest of all settings, our staleness 0 with the fastest that is on policy.
+
+"others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
+Much above zero, the figures tell about other programs, and TRL suffers most, because its threads wait actively.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from shared.data import open_source
+from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line, measured_cores, run_cluster
+from tests.bench.turns import by_turns, heading, machine, order, order_line, ratios, spread, versions
+
+PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
+PEER_ENVIRONMENT = ROOT / ".venv-trl"
+PEER_PYTHON = PEER_ENVIRONMENT / "bin" / "python"
+RECORD = Path(__file__).parent / "peers" / "trl_sweep.json"
+GROUP_SIZE = 8
+COOL_DOWN = 3
+"""Steps that run after the last measured one: samples of (staleness + 1) steps may be under way, and at the end of a
+run nothing more is sampled, so its last steps have less to do."""
+STALENESS = (1, 0)
+FINALISTS, FINAL_TURNS = 3, 2
+"""The sweep measures each setting once, and the fastest of each staleness this many times more."""
+KEEP_LENGTHS = 1e-7
+"""A learning rate so low that the lengths of a random model's answers stay what they are."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """TRL's: torch threads, samples of a forward and backward pass, and samples that are generated together."""
+
+    threads: int
+    micro_batch: int
+    generation_batch: int
+
+    def text(self) -> str:
+        return f"{self.threads} threads, micro-batch {self.micro_batch}, generation batch {self.generation_batch}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Steps of `tasks` groups with answers of up to `tokens`. `trained`: the quickstart's model and learning rate; else
+    a random model of its shape, whose answers end with one token in 64 or so."""
+
+    name: str
+    tokens: int
+    tasks: int
+    steps: int
+    warm_up: int
+    trained: bool
+
+    @property
+    def samples(self) -> int:
+        return self.tasks * GROUP_SIZE
+
+
+QUICKSTART = Work("quickstart", 8, 64, steps=60, warm_up=10, trained=True)
+LONG = Work("answers of up to 128 tokens", 128, 16, steps=12, warm_up=4, trained=False)
+SHORT = Work("answers of up to 8 tokens", 8, 64, steps=30, warm_up=4, trained=False)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run: samples/s by the wall clock after the warm-up, means of the last steps, CPU time in cores."""
+
+    samples_per_s: float
+    reward: float
+    length: float
+    own_cores: float
+    others_cores: float
+
+
+def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> Side:
+    """One run between the row of the last warm-up step and the row of step `work.steps`. Raises BenchError."""
+    settings = [f"staleness={staleness}", f"algorithm.tasks_per_step={work.tasks}", f"policy.model={model}"]
+    settings.append(f"sampling.max_new_tokens={work.tokens}")
+    if not work.trained:
+        settings.append(f"optimizer.lr={KEEP_LENGTHS}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
+        arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=settings)[: work.steps]
+    rows = [arrival.row for arrival in arrivals]
+    seconds = arrivals[-1].at_s - arrivals[work.warm_up - 1].at_s
+    samples = sum(work.samples - row["rollout/samples_failed"] for row in rows[work.warm_up :])
+    return Side(
+        samples_per_s=samples / seconds,
+        reward=statistics.fmean(row["reward/mean"] for row in rows[-10:]),
+        length=statistics.fmean(row["rollout/length_mean"] for row in rows[-10:]),
+        own_cores=cores.own,
+        others_cores=cores.others,
+    )
+
+
+def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
+    """One run of GRPOTrainer. Raises BenchError if it fails or is not done after `limit_s`."""
+    cycle = max(settings.generation_batch // work.samples, 1)  # steps of one generation: the run is a multiple of it
+    command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
+    command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]
+    command += ["--threads", str(settings.threads), "--micro-batch", str(settings.micro_batch)]
+    command += ["--generation-batch", str(settings.generation_batch), "--max-new-tokens", str(work.tokens)]
+    if not work.trained:
+        command += ["--learning-rate", str(KEEP_LENGTHS)]
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
+        rows = Path(name) / "train.jsonl"
+        source = open_source("builtin:addition", where="against_trl")
+        rows.write_text("".join(json.dumps(source.row(index)) + "\n" for index in range(len(source))))
+        result = last_line([*command, "--rows", str(rows)], "TRL", limit_s)
+    return Side(
+        samples_per_s=result["samples_per_s"],
+        reward=statistics.fmean(result["reward_mean"][-10:]),
+        length=statistics.fmean(result["length_mean"][-10:]),
+        own_cores=cores.own,
+        others_cores=cores.others,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the sweep
+
+
+def grid(work: Work, cores: int) -> Iterator[Settings]:
+    """Every combination that TRL takes: threads in powers of two up to the cores, a step's samples in one to four
+    micro-batches, generated in halves, whole, or two steps at once."""
+    threads = [1 << power for power in range(cores.bit_length()) if 1 << power < cores] + [cores]
+    micro_batches = [work.samples // parts for parts in (1, 2, 4)]
+    for count, micro_batch, generated in product(threads, micro_batches, (0.5, 1, 2)):
+        generation_batch = int(work.samples * generated)
+        if generation_batch % micro_batch == 0:
+            yield Settings(count, micro_batch, generation_batch)
+
+
+def on_time(work: Work, settings: Settings, staleness: int) -> bool:
+    """Whether no sample is more than `staleness` updates old."""
+    return settings.generation_batch <= (staleness + 1) * work.samples
+
+
+def sweep(
+    work: Work,
+    settings: list[Settings],
+    measure: Callable[[Settings], Side],
+    show: Callable[[Settings, Side], object],
+) -> dict[str, Any]:
+    """Measure every one of `settings` once and the fastest again; returns what is recorded of `work`."""
+    found: dict[Settings, list[Side]] = {each: [] for each in settings}
+
+    def run(some: list[Settings]) -> None:
+        for each in some:
+            found[each].append(measure(each))
+            show(each, found[each][-1])
+
+    run(settings)
+    by_speed = sorted(settings, key=lambda each: -found[each][0].samples_per_s)
+    finalists = {
+        each: None
+        for staleness in STALENESS
+        for each in [other for other in by_speed if on_time(work, other, staleness)][:FINALISTS]
+    }
+    for turn in range(FINAL_TURNS):
+        run(order(finalists, turn))
+    return {
+        "machine": machine(),
+        "software": versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT),
+        "samples_of_a_step": work.samples,
+        "steps": work.steps,
+        "warm_up": work.warm_up,
+        "settings": [
+            {
+                **asdict(each),
+                "samples_per_s": [round(side.samples_per_s, 2) for side in sides],
+                "others_cores": [round(side.others_cores, 2) for side in sides],
+            }
+            for each, sides in found.items()
+        ],
+    }
+
+
+def record_of(work: Work) -> dict[str, Any]:
+    """What the sweep of `work` recorded. Raises BenchError if there is none."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if work.name not in recorded:
+        raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")
+    found: dict[str, Any] = recorded[work.name]
+    return found
+
+
+def fastest(work: Work, record: Mapping[str, Any], staleness: int) -> Settings:
+    """The recorded settings with the highest median of those that are at most `staleness` updates stale.
+
+    Settings that were measured several times go before those that were measured once.
+    """
+    rates = {
+        Settings(each["threads"], each["micro_batch"], each["generation_batch"]): each["samples_per_s"]
+        for each in record["settings"]
+    }
+    allowed = [each for each in rates if on_time(work, each, staleness)]
+    return max(allowed, key=lambda each: (len(rates[each]), statistics.median(rates[each])))
+
+
+# ---------------------------------------------------------------------------------------------------- the commands
+
+FORM = "{:<40}{:>24}{:>9}{:>9}{:>11}{:>9}"
+
+
+def run_sweep(work: Work, cores: int, limit_s: float) -> None:
+    """Sweep `work` and keep the result in RECORD, beside those of other work."""
+    settings = list(grid(work, cores))
+    print(f"\n{work.name}: {len(settings)} settings of TRL", flush=True)
+
+    def show(each: Settings, side: Side) -> None:
+        rate, others = side.samples_per_s, side.others_cores
+        print(f"{each.text():<62}{rate:>9.1f} samples/s, others' cores {others:.2f}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        model = model_of(work, Path(name))
+        record = sweep(work, settings, lambda each: measure_trl(work, model, each, limit_s), show)
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    RECORD.write_text(json.dumps({**recorded, work.name: record}, indent=1) + "\n")
+    for staleness in STALENESS:
+        print(f"fastest at staleness {staleness} or less: {fastest(work, record, staleness).text()}")
+    print(f"recorded in {RECORD.relative_to(ROOT)}")
+
+
+def model_of(work: Work, folder: Path) -> Path:
+    """The model of `work`; a random one is made in `folder`."""
+    if work.trained:
+        return MODEL
+    from tests.bench.random_model import save_random  # takes torch along, which the sides import by themselves
+
+    save_random(folder / "model")
+    return folder / "model"
+
+
+def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> None:
+    """Print the table of `work`: the cluster at each staleness, TRL, and the ratios. `only`: cluster or trl.
+
+    Raises BenchError.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        model = model_of(work, Path(name))
+        ours = {f"rlbus, staleness {each}": partial(measure_cluster, work, model, each, limit_s) for each in STALENESS}
+        peers: dict[int, str] = {}
+        theirs: dict[str, Callable[[], Side]] = {}
+        if only != "cluster":
+            record = record_of(work)
+            for staleness in STALENESS:
+                settings = fastest(work, record, staleness)
+                stale = "on policy" if on_time(work, settings, 0) else f"generating {settings.generation_batch}"
+                peers[staleness] = f"TRL GRPOTrainer, {stale}"
+                if peers[staleness] not in theirs:
+                    theirs[peers[staleness]] = partial(measure_trl, work, model, settings, limit_s)
+                    print(
+                        f"{peers[staleness]}: {settings.text()}; fastest of {len(record['settings'])} in "
+                        f"{RECORD.relative_to(ROOT)}, recorded on {record['machine']}"
+                    )
+        sides = {**({} if only == "trl" else ours), **theirs}
+        software = f"{versions(('torch', 'transformers'))}; TRL: {record['software']}" if theirs else ""
+        print(
+            f"\n{work.name}: {work.tasks} tasks of {GROUP_SIZE} samples a step, {work.steps} steps of which "
+            f"{work.warm_up} warm up"
+        )
+        print(heading(software))
+        print(order_line(sides, turns))
+        print(FORM.format("samples/s", "wall clock", "reward", "tokens", "own cores", "others'"), flush=True)
+        results = by_turns(sides, turns)
+    for side, runs in results.items():
+        print(row(side, runs), flush=True)
+    if only is None:
+        for staleness in STALENESS:
+            mine, peer = results[f"rlbus, staleness {staleness}"], results[peers[staleness]]
+            found = ratios((each.samples_per_s for each in mine), (each.samples_per_s for each in peer))
+            what = f"ratio, staleness {staleness} to {peers[staleness].partition(', ')[2]}"
+            print(FORM.format(what, found.text(), "", "", "", "").rstrip())
+
+
+def row(side: str, runs: list[Side]) -> str:
+    """A line of the table: the median rate with its range, means of the rest, the most that others used."""
+    return FORM.format(
+        side,
+        spread(each.samples_per_s for each in runs).text(".0f"),
+        f"{statistics.fmean(each.reward for each in runs):.3f}",
+        f"{statistics.fmean(each.length for each in runs):.2f}",
+        f"{statistics.fmean(each.own_cores for each in runs):.2f}",
+        f"{max(each.others_cores for each in runs):.2f}",
+    )

@@ -1,0 +1,138 @@
+"""How much the processes of a run grow: their resident memory, late in a run of the quickstart over early in it.
+
+    python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
+
+The quickstart without its evaluations. Each process of the run is looked at several times a second. A figure is the
+median over WINDOW steps, which is a whole interval between checkpoints, because what a store holds rises and falls with
+those: the steps after `--from`, and the last ones of the run. Resident memory (RSS) counts shared memory that a process
+has mapped and touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.bench.cluster_run import Arrival, BenchError, run_cluster
+from tests.bench.turns import heading, order_line, spread
+
+MIB = 1 << 20
+WINDOW = 20
+"""Steps; `checkpoint.every` of the quickstart."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Median resident bytes of one process early and late."""
+
+    early: float
+    late: float
+
+    @property
+    def share(self) -> float:
+        return self.late / self.early - 1
+
+
+class Watch:
+    """Resident bytes of the launcher and of every process below it, at every look, by pid."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.looks: list[tuple[int, dict[int, int]]] = []
+
+    def look(self, launcher: int, arrivals: list[Arrival]) -> None:
+        """Note what all processes have now, after as many steps as `arrivals` holds."""
+        found: dict[int, int] = {}
+        try:
+            processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in processes:
+            try:
+                found[process.pid] = process.memory_info().rss
+                if process.pid not in self.names:
+                    self.names[process.pid] = name_of(process.cmdline())
+            except psutil.NoSuchProcess:
+                continue
+        self.looks.append((len(arrivals), found))
+
+    def growth(self, first: int, last: int) -> dict[str, Growth]:
+        """Of every process that lived from step `first` to step `last`, over WINDOW steps after and before it.
+
+        Raises BenchError if a process of the run was replaced meanwhile, which is no growth that can be measured.
+        """
+        early = medians(self.looks, first, first + WINDOW)
+        late = medians(self.looks, last - WINDOW, last)
+        if early.keys() != late.keys():
+            changed = sorted({self.names.get(pid, str(pid)) for pid in early.keys() ^ late.keys()})
+            raise BenchError(f"processes came or went between steps {first} and {last}: {', '.join(changed)}")
+        if not early:
+            raise BenchError(f"no process was looked at between steps {first} and {first + WINDOW}")
+        return {self.names[pid]: Growth(early[pid], late[pid]) for pid in early}
+
+
+def name_of(command: list[str]) -> str:
+    """`services.rollout/0` and the like; else the name of the script or of the program."""
+    module = next((part for part in command if part.startswith(("services.", "launch."))), "")
+    script = next((Path(part).name for part in command if part.endswith(".py")), "")
+    instance = command[command.index("--instance") + 1] if "--instance" in command else ""
+    return "/".join(part for part in (module or script or " ".join(command[:1]), instance) if part)
+
+
+def medians(looks: list[tuple[int, dict[int, int]]], after: int, upto: int) -> dict[int, float]:
+    """Of the processes that every look at steps `after` < step <= `upto` found."""
+    within = [found for step, found in looks if after < step <= upto]
+    by_pid: Mapping[int, list[int]] = defaultdict(list)
+    for found in within:
+        for pid, size in found.items():
+            by_pid[pid].append(size)
+    return {pid: statistics.median(sizes) for pid, sizes in by_pid.items() if len(sizes) == len(within)}
+
+
+def measure(steps: int, first: int, limit_s: float) -> dict[str, Growth]:
+    """Growth of each process over the steps from `first` to `steps`, by name. Raises BenchError."""
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        run_cluster(steps + 1, Path(name), limit_s, watch=watch.look)
+    return watch.growth(first, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Growth of the processes of a run of the quickstart.")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--from", dest="first", type=int, default=100, help="the step that growth counts from")
+    parser.add_argument("--turns", type=int, default=1, help="runs")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer has failed")
+    args = parser.parse_args()
+    if not 0 < args.first <= args.steps - 2 * WINDOW:
+        parser.error(f"--from {args.first} must be above 0 and {2 * WINDOW} steps below --steps {args.steps}")
+    print(heading())
+    print(order_line(["the quickstart"], args.turns), flush=True)
+    try:
+        runs = [measure(args.steps, args.first, args.limit_s) for _ in range(args.turns)]
+    except BenchError as error:
+        sys.exit(f"growth: {error}")
+    print(f"{f'MiB resident, steps {args.first} to {args.steps}':<40}{'early':>26}{'late':>26}{'growth, %':>24}")
+    for name in sorted(runs[0]):
+        mine = [run[name] for run in runs]
+        early, late, share = (
+            spread(each.early / MIB for each in mine),
+            spread(each.late / MIB for each in mine),
+            spread(100 * each.share for each in mine),
+        )
+        print(f"{name:<40}{early.text('.1f'):>26}{late.text('.1f'):>26}{share.text('.1f'):>24}")
+    print(
+        f"{'most of any':<92}{spread(100 * max(each.share for each in run.values()) for run in runs).text('.1f'):>24}"
+    )
+
+
+if __name__ == "__main__":
+    main()

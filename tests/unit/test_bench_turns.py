@@ -1,0 +1,84 @@
+"""How benchmarks take turns, what they print of several runs, and which recorded settings of a peer they use."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench import against_trl
+from tests.bench.against_trl import QUICKSTART, Settings, Side, fastest, grid, on_time, sweep
+from tests.bench.cluster_run import BenchError
+from tests.bench.growth import WINDOW, Watch
+from tests.bench.turns import by_turns, ratios, spread
+
+MIB = 1 << 20
+
+
+def test_every_second_turn_is_in_the_reverse_order() -> None:
+    called: list[str] = []
+
+    def side(name: str) -> str:
+        called.append(name)
+        return f"{name}{len(called)}"
+
+    results = by_turns({name: lambda name=name: side(name) for name in "abc"}, 3)
+    assert "".join(called) == "abccbaabc"
+    assert results == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
+
+
+def test_a_figure_is_the_median_with_both_ends_and_a_ratio_belongs_to_one_turn() -> None:
+    assert spread([30, 10, 20]).text(".0f") == "20 [10, 30]"
+    assert spread([1.5]).text(".1f") == "1.5"
+    assert ratios([10, 20, 40], [10, 10, 10]).values == (1, 2, 4)
+    with pytest.raises(ValueError, match="shorter"):
+        ratios([1, 2], [1])
+
+
+def rate_of(settings: Settings) -> float:
+    """Fastest in two halves of a step, and faster still two steps at once."""
+    return 100.0 + 50 * (settings.micro_batch == 256) + 30 * (settings.generation_batch == 1024)
+
+
+def test_a_sweep_tries_every_setting_and_the_fastest_of_each_staleness_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = list(grid(QUICKSTART, cores=2))
+    assert {each.threads for each in settings} == {1, 2}
+    assert {(each.micro_batch, each.generation_batch) for each in settings} == {
+        (micro, generated) for micro in (512, 256, 128) for generated in (256, 512, 1024) if generated % micro == 0
+    }
+    record = sweep(QUICKSTART, settings, lambda each: Side(rate_of(each), 0, 0, 0, 0), lambda *_: None)
+    assert {len(each["samples_per_s"]) for each in record["settings"]} == {1, 3}
+    assert fastest(QUICKSTART, record, 1).generation_batch == 1024
+    on_policy = fastest(QUICKSTART, record, 0)
+    assert (on_policy.micro_batch, on_time(QUICKSTART, on_policy, 0)) == (256, True)
+    monkeypatch.setattr(against_trl, "RECORD", against_trl.ROOT / "tests" / "no_such_record.json")
+    with pytest.raises(BenchError, match="no sweep of 'quickstart': run this command with --sweep"):
+        against_trl.record_of(dataclasses.replace(QUICKSTART))
+
+
+def looks(*, late: int, replaced: bool = False) -> list[tuple[int, dict[int, int]]]:
+    found: list[tuple[int, dict[int, int]]] = []
+    for step in range(301):
+        size = 100 * MIB if step <= 150 else late
+        found.append((step, {1: 50 * MIB, (3 if replaced and step > 200 else 2): size}))
+    return found
+
+
+def test_growth_is_that_of_the_process_that_grew_and_no_process_may_be_replaced() -> None:
+    watch = Watch()
+    watch.names = {1: "launch.cluster", 2: "services.rollout/0", 3: "services.rollout/0"}
+    watch.looks = looks(late=103 * MIB)
+    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # one look is not a figure
+    growth: dict[str, Any] = watch.growth(100, 300)
+    assert {name: each.share for name, each in growth.items()} == pytest.approx(
+        {"launch.cluster": 0.0, "services.rollout/0": 0.03}
+    )
+    watch.looks = looks(late=103 * MIB, replaced=True)
+    with pytest.raises(BenchError, match=r"came or went between steps 100 and 300: services\.rollout/0"):
+        watch.growth(100, 300)
+    with pytest.raises(BenchError, match=f"between steps 500 and {500 + WINDOW}"):
+        watch.growth(500, 900)
