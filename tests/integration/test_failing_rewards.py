@@ -48,7 +48,9 @@ def test_rewards_that_hang_are_on_the_console_with_their_line(tmp_path: Path, en
         place = "my_failing_rewards.py:6"
         running.wait_for("the console's line", lambda: f"{place})  step 0/3" in running.output())
         assert time.monotonic() - began < TOLD_S
-        status = running.wait_for("dropped tasks", lambda: (found := running.status()).get("dropped") and found)
+        status = running.wait_for(
+            "dropped tasks", lambda: found if (found := running.status()).get("dropped") else None
+        )
         assert set(status["dropped"]) == {"reward_failed"}
         assert set(status["lost"]) == {"timeout"}
         assert place in status["last_drop"]
