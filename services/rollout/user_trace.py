@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,12 +48,12 @@ def home_of(function: Callable[..., Any]) -> Home:
 
 
 def place(file: str, line: int) -> str:
-    """`my_rewards.py:12`, relative to the current directory when the file lies below it."""
+    """`my_rewards.py:12`, relative to the folder that the module was found in: the current one, or of Python's path."""
     if not file:
         return ""
     with contextlib.suppress(OSError):
-        below = os.path.relpath(file)
-        file = file if below.startswith(os.pardir) else below
+        relative = [os.path.relpath(file, folder or os.curdir) for folder in ("", *sys.path)]
+        file = min((each for each in relative if not each.startswith(os.pardir)), key=len, default=file)
     return f"{file[-PLACE_CHARS:]}:{line}"
 
 

@@ -29,7 +29,10 @@ from tests.integration.tiny.harness import (
     wait_for,
 )
 
-STATUS_KEYS = {"run", "step", "steps", "version", "services", "tasks", "store"}
+STATUS_KEYS = {
+    *("run", "step", "steps", "version", "services", "tasks", "store"),
+    *("dropped", "lost", "last_drop", "troubles"),
+}
 SERVICE_KEYS = {
     "service",
     "instance",

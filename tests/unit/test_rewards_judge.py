@@ -30,6 +30,10 @@ def judged(sample, *, url):
     with urllib.request.urlopen(url + "/" + sample.completion, timeout=0.5) as answer:
         return float(answer.read())
 
+def judged_slowly(sample, *, url):
+    time.sleep(float(sample.completion))
+    return judged(sample, url=url)
+
 async def judged_later(sample, *, url):
     return await asyncio.to_thread(judged, sample, url=url)
 
@@ -145,7 +149,7 @@ def test_a_judge_that_says_5xx_is_asked_by_one_call_at_a_time_until_it_answers(p
             server.answer = lambda what, count: (503, "") if count <= 12 else (200, "")
             async with pool(line(port, "judged_later"), retry=QUICK) as made:
                 assert values(await made.score(group("a", 8), lambda: None)) == [[1.0] * 8]
-        # Eight were under way when it began; the other four refusals are of tries one after the other.
+        # At most eight were under way when it began; later refusals are of tries one after the other.
         assert len(server.asked) == 12 + 8
         tries = [at for at, _ in server.asked[8:13]]
         assert all(later - before >= 0.05 for before, later in pairwise(tries))
@@ -228,6 +232,18 @@ def test_scores_that_are_given_up_leave_no_outage_behind(port: int) -> None:
             await until(made.reachable.is_set)
             with judge(port):
                 assert values(await made.score([[sample("b")]], lambda: None)) == [[1.0]]
+
+    asyncio.run(scenario())
+
+
+def test_a_try_that_is_given_up_before_it_begins_is_not_waited_for(port: int) -> None:
+    async def scenario() -> None:
+        async with pool(line(port, "judged_slowly"), retry=QUICK, processes=1) as made:
+            # The only process is busy with the second call when the first one is to be tried again.
+            scoring = asyncio.create_task(made.score([[sample("0"), sample("1")]], lambda: None))
+            await until(lambda: any(call.probe for call in made._waiting))
+            scoring.cancel()
+            await until(made.reachable.is_set)
 
     asyncio.run(scenario())
 
