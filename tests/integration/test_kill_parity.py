@@ -47,6 +47,7 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
     assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
 
 
+@pytest.mark.timeout(600)
 def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no_bit(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -60,7 +61,7 @@ def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no
         stopped = int(run.rows()[-1]["step"])
         assert f"stopping: saving step {stopped} (again: kill now)" in run.output()
         assert [path.name for path in (run.path / "checkpoints").glob("step-*")] == [f"step-{stopped}"]
-    with parity.resume(tmp_path) as run:
+    with parity.resume(tmp_path, "checkpoint.every=100") as run:
         run.wait_for("a step after the stop", lambda: parity.committed(run, stopped + 1))
         begun = [line for line in run.log("policy-trainer") if line["event"] == "workers loaded"]
         assert begun[-1]["step"] == stopped
