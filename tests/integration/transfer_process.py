@@ -152,6 +152,9 @@ class Sampler(ToldEngine):
     def leave(self) -> None:
         self._memory.leave()
 
+    async def base_weights(self) -> dict[str, Array]:
+        return made(0)
+
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         self.swaps += 1
 
