@@ -53,6 +53,9 @@ def digest(weights: dict[str, Array]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(name.encode() + values.tobytes() for name, values in weights.items()))
 
 
+NAMES = [*(f"layer.{i}.weight" for i in range(TENSORS)), "scalar", "none"]
+
+
 def made(step: int) -> dict[str, Array]:
     """48 MiB that no other step has, and every kind of shape that could be forgotten."""
     chance = np.random.default_rng(step)
@@ -91,7 +94,7 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 
 
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
-    digests = [0] * len(made(step))  # the engine here has no parameters that it could be asked for
+    digests = [0] * len(NAMES)  # the engine here has no parameters that it could be asked for
     canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
     return WeightsRef(
         lineage=1,
@@ -151,6 +154,9 @@ class Sampler(ToldEngine):
 
     def leave(self) -> None:
         self._memory.leave()
+
+    async def base_weights(self) -> dict[str, Array]:
+        return {name: np.zeros(1, np.float32) for name in NAMES}
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         self.swaps += 1

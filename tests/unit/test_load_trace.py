@@ -57,6 +57,7 @@ class Half(nn.Module):
             staged = torch.empty_like(self.norm.weight)  # as vLLM does: loaded beside, then copied into place
             staged.copy_(tensor)
             self.norm.weight.data.copy_(staged)
+            self.norm.weight.data.copy_(self.norm.weight)  # as it does with biases
         elif name == "attention.o_proj.weight":
             columns = INNER // 2
             self.attention.o_proj.weight.data.copy_(tensor.narrow(1, rank * columns, columns))

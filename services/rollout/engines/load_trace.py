@@ -110,11 +110,12 @@ class _Memory:
     def copied(self, target: Tensor, source: Tensor) -> None:
         if _nowhere(target):
             return
+        parts = [] if _nowhere(source) else list(self._parts(source))  # before: it may be copied onto itself
         begin, end = _span(target)
         self.forget(begin, end)
-        if not target.is_contiguous() or source.numel() != target.numel() or _nowhere(source):
+        if not target.is_contiguous() or source.numel() != target.numel():
             return
-        for offset, length, part, dtype in self._parts(source):
+        for offset, length, part, dtype in parts:
             if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
                 continue  # not the weight's bits, nor a type that holds every one of its values
             at, size = begin + offset * target.element_size(), length * target.element_size()
