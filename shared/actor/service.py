@@ -207,7 +207,12 @@ class Service:
             self._report()
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
-            await self._until_stopping(self._start_once())
+            try:
+                await self._until_stopping(self.start())
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_REQUEST:
+                    self.exit_status = UNUSABLE_STATUS
+                raise
             if not self.stopping.is_set():
                 # What was loaded by now stays, modules or a million tasks; a full collection would walk through it
                 # each time (a store's in 0.03 s, while it sends nothing).
@@ -235,14 +240,6 @@ class Service:
             await self._flush_reports()
             await self.close()
         return 0 if self.state == State.STOPPED else self.exit_status
-
-    async def _start_once(self) -> None:
-        try:
-            await self.start()
-        except RpcError as error:
-            if error.code == ErrorCode.BAD_REQUEST:
-                self.exit_status = UNUSABLE_STATUS
-            raise
 
     def bind(self) -> str:
         """Open the mailbox. The scheduler overrides this to commit once a burst."""
