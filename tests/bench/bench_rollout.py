@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import statistics
 import sys
 import tempfile
 from functools import partial

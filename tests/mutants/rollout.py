@@ -16,14 +16,9 @@ ROLLOUT = [
     Mutation(
         "the drill counts before it is proved",
         SYNC,
-        """\
-        error = await self._prove(ref.drill, loaded.parameters, what)
-        values:""",
-        """\
-        self._drilled.add(loaded.entry)
-        error = await self._prove(ref.drill, loaded.parameters, what)
-        values:""",
-        WEIGHTS,
+        "        error = await self._prove(ref.drill, ref.drill.tolerance",
+        "        self._drilled.add(loaded.entry)\n        error = await self._prove(ref.drill, ref.drill.tolerance",
+        f"{WEIGHTS}::test_a_way_in_counts_as_drilled_only_once_the_drills_canary_was_matched",
     ),
     Mutation(
         "the start-up drill is left out",
@@ -35,10 +30,31 @@ ROLLOUT = [
     Mutation(
         "a version counts as held before its canary matched",
         SYNC,
-        "        error = await self._prove(ref.canary, loaded.parameters, f",
+        "        error = await self._prove(ref.canary, self._tolerance",
         "        self.holds = Version(ref.lineage, ref.step)\n"
-        "        error = await self._prove(ref.canary, loaded.parameters, f",
-        f"{WEIGHTS}::test_weights_of_another_version_than_announced_fail_the_canary",
+        "        error = await self._prove(ref.canary, self._tolerance",
+        f"{WEIGHTS}::test_an_engine_that_holds_the_weights_and_computes_something_else_fails_the_canary",
+    ),
+    Mutation(
+        "what the engine holds is not compared with what it was given",
+        SYNC,
+        "            await self._engine.verify(loaded.given, announced)\n",
+        "            pass\n",
+        f"{WEIGHTS}::test_a_version_that_differs_from_the_announced_one_in_a_bit_is_refused",
+    ),
+    Mutation(
+        "the canary's tolerance is a thousand times wider",
+        "services/policy_trainer/worker/publish.py",
+        "\nTOLERANCE = 1e-4\n",
+        "\nTOLERANCE = 0.1\n",
+        f"{WEIGHTS}::test_the_production_tolerances",
+    ),
+    Mutation(
+        "a canary that is no number passes",
+        SYNC,
+        "        if not error <= tolerance:",
+        "        if error > tolerance:",
+        f"{WEIGHTS}::test_no_number_in_the_trainers_canary_is_no_match",
     ),
     Mutation(
         "an engine that is behind its lease samples with what it has",

@@ -9,6 +9,7 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import LossReason, Trouble, TroubleKind
-from services.rollout.rewards.judge import unavailable
+from services.rollout.rewards.judge import Judge, unavailable
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
 from shared.topology.schema import RewardRetry
@@ -54,6 +55,15 @@ def raises(sample):
     return 1 / 0
 """
 QUICK = RewardRetry(limit_s=60.0, backoff_s=0.05, max_backoff_s=0.2)
+
+
+@dataclass
+class Refused:
+    """A call that its judge does not answer."""
+
+    tries: int = 0
+    refusals: int = 0
+    answers: int = -1
 
 
 class Server:
@@ -155,6 +165,18 @@ def test_a_judge_that_says_5xx_is_asked_by_one_call_at_a_time_until_it_answers(p
         assert all(later - before >= 0.05 for before, later in pairwise(tries))
 
     asyncio.run(scenario())
+
+
+def test_tries_are_as_far_apart_as_the_topology_says() -> None:
+    """The pause doubles from `backoff_s` up to `max_backoff_s`."""
+    call = Refused()
+    judge: Judge[Refused] = Judge(RewardRetry(limit_s=60.0, backoff_s=0.5, max_backoff_s=3.0))
+    pauses = []
+    for now in range(5):
+        assert judge.refused(call, "refused", float(now), after_s=0.0, probe=True)
+        assert judge.outage is not None
+        pauses.append(judge.outage.delay_s)
+    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
 def test_retry_after_is_kept(port: int) -> None:

@@ -144,7 +144,7 @@ def test_metrics_whose_last_line_is_no_row_are_written_anew(tmp_path: Path, last
 def test_a_row_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = ['{"step": 1}', '{"step": 2}']
-    made = MetricsFile(path, lambda _: rows)
+    made = MetricsFile(path, lambda _: rows, 2, 0)
     for row in rows:
         made.write(row)
     made.close()

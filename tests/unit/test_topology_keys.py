@@ -162,6 +162,21 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.reward.processes",
         "unit/test_rewards.py::test_slow_plain_functions_run_in_all_processes",
     ),
+    "reward.retry.limit_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
+    ),
+    "reward.retry.backoff_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+    ),
+    "reward.retry.max_backoff_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+    ),
     "workflow.function": (
         ROLLOUT,
         "chosen.function",
@@ -406,7 +421,9 @@ def test_rewards_follow_their_keys(key: str, folder: Path) -> None:
 async def scores(reward: Reward) -> list[float | None]:
     """What four completions are worth whose task's answer is 7."""
     samples = [Sample("train/0/0", {"answer": "7"}, [], each, [], "stop") for each in ("a", "4", "is 7", "7")]
-    pool = RewardPool(reward.terms, timeout_s=10, memory_bytes=1 << 30, processes=1, emit=lambda *_: None)
+    pool = RewardPool(
+        reward.terms, timeout_s=10, memory_bytes=1 << 30, processes=1, retry=reward.retry, emit=lambda *_: None
+    )
     await pool.start()
     try:
         [group] = await pool.score([samples], lambda: None)

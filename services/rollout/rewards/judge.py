@@ -19,7 +19,9 @@ MOST_REFUSALS = 5
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
 """Endings of class names, wherever the class is from."""
-_CLIENTS = frozenset({"aiohttp", "anthropic", "httpcore", "httpx", "openai", "requests", "urllib3"})
+_CLIENTS = frozenset(
+    {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
+)
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
 """Endings of class names of these packages only: a program that is run may well time out too."""
 
