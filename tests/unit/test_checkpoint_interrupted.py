@@ -21,6 +21,8 @@ from safetensors.torch import save as safetensors_bytes
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.checkpoint import MODEL, OPTIMIZER, STATE, Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def snapshot(step: int) -> Snapshot:
     """As small as they get: some hundred bytes a file, so that every single one can be tried."""

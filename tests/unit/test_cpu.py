@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 CODE = """
 import sys, threading

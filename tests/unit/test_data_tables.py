@@ -11,6 +11,8 @@ import pytest
 from shared.data import DataError, open_source
 from shared.data.source import require
 
+pytestmark = pytest.mark.slow
+
 WHERE = "t.yaml:7: data.train.source"
 SAVED = Path(__file__).parent / "saved_dataset"
 """Written by datasets 5.2.0 itself: `make.py` in it."""

@@ -23,6 +23,8 @@ from shared.rpc.errors import RpcError
 from tests.unit.rollout_engine import sampling
 from tests.unit.tiny_models import make_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [Prompt("a", [1, 2, 3]), Prompt("b", [4, 5])]
 SEED = 3
 

@@ -20,6 +20,8 @@ from shared.topology import load
 from tests.unit.rollout_engine import MODEL
 from tests.unit.test_rollout_tasks import TOPOLOGY, grant
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = """
 import dataclasses, os, pathlib, signal
 

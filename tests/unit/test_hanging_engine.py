@@ -25,6 +25,8 @@ from shared.rpc.errors import RpcError
 from tests.unit.rollout_engine import MODEL, sampling
 from tests.unit.told_engine import ToldEngine
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 2
 LEASE_S = 0.1
 

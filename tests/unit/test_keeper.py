@@ -18,6 +18,8 @@ from shared.sample import Sample
 from shared.topology.schema import RewardRetry
 from tests.unit.test_rewards import Line
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STARTERS = """
 import ctypes, os, subprocess, sys, time

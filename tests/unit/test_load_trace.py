@@ -14,6 +14,8 @@ from services.rollout.engines.load_trace import LoadTrace, Part, Proof
 from services.rollout.engines.weights import check_proofs
 from shared.model.digests import digests_of
 
+pytestmark = pytest.mark.slow
+
 Loader = Callable[[Iterable[tuple[str, Tensor]]], None]
 VOCABULARY, PADDED, HIDDEN, HEADS, KEY_HEADS, INNER = 10, 16, 8, 4, 1, 12
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

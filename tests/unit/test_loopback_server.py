@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.rollout.loopback_server import LoopbackServer
+
+pytestmark = pytest.mark.slow
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 REQUEST = HEAD + b"{}"

@@ -17,6 +17,8 @@ from launch.supervisor.server import child_environment
 from shared.topology import load
 from tests.unit.small_topology import edited, make, problems, write
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGIES = ROOT / "launch" / "topologies"
 QUICKSTART = TOPOLOGIES / "quickstart.yaml"

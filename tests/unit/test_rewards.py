@@ -25,6 +25,8 @@ from shared.rpc.errors import RpcError
 from shared.sample import Sample
 from shared.topology.schema import RewardRetry
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 MODULE = """
 import asyncio, ctypes, os, signal, subprocess, sys, time

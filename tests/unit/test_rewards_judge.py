@@ -24,6 +24,8 @@ from shared.sample import Sample
 from shared.topology.schema import RewardRetry
 from tests.unit.test_rewards import Line, pool, sample, values
 
+pytestmark = pytest.mark.slow
+
 REWARDS = """
 import asyncio, time, urllib.request
 

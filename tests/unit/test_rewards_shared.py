@@ -11,6 +11,8 @@ import pytest
 from services.rollout.rewards.score import Score
 from tests.unit.test_rewards import MIB, Line, pool, sample, values
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 import asyncio, os, signal, threading
 

@@ -22,6 +22,8 @@ from shared.model.load import load_model, named_weights
 from shared.tensors_torch import to_numpy, to_torch
 from tests.unit.rollout_engine import MODEL, engine, sampling
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 8.0  # nearly uniform: hardly anyone says EOS, so that the block is long
 NEW_TOKENS = 96
 

@@ -40,6 +40,8 @@ from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.algorithm import Optimizer
 from tests.unit.rollout_engine import MODEL
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 TOLERANCE = 1e-4
 SKIPPED = "model.layers.2.self_attn.k_norm.weight"

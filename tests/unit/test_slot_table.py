@@ -20,6 +20,8 @@ from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
 from tests.unit.rollout_engine import MODEL, sampling
 
+pytestmark = pytest.mark.slow
+
 EOS = 2
 HOT = 3.0
 """Lengths are spread widely."""

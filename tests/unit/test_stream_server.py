@@ -36,6 +36,8 @@ from shared.dataplane.stream_seal import TO_READER, TO_STORE, Opener, Sealer
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 1 << 16
 SIZE = 24 << 20
 

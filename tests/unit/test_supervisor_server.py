@@ -19,6 +19,8 @@ from launch.supervisor.state import Ended, Outcome, Reported
 from shared.actor import logging
 from shared.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 SCHEDULER, TRAINER = ("scheduler", 0), ("policy-trainer", 0)
 
 

@@ -41,6 +41,8 @@ from tests.unit.small_topology import BASE, make, write
 from tests.unit.test_algorithm_keys import CHANGES as ALGORITHM
 from tests.unit.tiny_models import make_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 OBSERVED: dict[str, tuple[str, ...]] = {

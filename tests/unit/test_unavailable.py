@@ -16,6 +16,8 @@ import pytest
 from tests.integration import netns, two_hosts
 from tests.integration.store_process import small_mount
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = r"^(?:PASSED|FAILED|ERROR) \S*\b(test_\w+)(?:\.py)?( - not to be left out in CI)?"
 EVERY_WAY = """

@@ -24,6 +24,8 @@ from shared.rpc.errors import RpcError
 from tests.unit.rollout_engine import MODEL
 from tests.unit.workflow_rig import VERSION, Rig, logprob_error, rig, shown
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 
 
