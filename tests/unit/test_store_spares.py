@@ -78,7 +78,7 @@ class Store:
         write_block(descriptor, layout)
         os.close(descriptor)
         table = self.files.read_table(f"{put_id}.tmp")
-        assert self.index.adds(put_id, table)
+        assert self.index.has_new_shards(put_id, table)
         self.files.seal(put_id)
         self.index.seal(put_id, table)
         return self.files.path(f"{put_id}.blk")
