@@ -278,7 +278,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
         raise WireError("block file: a fence does not fit 63 bits")
     if counts.min() == 0 or int(counts.sum(dtype=np.int64)) != rows_n:
         raise WireError(
-            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, every task has one, rows {rows_n}"
+            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, must be {rows_n}, at least 1 per task"
         )
     starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
     _check_rows(rows, dims, starts, keys, size, file_bytes)

@@ -331,7 +331,7 @@ class StoreService(Service):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: clear: {error}") from None
         bad = next((task for task in request.tasks if not 0 <= task.fence < 1 << 63), None)
         if bad is not None:
-            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: 0..2**63-1"
+            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: must be in 0..2**63-1"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         try:
             files.entomb(self.index.entomb(request.tasks))
@@ -360,9 +360,9 @@ class StoreService(Service):
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
         tasks = request.tasks[:MAX_STREAM_TASKS]  # the reply's `covered` tells the reader
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a task twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, each once")
         if len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream with a key twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key once")
         while True:
             found, places = await self._files_of(tasks)
             try:

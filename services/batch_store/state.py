@@ -69,7 +69,7 @@ class StoreState(Room):
     """The index of one store. Its methods are events, which return effects or raise RpcError for the caller."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int = 0) -> None:
-        """Take the arguments of `Room`."""
+        """Takes the same arguments as `Room`."""
         super().__init__(name, memory_bytes, incarnation, spill_bytes)
         self.tombstones: dict[str, int] = {}
         """Task id -> highest cleared fence, oldest first, bounded by MAX_TOMBSTONES."""
@@ -120,7 +120,7 @@ class StoreState(Room):
     def to_seal(self, put_id: str) -> int | None:
         """Return the granted size of a file to be sealed, or None if it is sealed already.
 
-        Raises RpcError(missing) for an unknown put, which the producer has to repeat.
+        Raises RpcError(missing) for an unknown put, which the producer has to begin again.
         """
         grant = self._grants.get(put_id)
         if grant is not None:
@@ -374,16 +374,17 @@ class StoreState(Room):
 
     def _check_put(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
         if not _PUT_ID.fullmatch(put_id):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: 32 hexadecimal digits")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: each task once, at least one")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must have at least one task, each once")
         try:
             for task in tasks:
                 check_task_id(task.task_id)
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
         if nbytes <= HEADER_BYTES:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} of {nbytes} bytes: a file has more")
+            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
         if held_bytes(nbytes) > self.limits[Place.MEMORY]:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,

@@ -46,7 +46,7 @@ REGISTER_AGAIN_S = 0.05
 LAST_REPORTS_S = 1.0
 FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
-"""Exit status (75) of a process that ends because another process that it depends on is gone."""
+"""Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
 """Exit status (78) of a process whose start was refused (`bad_request`). Every later start would be refused, too."""
 
@@ -253,7 +253,7 @@ class Service:
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
     def _reach_other_hosts(self) -> None:
-        """Load the keys, and open the mailbox on tcp if `listen` is set. Needless if all peers are on this host."""
+        """Load the keys, and open the mailbox on tcp if `listen` is set. No-op for services of one host."""
         if not self.listen and not self.run.scheduler:
             return
         if self.listen:

@@ -22,7 +22,7 @@ class DataError(Exception):
 
 
 class SourceLost(DataError):
-    """A source no longer gives any row, so the error is not the fault of a single row."""
+    """A source has failed as a whole: no single row is the cause."""
 
 
 @dataclass(frozen=True)

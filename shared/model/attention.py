@@ -102,7 +102,7 @@ def attend_trees(
 ) -> tuple[Tensor, None]:
     """`query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D]. Raises ValueError for unknown terms."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
-        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
+        raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []

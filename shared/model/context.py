@@ -144,7 +144,7 @@ def attend_cut(
 ) -> tuple[Tensor, None]:
     """`query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes -> [1, N, H, D]. Raises ValueError."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
-        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
+        raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
     # Gather keys and values together, in one collective per block.
     nodes_NXD = torch.cat([key, value], dim=3)[0].transpose(0, 1)
@@ -167,17 +167,17 @@ def attend_cut(
 
 def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
     """Concatenate [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. Differentiable."""
-    everyone: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
-    return everyone.movedim(0, 2).flatten(2, 3)
+    gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
+    return gathered.movedim(0, 2).flatten(2, 3)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, ranks: ContextRank) -> Tensor:
         ctx.ranks = ranks
-        everyone = local.new_empty((ranks.size, *local.shape))
-        dist.all_gather(list(everyone.unbind(0)), local, group=ranks.group)
-        return everyone
+        gathered = local.new_empty((ranks.size, *local.shape))
+        dist.all_gather(list(gathered.unbind(0)), local, group=ranks.group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -49,7 +49,7 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         raise RpcError(
             ErrorCode.BAD_REQUEST, f"model {folder}: weights missing or of another shape: {names}; save the model again"
         )
-    # A padding index would deny its row of the embedding a gradient, even where the token was sampled or given.
+    # With a padding index its embedding row would get no gradient, even where the token was sampled or given.
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 

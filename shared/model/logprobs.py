@@ -106,14 +106,14 @@ class Scorer(nn.Module):
         self._ranks = ranks
         self._trees = attention.supports_trees(model)
         if ranks is not None and not self._trees:
-            raise ValueError(f"{type(model).__name__}: context parallelism does not know its attention; use cp 1")
+            raise ValueError(f"{type(model).__name__}: context parallelism does not support its attention; use cp 1")
 
     def plan(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, max_tokens: int
     ) -> list[MicroBatch]:
         """Return the micro-batches with tokens to score, the same on all ranks of a context group."""
         if temperature <= 0:
-            raise ValueError(f"temperature {temperature}: log-probs need one above 0")
+            raise ValueError(f"temperature {temperature}: must be above 0")
         return tree.plan(
             token_ids,
             lengths,

@@ -1,4 +1,4 @@
-"""Moves tensors off the device and back, bit for bit, and frees their memory meanwhile; or only frees memory.
+"""Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or frees memory only.
 
 On CUDA the shelf is host memory. On a CPU, where device and host share memory, it is a file, so that the memory is
 really freed. Models and optimizers keep their tensor objects, whose storage is emptied and refilled in place.
@@ -72,7 +72,7 @@ class Shelf:
                 for storage, size in on_cpu:
                     storage.resize_(size)
                     if file.readinto(_bytes(storage)) != size:
-                        raise OSError(f"{self._file}: shorter than what was put there")
+                        raise OSError(f"{self._file}: shorter than the data written to it")
             if not self._written:
                 self._file.unlink()
         for storage, size, copy in self._stored:

@@ -90,7 +90,7 @@ class Rendezvous:
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
             # It gets no answer: the client asks again until rank 0 is in its next life, too, which admits it.
-            self.end(f"{self._names[request.rank]} was restarted: the group is formed anew")
+            self.end(f"{self._names[request.rank]} was restarted: the group is formed again")
             return
         self._parked[request.rank] = answer
         if len(self._parked) == len(self._names):

@@ -68,7 +68,7 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def give_back() -> None:
-    """Return memory that no process uses to the GPU."""
+    """Release GPU memory that no process uses."""
     cuda: Any = torch.cuda  # partly untyped
     cuda.ipc_collect()
     cuda.empty_cache()
