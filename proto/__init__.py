@@ -1,1 +1,1 @@
-"""The wire contract of rlbus: bytes in, typed messages out. No I/O, no torch; `SPEC.md` is the authority."""
+"""The wire protocol of rlbus: encodes and decodes typed messages. No I/O, no torch. `SPEC.md` is authoritative."""

@@ -1,10 +1,10 @@
-"""The layout of a block file: the shards of one put, self-describing. Never trusts a size it has not checked.
+"""The layout of a block file: a self-describing file with the shards of one put. Every size is checked before use.
 
-All numbers are little-endian and unsigned. A file is, without gaps but for zero padding:
+All numbers are little-endian and unsigned. A file consists of, without gaps except zero padding:
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
-    data     of each row in order, each begun at the next multiple of 64 from the start of the file
+    data     of each row in order, each beginning at the next multiple of 64 from the start of the file
 
 Header, by byte offset:
 
@@ -19,14 +19,14 @@ Header, by byte offset:
 Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), `ndim u8` (<= 8), `reserved u16` 0,
 `offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
 the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
-the rows of one task stand together, tasks in the order of the names, keys of a task all different and in the order
-in which its content hash takes them. Names are ASCII, joined by one "\\n", without one at the end; no name comes
-twice. Offsets are canonical: row 0 begins at the first multiple of 64 after the table, row i + 1 at the first
-multiple of 64 that is not before the end of row i (an empty shard takes no room), and the file ends exactly where
-the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of its rows' checksums, each
-as u64, in row order.
+the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
+the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", without one at
+the end. Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at
+the first multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where
+the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows,
+each as u64, in row order.
 
-A decoder refuses (WireError) whatever breaks one of these rules or the limits below.
+A decoder raises WireError for a file that breaks one of these rules or the limits below.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ for _row in dtypes.TABLE:
 
 
 class Shard(NamedTuple):
-    """One row: where the bytes of `(task, key)` lie in the file and what they are."""
+    """One row: the position, type and checksum of the bytes of `(task, key)`."""
 
     key: str
     dtype: dtypes.DType
@@ -115,11 +115,11 @@ class Table:
         return starts
 
     def count(self, task: int) -> int:
-        """Number of shards of a task."""
+        """Return the number of shards of a task."""
         return int(self._starts[task + 1] - self._starts[task])
 
     def shards(self, task: int) -> Iterator[Shard]:
-        """The rows of one task, in hash order."""
+        """Yield the rows of a task in the order of its content hash."""
         begin, end = int(self._starts[task]), int(self._starts[task + 1])
         at = int(self._dims_starts[begin])
         rows = self._rows[begin:end]
@@ -130,26 +130,26 @@ class Table:
             at += ndim
 
     def checksums(self, task: int) -> dict[str, int]:
-        """Checksum of every shard of a task, by key."""
+        """Return the checksum of every shard of a task by key."""
         rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]
         return {
             self.keys[key]: digest for key, digest in zip(rows["key"].tolist(), rows["checksum"].tolist(), strict=True)
         }
 
     def content_hash(self, task: int) -> int:
-        """xxh3-64 over the checksums of the task's shards in row order."""
+        """Return the xxh3-64 of the checksums of the task's shards in row order."""
         begin, end = int(self._starts[task]), int(self._starts[task + 1])
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._rows["checksum"][begin:end]).tobytes())
 
     def task_bytes(self, task: int) -> int:
-        """Bytes of a task's shards, padding left out."""
+        """Return the bytes of a task's shards without padding."""
         return int(self._rows["nbytes"][int(self._starts[task]) : int(self._starts[task + 1])].sum())
 
 
 class Layout:
-    """The plan of a file that is about to be written: offsets first, checksums as the data passes by.
+    """The plan of a file to be written. Offsets are known at once, checksums after the data was written.
 
-    `tasks`: (task_id, fence, {key: array}); arrays already in wire form (`proto.tensors.as_wire`). Raises WireError
+    `tasks` holds (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises WireError
     naming what cannot be written.
     """
 
@@ -161,11 +161,11 @@ class Layout:
         by_keys: dict[tuple[str, ...], list[int]] = {}
         numbers: list[int] = []
         self.arrays: list[Array] = []
-        """What goes where `offsets` says, in row order."""
+        """The data of the rows, in row order, to be written at `offsets`."""
         for task_id, fence, shards in tasks:
             if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
                 raise WireError(
-                    f"task {task_id} with fence {fence}, {len(shards)} shards: once a file, fence >= 0, shards > 0"
+                    f"task {task_id} with fence {fence}, {len(shards)} shards: once per file, fence >= 0, shards > 0"
                 )
             seen.add(task_id)
             names = tuple(shards)
@@ -197,7 +197,7 @@ class Layout:
             + len(self._key_names)
         )
         sizes = self._rows["nbytes"]
-        # only of an empty array can the dimensions be larger than its bytes say
+        # Only the dimensions of an empty array can exceed its bytes.
         empty = not sizes.all()
         if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (empty and not _dims_ok(self._rows, self._dims)):
             raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
@@ -205,7 +205,7 @@ class Layout:
         self.offsets: list[int] = self._rows["offset"].tolist()
 
     def sums(self, checksums: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Content hash and bytes of every task, once the checksum of every row is known."""
+        """Return the content hash and the bytes of every task, given the checksum of every row."""
         ends = np.cumsum(self._counts, dtype=np.int64)
         packed = np.array(checksums, _U64).tobytes()
         digests = [
@@ -215,7 +215,7 @@ class Layout:
         return digests, np.add.reduceat(self._rows["nbytes"], ends - self._counts).tolist()
 
     def head(self, checksums: Sequence[int]) -> bytes:
-        """Header and table, once the checksum of every row is known."""
+        """Return header and table, given the checksum of every row."""
         self._rows["checksum"] = checksums
         table = b"".join(
             (
@@ -245,14 +245,14 @@ class Layout:
 
 
 def table_bytes(header: Buffer, file_bytes: int) -> int:
-    """Size of the table behind a checked 64-byte header. Raises WireError."""
+    """Check a 64-byte header and return the size of the table after it. Raises WireError."""
     return _unpack(header, file_bytes)[0]
 
 
 def parse(data: Buffer, file_bytes: int) -> Table:
-    """Check header and table at the start of `data` (data behind them may follow). Raises WireError only.
+    """Check and parse the header and table at the start of `data`, which may be longer. Raises WireError only.
 
-    `file_bytes`: the size the file really has.
+    `file_bytes` is the actual size of the file.
     """
     size, (tasks, keys, rows_n, dims_n, task_name_bytes, table_digest) = _unpack(data[:HEADER_BYTES], file_bytes)
     table = data[HEADER_BYTES : HEADER_BYTES + size]
@@ -278,7 +278,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
         raise WireError("block file: a fence does not fit 63 bits")
     if counts.min() == 0 or int(counts.sum(dtype=np.int64)) != rows_n:
         raise WireError(
-            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, every task has one, rows {rows_n}"
+            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, must be {rows_n}, at least 1 per task"
         )
     starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
     _check_rows(rows, dims, starts, keys, size, file_bytes)
@@ -342,8 +342,8 @@ def _check_rows(rows: Array, dims: Array, starts: Array, keys: int, size: int, f
 
 
 def _dims_ok(rows: Array, dims: Array) -> bool:
-    """`prod(shape) * itemsize == nbytes` for every row, with no integer that could overflow."""
-    if len(dims) == len(rows) and (rows["ndim"] == 1).all():  # as most are
+    """Return whether `prod(shape) * itemsize == nbytes` for every row, without integer overflow."""
+    if len(dims) == len(rows) and (rows["ndim"] == 1).all():  # the usual case
         if float(dims.max()) > MAX_FILE_BYTES:
             return False
         return bool(np.array_equal(dims.astype(np.int64) * _ITEMSIZES[rows["dtype"]], rows["nbytes"].astype(np.int64)))
@@ -365,7 +365,7 @@ def _dims_ok(rows: Array, dims: Array) -> bool:
 
 
 def _canonical(sizes: Array, head_bytes: int) -> tuple[Array, int]:
-    """Offsets of shards of these sizes behind `head_bytes`, and where the last one ends."""
+    """Return the offsets of shards of these sizes after `head_bytes`, and the end of the last one."""
     first = _up(head_bytes)
     padded = (sizes.astype(np.int64) + (ALIGN - 1)) & ~(ALIGN - 1)
     ends = first + np.cumsum(padded)

@@ -1,4 +1,4 @@
-"""Messages to frames and back: envelope, body, tensor table, raw frames. Raises WireError and nothing else."""
+"""Encodes messages to frames and decodes them: envelope, body, tensor table, raw frames. Raises WireError only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proto.tensors import Array, Buffer
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """A message that passed every check: header, typed body, tensors in table order (read-only views)."""
+    """A message that passed every check: envelope, typed body, and tensors in table order (read-only views)."""
 
     envelope: Envelope
     body: Message
@@ -38,7 +38,7 @@ def _enc_hook(value: Any) -> Any:
 def _dec_hook(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         return inline.from_map(value)
-    raise WireError(f"no such field type {kind}")
+    raise WireError(f"unknown field type {kind}")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
@@ -50,7 +50,7 @@ def _decoder(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
 
 
 def encode_body(body: Message) -> bytes:
-    """The msgpack body. Raises WireError when a value cannot travel."""
+    """Encode a body with msgpack. Raises WireError if a value cannot be encoded."""
     try:
         return _ENCODER.encode(body)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -58,9 +58,9 @@ def encode_body(body: Message) -> bytes:
 
 
 def decode_body(kind: int, data: Buffer) -> Message:
-    """Typed body of message type `kind`. Raises WireError.
+    """Decode the body of message type `kind`. Raises WireError.
 
-    msgspec allocates as bytes arrive, whatever a header announces, and bounds nesting by the recursion limit.
+    msgspec allocates by the bytes present, not by announced sizes, and limits nesting by the recursion limit.
     """
     cls = by_type(kind)
     try:
@@ -83,7 +83,7 @@ def encode(
 ) -> list[Buffer]:
     """Return the frames of one message, without routing frames.
 
-    Raises WireError when anything is over `limits`: an oversize message is refused here, never sent.
+    Raises WireError if anything exceeds `limits`, so that an oversize message is not sent.
     """
     packed = encode_body(body)
     frames: list[Buffer] = []
@@ -122,7 +122,7 @@ def _milliseconds(remaining_s: float) -> int:
 
 
 def with_remaining(header: Buffer, remaining_s: float) -> bytes:
-    """The envelope of a message that is sent again, `remaining_s` before its caller gives up."""
+    """Return the envelope for sending a message again, `remaining_s` before its caller's deadline."""
     return envelope.with_remaining(header, max(_milliseconds(remaining_s), 1))
 
 
@@ -132,7 +132,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
 
 
 def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
-    """The envelope of a message whose frames are those it announces; none of them is parsed. Raises WireError only."""
+    """Check the frames of a message against its envelope and return that, without parsing. Raises WireError only."""
     if len(frames) < 2:
         raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
     head = envelope.unpack(frames[0], limits)
@@ -153,14 +153,14 @@ def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
 
 
 def decode_checked(head: Envelope, frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
-    """The rest of a message of which `check` returned `head`. Raises WireError only."""
+    """Parse a message for which `check` returned `head`. Raises WireError only."""
     body, table, rest = _parts(head, frames)
     arrays = tensors.decode(table, rest, limits) if rest or table else []
     return Decoded(head, decode_body(head.type, body), arrays)
 
 
 def _parts(head: Envelope, frames: Sequence[Buffer]) -> tuple[Buffer, Buffer, Sequence[Buffer]]:
-    """Body, tensor table (empty if there is none), raw frames."""
+    """Return body, tensor table (empty if there is none) and raw frames."""
     if not head.flags & envelope.FLAG_TABLE:
         return frames[1], b"", frames[2:]
     if len(frames) < 3:

@@ -1,4 +1,4 @@
-"""The closed table of tensor element types. A code once given is never reused for another type."""
+"""The closed table of tensor element types. A code is not reused for another type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proto.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One row of the table: wire code, public name (torch's), numpy dtype and bytes an element."""
+    """One row of the table: wire code, public name (torch's), numpy dtype and bytes per element."""
 
     code: int
     name: str
@@ -50,7 +50,7 @@ _BY_NUMPY = {row.numpy: row for row in TABLE}
 
 
 def by_code(code: int) -> DType:
-    """The row of a wire code. Raises WireError for a code outside the table."""
+    """Return the row of a wire code. Raises WireError for a code outside the table."""
     row = _BY_CODE.get(code)
     if row is None:
         raise WireError(f"dtype code {code}: not in the table (1..{TABLE[-1].code})")
@@ -58,7 +58,7 @@ def by_code(code: int) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """The row of a public name such as `bfloat16`. Raises WireError."""
+    """Return the row of a public name such as `bfloat16`. Raises WireError for an unknown name."""
     row = _BY_NAME.get(name)
     if row is None:
         raise WireError(f"dtype {name!r}: not in the table; use one of {', '.join(_BY_NAME)}")
@@ -66,7 +66,7 @@ def by_name(name: str) -> DType:
 
 
 def by_numpy(dtype: np.dtype[Any]) -> DType:
-    """The row of a numpy dtype in any byte order. Raises WireError (object, string, complex, structured)."""
+    """Return the row of a numpy dtype in any byte order. Raises WireError for object, string, complex or structured."""
     row = _BY_NUMPY.get(dtype) or _BY_NUMPY.get(dtype.newbyteorder("<"))
     if row is None:
         raise WireError(f"dtype {dtype}: cannot travel; use one of {', '.join(_BY_NAME)}")

@@ -1,4 +1,4 @@
-"""The fixed 64-byte little-endian header in front of every message. It must be checkable without the rest."""
+"""The fixed 64-byte little-endian header of every message. It can be checked without the rest of the message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMAINING_OFFSET = 12
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """The header's fields (SPEC section 2). `remaining_ms` counts down to the caller's deadline."""
+    """The fields of the header (SPEC section 2). `remaining_ms` is the time left until the caller's deadline."""
 
     type: int
     request_id: int
@@ -41,7 +41,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     minor: int = MINOR
 
     def pack(self) -> bytes:
-        """Return the 64 bytes. Raises WireError when a field does not fit its width."""
+        """Return the 64 bytes. Raises WireError if a field does not fit its width."""
         try:
             head = _LAYOUT.pack(
                 MAGIC,
@@ -65,16 +65,16 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_remaining(header: bytes | memoryview, remaining_ms: int) -> bytes:
-    """A packed header with another remaining time and its checksum."""
+    """Return a packed header with another remaining time and a new checksum."""
     head = bytearray(header[: _LAYOUT.size])
     _REMAINING.pack_into(head, _REMAINING_OFFSET, remaining_ms)
     return bytes(head) + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
 
 def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:
-    """Parse and check one header. Raises WireError; nothing else, whatever the bytes.
+    """Parse and check one header. Raises WireError only.
 
-    The major version is looked at before the checksum, so that a newer peer is refused by name.
+    The major version is checked before the checksum, so that the error for a newer peer names its version.
     """
     if len(data) != SIZE:
         raise WireError(f"envelope of {len(data)} bytes: must be {SIZE}")

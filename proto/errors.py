@@ -1,10 +1,10 @@
-"""The one exception a decoder raises, whatever the bytes were."""
+"""The exception of encoders and decoders."""
 
 from __future__ import annotations
 
 
 class WireError(ValueError):
-    """Bytes that are not a message of this protocol, or values that cannot become one.
+    """Bytes that are not a message of this protocol, or values that cannot be encoded as one.
 
-    The message is one line that names the field, its value and the limit. Decoders raise nothing else.
+    The error message is one line that names the field, its value and the limit. Decoders raise no other exception.
     """

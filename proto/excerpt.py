@@ -1,7 +1,7 @@
-"""The head of a block file that holds some rows of others, made from their tables alone. It never touches data.
+"""Makes the head of a block file that holds rows of other block files, from their tables alone, without their data.
 
-The other half of `proto.blockfile`, whose internals it shares: a stream between hosts is such a file, so that its
-reader checks it with the code that checks files.
+A stream between hosts is such a file, so that its reader checks it with the code that checks files. This module uses
+internals of `proto.blockfile`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.tensors import Array
 
 MAX_NAMED = 1 << 16
-"""Most shards that are named as missing: a request may ask for the product of two long lists."""
+"""Maximum number of missing shards that are named. A request may cover the product of two long lists."""
 _EMPTY = np.empty(0, np.int64)
 
 
 class Picks(NamedTuple):
-    """Tasks to take, by column: `task_ids` and `fences` of each; place i is task `tasks[i]` of table `files[i]` and
-    has shards of pick `owners[i]` (ascending; earlier tables come first).
+    """Tasks to take, by column. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]` of table
+    `files[i]` and holds shards of pick `owners[i]`; owners ascend, and within one the tables do.
     """
 
     task_ids: list[str]
@@ -37,8 +37,8 @@ class Picks(NamedTuple):
 
 @dataclass(frozen=True)
 class Excerpt:
-    """`head`: header and table of the new file. Run i copies `lengths[i]` bytes of file `files[i]` from `sources[i]`
-    to `targets[i]`; targets ascend, gaps between runs are zeros.
+    """The header and table of a new file, in `head`, and its data: run i copies `lengths[i]` bytes of file `files[i]`
+    from `sources[i]` to `targets[i]`. Targets ascend; gaps between runs are zeros.
     """
 
     head: bytes
@@ -51,7 +51,7 @@ class Excerpt:
 
 
 def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> list[str]:
-    """`task_id#key` of the shards of `keys` that no table has, the first MAX_NAMED of them."""
+    """Return `task_id#key` of the shards of `keys` that no table has, the first MAX_NAMED of them."""
     there: list[set[str]] = [set() for _ in picks.task_ids]
     for number, task, owner in zip(picks.files, picks.tasks, picks.owners, strict=True):
         there[owner].update(tables[number].checksums(task))
@@ -65,9 +65,10 @@ def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> 
 
 
 def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: int) -> Excerpt | None:
-    """The excerpt with the shards `keys` (none: all) of `picks`, cut before the task that would pass `max_bytes`.
+    """Return an excerpt with the shards `keys` of `picks`, or all their shards if `keys` is empty.
 
-    None: a shard is missing (`missing_keys` says which). The first task is always taken.
+    It ends before the task that would exceed `max_bytes`, but has at least one task. Returns None if a shard is missing
+    (see `missing_keys`).
     """
     count = len(picks.task_ids)
     if not count:
@@ -82,7 +83,7 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
         order = np.flatnonzero(key_of >= 0)
         if keys:
             order = order[np.lexsort((file_of[order], key_of[order], pick_of[order]))]
-        # a key that was put twice has the same bytes: the first file will do
+        # A key that was put twice has the same bytes: take it from the first file.
         _, first = np.unique(pick_of[order] * len(names) + key_of[order], return_index=True)
         order = order[np.sort(first)]
         counts = np.bincount(pick_of[order], minlength=count)
@@ -95,13 +96,13 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
-    """Begins, ends and checksums of all rows of a table, in order."""
+    """Return the begins, ends and checksums of all rows of a table, in order."""
     rows = table._rows
     return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
 
 def _spread(begins: Array, counts: Array) -> Array:
-    """`begins[i], begins[i] + 1, ...` (`counts[i]` of them) for every i, one after the other."""
+    """Concatenate the ranges `begins[i], begins[i] + 1, ...` of length `counts[i]`."""
     total = int(counts.sum())
     if not total:
         return _EMPTY
@@ -111,9 +112,9 @@ def _spread(begins: Array, counts: Array) -> Array:
 
 
 def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, Array]:
-    """The rows of all places one after the other and their dimensions, and file and pick of each row."""
+    """Return the concatenated rows of all places, their dimensions, and the file and the pick of each row."""
     files, tasks = np.array(picks.files, np.int64), np.array(picks.tasks, np.int64)
-    # tasks that stand together in a file, as most do, are taken together
+    # Consecutive tasks of a file, the usual case, are taken together.
     breaks = np.flatnonzero((np.diff(files) != 0) | (np.diff(tasks) != 1)) + 1
     heads, tails = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(files)])) - 1
     numbers = files[heads]
@@ -131,7 +132,7 @@ def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, A
 
 
 def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, rows: Array) -> Array:
-    """Place of each row's key in `names`, -1 for others."""
+    """Return the index of each row's key in `names`, -1 for other keys."""
     place = {name: at for at, name in enumerate(names)}
     translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
     for number, table in enumerate(tables):
@@ -141,7 +142,7 @@ def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, 
 
 
 def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
-    """Every pick has each key once, and they stand in the order in which they are wanted."""
+    """Return whether every pick has each key once, and all are in the requested order."""
     return len(key_of) == names * count and bool(
         (key_of.reshape(-1, names) == np.arange(names)).all()
         and (pick_of.reshape(-1, names) == np.arange(count)[:, None]).all()
@@ -149,7 +150,7 @@ def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
 
 
 def _dims(rows: Array, dims: Array, kept: Array | slice) -> Array:
-    """The dimensions of those of the rows that are kept, in their order."""
+    """Return the dimensions of the kept rows, in order."""
     ndim = rows["ndim"].astype(np.int64)
     begins = np.cumsum(ndim) - ndim
     found: Array = dims[_spread(begins[kept], ndim[kept])]
@@ -157,7 +158,7 @@ def _dims(rows: Array, dims: Array, kept: Array | slice) -> Array:
 
 
 def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:
-    """How many picks fit."""
+    """Return the number of picks that fit, at least 1."""
     by_pick = np.cumsum(np.bincount(pick_of, weights=rows["nbytes"].astype(np.float64), minlength=picks))
     return max(1, int(np.searchsorted(by_pick, max_bytes, side="right")))
 
@@ -211,7 +212,7 @@ def _assemble(
 
 
 def _runs(file_of: Array, sources: Array, rows: Array) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Files, sources, targets and lengths; rows that keep their distance in both files go in one run."""
+    """Return files, sources, targets and lengths. Rows with the same distance in both files share a run."""
     full = np.flatnonzero(rows["nbytes"])
     if not len(full):
         return [], [], [], []

@@ -1,7 +1,7 @@
-"""Small numeric arrays inside a body, in msgpack-numpy's convention, behind a guard that it lacks.
+"""Small numeric arrays inside a body, in msgpack-numpy's format but with checks that it lacks.
 
-msgpack-numpy's own decoder unpickles kind `O` and builds object arrays over the sender's bytes for type `|O`;
-nothing reaches it here before type, shape and size were checked against closed lists.
+msgpack-numpy's decoder unpickles kind `O`, and for type `|O` builds object arrays over the sender's bytes. It is called
+here only after type, shape and size have been checked against closed lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIELDS = frozenset([b"nd", b"type", b"kind", b"shape", b"data"])
 
 
 def to_map(array: Array) -> dict[bytes, Any]:
-    """The msgpack-numpy map of `array`. Raises WireError over 64 KiB or outside the closed list of dtypes."""
+    """Return the msgpack-numpy map of `array`. Raises WireError for more than 64 KiB or a dtype not in the list."""
     wire = np.asarray(array)
     if wire.dtype.str not in INLINE_TYPES:
         raise WireError(f"inline array of dtype {wire.dtype}: use one of {', '.join(sorted(INLINE_TYPES))}")
@@ -32,14 +32,14 @@ def to_map(array: Array) -> dict[bytes, Any]:
             f"inline array of shape {list(wire.shape)}, {wire.nbytes} bytes: limits are {MAX_INLINE_BYTES} bytes and "
             f"{MAX_NDIM} dimensions; put it as a shard"
         )
-    # np.generic and 0-d arrays take another branch of msgpack-numpy (nd: False); arrays only, here.
+    # For np.generic msgpack-numpy takes another branch (nd: False), so pass an array, even if 0-d.
     encoded: dict[bytes, Any] = msgpack_numpy.encode(np.ascontiguousarray(wire).reshape(wire.shape))
     encoded[b"data"] = bytes(encoded[b"data"])
     return encoded
 
 
 def from_map(value: Any) -> Array:
-    """Check a decoded map and hand it to msgpack-numpy. Raises WireError only. The array owns its memory."""
+    """Check a decoded map and return its array, which owns its memory. Raises WireError only."""
     if not isinstance(value, dict) or set(value) != _FIELDS or value[b"nd"] is not True:
         raise WireError("inline array: not a msgpack-numpy array map")
     kind, shape, data = value[b"type"], value[b"shape"], value[b"data"]

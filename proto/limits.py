@@ -1,6 +1,6 @@
-"""Bounds of the wire, checked before anything is allocated; a sender checks the same bounds as a receiver.
+"""Limits of messages. Receivers check them before they allocate, and senders check the same limits.
 
-An oversize frame makes a ZeroMQ peer reconnect for ever, hence the check on the sending side (SPEC section 7).
+Senders check because an oversize frame makes a ZeroMQ peer reconnect for ever (SPEC section 7).
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 MAX_NDIM = 8
 MAX_INLINE_BYTES = 64 * 1024
-"""Largest numeric array inside a message body; larger ones are shards and never pass a control message."""
+"""Maximum bytes of a numeric array inside a message body. Larger arrays are shards, outside control messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may hold. Sizes in bytes; `frames` counts raw frames, and bounds the number of tensors too."""
+    """Limits of one message. Sizes are in bytes; `frames` limits the number of raw frames and that of tensors."""
 
     body_bytes: int
     frames: int
     frame_bytes: int
     total_bytes: int
     tensor_bytes: int = 1 << 62
-    """Largest single tensor; by default whatever fits the message."""
+    """Maximum bytes of one tensor. By default only the limits of the message apply."""
 
     def __post_init__(self) -> None:
         for name in ("body_bytes", "frames", "frame_bytes", "total_bytes", "tensor_bytes"):
@@ -30,7 +30,7 @@ class Limits:
 
 
 CONTROL = Limits(body_bytes=8 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20, tensor_bytes=64 << 10)
-"""Every control socket: metadata, and tensors that are themselves metadata, 64 KiB at most (promise 6)."""
+"""Limits of control sockets, for metadata and tensors of at most 64 KiB (docs/architecture.md, promise 6)."""
 
 BULK = Limits(body_bytes=1 << 20, frames=1024, frame_bytes=1 << 20, total_bytes=1 << 30)
-"""Data-plane streams between hosts: frames of at most 1 MiB."""
+"""Limits of data-plane streams between hosts, with frames of at most 1 MiB."""

@@ -1,4 +1,4 @@
-"""Which type number is which message, and which reply answers which request. Filled once, at import, by `messages`."""
+"""The registry of messages by type number, filled by `messages` at import, and the base classes of messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proto.errors import WireError
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message body: a msgpack map by field name. Unknown fields are ignored, so that minor versions can add some."""
+    """A message body: a msgpack map by field name. Unknown fields are ignored, so minor versions can add fields."""
 
     TYPE: ClassVar[int] = 0
 
@@ -20,20 +20,20 @@ M = TypeVar("M", bound=Message)
 
 
 class Request(Message, frozen=True, kw_only=True):
-    """A message that is answered by `REPLY` or by `messages.Error`, exactly once."""
+    """A message that is answered exactly once, with `REPLY` or `messages.Error`."""
 
     REPLY: ClassVar[type[Message]]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a body that comes in numbers: a msgpack array by position. New fields are appended, with defaults."""
+    """A repeated part of a body: a msgpack array by position. New fields are appended, with defaults."""
 
 
 _BY_TYPE: dict[int, type[Message]] = {}
 
 
 def message(number: int) -> Callable[[type[M]], type[M]]:
-    """Class decorator: give a message its type number."""
+    """Return a class decorator that assigns a type number to a message."""
 
     def register(cls: type[M]) -> type[M]:
         if number in _BY_TYPE or not 0 < number < 65536:
@@ -46,7 +46,7 @@ def message(number: int) -> Callable[[type[M]], type[M]]:
 
 
 def by_type(number: int) -> type[Message]:
-    """The message class of a type number. Raises WireError for an unknown one."""
+    """Return the message class of a type number. Raises WireError if it is unknown."""
     cls = _BY_TYPE.get(number)
     if cls is None:
         raise WireError(f"message type {number}: unknown")
@@ -54,5 +54,5 @@ def by_type(number: int) -> type[Message]:
 
 
 def all_messages() -> dict[int, type[Message]]:
-    """A copy of the whole table, for tests and for the specification's generator."""
+    """Return a copy of the registry, for tests and the generator of the specification."""
     return dict(_BY_TYPE)

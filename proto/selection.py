@@ -1,6 +1,6 @@
-"""Where the shards of many tasks lie in one block file, found for all of them at once. It never touches data.
+"""Finds the shards of many tasks in a block file in one pass over its table, without reading data.
 
-Uses the insides of `proto.blockfile`, as `proto.excerpt` does: a call per shard costs more than reading most shards.
+A call per shard would cost more than reading most shards. This module uses internals of `proto.blockfile`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from proto.tensors import Array
 
 
 class Selection(NamedTuple):
-    """Some rows of a table, those of one task together; entry i of each array is row i."""
+    """Rows of a table, grouped by task. Entry i of each array except `counts` describes row i."""
 
     counts: Array
-    """Rows of each task asked for, in that order."""
+    """Number of rows of each requested task, in the order of the request."""
     keys: Array
-    """Numbers of keys in the table."""
+    """Indices of the keys in the table."""
     codes: Array
     first: Array
-    """Begin of the data in elements of its own type: offsets are multiples of 64, item sizes divide that."""
+    """Begin of the data, counted in elements of its type. It is whole because item sizes divide 64, and 64 divides
+    offsets."""
     end: Array
     shapes: dict[int, tuple[int, ...]]
-    """Row -> shape, where that is not (end - first,)."""
+    """Row -> shape, if that is not (end - first,)."""
 
     def columns(self) -> int:
-        """How many rows every task has, if they are of the same keys and types everywhere (else 0), as most are."""
+        """Return the number of rows per task if all tasks have the same keys and types, as is usual, else 0."""
         each = int(self.counts[0]) if len(self.counts) else 0
         alike = each > 0 and bool(
             (self.counts == each).all()
@@ -40,8 +41,8 @@ class Selection(NamedTuple):
 
 
 def spans(table: Table, tasks: Sequence[int]) -> tuple[list[tuple[int, int]], Array]:
-    """Where the data of these tasks (by index) lie: ranges [begin, end) in the order of the tasks, with the padding
-    behind them; and by how many bytes each task moves to the front when the ranges are put one after the other.
+    """Return the ranges [begin, end) of the data of tasks (given by index), in their order and with trailing padding,
+    and the number of bytes by which each task moves to the front when the ranges are concatenated.
     """
     where = np.asarray(tasks, np.int64)
     last = table._rows[table._starts[where + 1] - 1]
@@ -54,9 +55,10 @@ def spans(table: Table, tasks: Sequence[int]) -> tuple[list[tuple[int, int]], Ar
 
 
 def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves: Array | None = None) -> Selection:
-    """The shards `keys` (None: all) that these tasks (by index) have; in the order of `keys`, or of the file.
+    """Return those of the shards `keys` that tasks (given by index) have, in the order of `keys`.
 
-    `moves`: by how many bytes each task stands further to the front than in the file.
+    If `keys` is None, return all shards in the order of the file. `moves` are the bytes by which each task lies further
+    to the front than in the file (see `spans`).
     """
     where = np.asarray(tasks, np.int64)
     begins = table._starts[where]
@@ -80,7 +82,7 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves
 
 
 def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | None) -> slice | None:
-    """The rows of tasks that stand together and have nothing but `keys`, in that order, as those of a stream do."""
+    """Return the rows as a slice if the tasks are consecutive and have exactly `keys` in order, as in a stream."""
     if not len(where) or (np.diff(where) != 1).any():
         return None
     picked = slice(int(table._starts[where[0]]), int(table._starts[where[-1] + 1]))
@@ -93,7 +95,7 @@ def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | N
 
 
 def _ranks(table: Table, keys: Sequence[str]) -> Array:
-    """Place in `keys` of each key of the table, -1 for others."""
+    """Return the index in `keys` of each key of the table, -1 for other keys."""
     place = {key: at for at, key in reversed(list(enumerate(keys)))}
     return np.array([place.get(key, -1) for key in table.keys], np.int64)
 

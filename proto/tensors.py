@@ -1,4 +1,4 @@
-"""Tensors on the wire: a table of fixed 96-byte rows, then raw frames. Never trusts a size it has not checked."""
+"""Tensors on the wire: a table of fixed 96-byte rows, then raw frames. Every size is checked before use."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ class TensorRow:
 
 
 def checksum(data: Buffer | Array) -> int:
-    """xxh3-64 of the bytes; of an empty tensor too."""
+    """Return the xxh3-64 of the bytes, which is defined for an empty tensor, too."""
     return xxhash.xxh3_64_intdigest(raw_bytes(data) if isinstance(data, np.ndarray) else data)
 
 
 def as_wire(array: Array) -> Array:
-    """A C-contiguous little-endian view or copy of `array` with a dtype of the table, same shape (0-d included)."""
+    """Return a C-contiguous little-endian view or copy of `array` with the same shape, 0-d included.
+
+    Raises WireError for a dtype outside the table or more than 8 dimensions.
+    """
     row = dtypes.by_numpy(array.dtype)
     if array.ndim > MAX_NDIM:
         raise WireError(f"tensor of {array.ndim} dimensions: limit is {MAX_NDIM}")
@@ -50,16 +53,16 @@ def as_wire(array: Array) -> Array:
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """The bytes of a C-contiguous array as a flat memoryview, without a copy."""
+    """Return the bytes of a C-contiguous array as a flat memoryview, without a copy."""
     if array.nbytes == 0:
         return memoryview(b"")
     return memoryview(array.reshape(-1).view(np.uint8).data)
 
 
 def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryview]]:
-    """Return (table, raw frames). Frames alias the arrays' memory: do not write to them before they are sent.
+    """Return (table, raw frames). Frames share the memory of the arrays, which must not change before they are sent.
 
-    Raises WireError for a dtype outside the table, more than 8 dimensions, or anything over `limits`.
+    Raises WireError for a dtype outside the table, more than 8 dimensions, or sizes that exceed `limits`.
     """
     total = sum(array.nbytes for array in arrays)
     if len(arrays) > limits.frames or total > limits.total_bytes:
@@ -94,10 +97,10 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
 
 
 def _check_size(index: int, shape: Sequence[int], itemsize: int, limits: Limits) -> None:
-    """Bound a tensor by its non-zero dimensions: numpy refuses (0, 2**63) although it holds no bytes."""
+    """Limit a tensor by its non-zero dimensions, because numpy refuses a shape such as (0, 2**63)."""
     room = itemsize
     for dim in shape:
-        room *= dim or 1  # Python integers: no overflow to hide behind
+        room *= dim or 1  # Python integers do not overflow
     if room > min(limits.tensor_bytes, limits.total_bytes):
         raise WireError(
             f"tensor {index}: shape {list(shape)} of {itemsize}-byte elements: limit is "
@@ -113,7 +116,7 @@ def _pack_row(row: TensorRow) -> bytes:
 
 
 def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorRow]:
-    """Parse and check a table. Rows use the frames in order, each exactly once. Raises WireError only."""
+    """Parse and check a table, whose rows use the frames in order, each exactly once. Raises WireError only."""
     count, rest = divmod(len(table), ROW_BYTES)
     if rest:
         raise WireError(f"tensor table of {len(table)} bytes: must be a multiple of {ROW_BYTES}")
@@ -140,9 +143,9 @@ def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorR
 
 
 def decode(table: Buffer, frames: Sequence[Buffer], limits: Limits) -> list[Array]:
-    """Return the arrays. Single-frame tensors are read-only views of their frame; others are assembled once.
+    """Return the arrays, read-only. A tensor of one frame is a view of it; others are copied once.
 
-    Raises WireError when sizes or checksums do not match.
+    Raises WireError if sizes or checksums do not match.
     """
     arrays: list[Array] = []
     for index, row in enumerate(parse_table(table, len(frames), limits)):

@@ -1,8 +1,8 @@
-"""The files of one store: create, seal, copy, retire, delete, find again. Names are the truth that survives a kill.
+"""The files of one store: create, seal, copy, retire, delete, recover. The file names alone survive a kill.
 
-`<put id>.tmp` granted, `<put id>.part` being copied to disk, `<put id>.blk` sealed (the one on disk counts, when both
-places have it), `*.dead` zombie, `tombstones` one line a tombstone, appended before anything else happens. It must
-never delete a file that somebody maps, nor lend its pages: a lock of the reader (or producer) says so.
+`<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if both
+places have it, the one on disk counts), and `*.dead` a zombie. `tombstones` holds one line per tombstone, appended
+before the clear takes effect. A file that a reader or producer has locked is never deleted and its pages are not lent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LOCK = "store.lock"
 _IDENTITY = "identity"
 _VERIFY_BYTES = 4 << 20
 _COPY_BYTES = 16 << 20
-_ENDINGS = (".tmp", ".part", ".dead", ".blk")
-_ROOM = (
+_SUFFIXES = (".tmp", ".part", ".dead", ".blk")
+_REMEDIES = (
     (
         "memory",
         "enlarge the mount (mount -o remount,size=…, docker --shm-size) or name another folder as "
@@ -51,20 +51,20 @@ _ROOM = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rescan met: a sealed file with its table, or (`table` None) one that must go, and why."""
+    """A file that a rescan found: a sealed one with its table, or (`table` None) one to retire, and why."""
 
     name: str
     nbytes: int
     table: Table | None
     why: str = ""
     place: Place = Place.MEMORY
-    doubled: bool = False
+    duplicate: bool = False
     unreadable: bool = False
-    """The disk does not give it: it is left alone for a later life."""
+    """Whether the disk failed to read the file, which is left in place for a later life."""
 
 
 class StoreFiles:
-    """One directory in memory, and maybe one on disk, owned by one process at a time."""
+    """One directory in memory, and optionally one on disk, owned by one process at a time."""
 
     def __init__(
         self,
@@ -74,12 +74,13 @@ class StoreFiles:
         *,
         on_retire: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """`on_retire`: is told each path that a file lost. Raises RpcError(conflict): another process serves this."""
+        """`on_retire` is called with each path that a file loses. Raises RpcError(conflict) if another process serves
+        `directory`."""
         self._name = name
         self._on_retire = on_retire
         self._directory = directory
         self._folders = [directory] if spill is None else [directory, spill]
-        """By `Place`."""
+        """Indexed by `Place`."""
         if spill is not None:
             spill.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,19 +91,19 @@ class StoreFiles:
         self._journal = os.open(directory / _TOMBSTONES, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._journal_lines = 0
         self.owes_tombstones = False
-        """There was no room for some: the list is not the whole until `compact` has written it."""
-        self.identity = self._identify(directory / _IDENTITY)
-        """Made with the directory: a store that comes up with another one has lost what was put before."""
+        """Whether tombstones are missing from the list for want of room. `compact` writes them."""
+        self.identity = self._load_identity(directory / _IDENTITY)
+        """Identifier created with the directory. A store that restarts with another one has lost its shards."""
         self._sealed_ns = 0
         self._zombies: dict[str, tuple[str, int]] = {}
-        """Name -> path and our descriptor, by which we learn that nobody else has one."""
-        self._shut: dict[str, str] = {}
-        """Name -> path of what we have not open: spares, of which there may be more than descriptors, and zombies."""
+        """Name -> path and an open descriptor, whose lock shows whether another process still maps the file."""
+        self._closed: dict[str, str] = {}
+        """Name -> path of spares and zombies without an open descriptor. There may be more spares than descriptors."""
         self._claimed: dict[str, int] = {}
-        """Spare -> our descriptor while a put takes it."""
+        """Spare -> open descriptor, while a put takes the spare."""
 
     @staticmethod
-    def _identify(path: Path) -> str:
+    def _load_identity(path: Path) -> str:
         try:
             return path.read_text()
         except FileNotFoundError:
@@ -110,16 +111,16 @@ class StoreFiles:
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
-        """Raises RpcError(bad_request) when a mount cannot hold its limit (what is here already included).
+        """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it holds already.
 
-        `limits`: bytes by `Place`.
+        `limits` are bytes, indexed by `Place`.
         """
         for place, folder in enumerate(self._folders):
             mount = os.statvfs(folder)
             here = sum(held_bytes(entry.stat().st_size) for entry in os.scandir(folder))
             room = mount.f_bavail * mount.f_frsize + here
             if room < limits[place]:
-                key, remedy = _ROOM[place]
+                key, remedy = _REMEDIES[place]
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
                     f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, {folder.parent.parent} "
@@ -127,7 +128,7 @@ class StoreFiles:
                 )
 
     def has_sealed(self) -> bool:
-        """Whether a former life left sealed files."""
+        """Return whether a former life left sealed files."""
         return any(entry.name.endswith(".blk") for folder in self._folders for entry in os.scandir(folder))
 
     def path(self, name: str, place: Place = Place.MEMORY) -> str:
@@ -136,7 +137,7 @@ class StoreFiles:
     # ---- one file
 
     def create(self, put_id: str, nbytes: int) -> str:
-        """Make the file of a grant, sparse; returns its path."""
+        """Create the sparse file of a grant and return its path."""
         path = self.path(f"{put_id}.tmp")
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -149,7 +150,10 @@ class StoreFiles:
         return path
 
     def read_table(self, name: str) -> Table:
-        """Header and table of a file, by reads: a torn file is a WireError, never a signal."""
+        """Read and check the header and table of a file. Raises WireError for a torn file.
+
+        It is read, not mapped: access to a mapping of a torn file would end in SIGBUS.
+        """
         descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return _read_table(descriptor)
@@ -157,17 +161,17 @@ class StoreFiles:
             os.close(descriptor)
 
     def seal(self, put_id: str) -> None:
-        """Give a file its sealed name, and a time after that of every other: the order of the seals outlives us."""
+        """Rename a file to its sealed name. Its mtime exceeds that of every other, so a restart knows the order."""
         path = self.path(f"{put_id}.tmp")
         self._sealed_ns = max(time.time_ns(), self._sealed_ns + 1)
         os.utime(path, ns=(self._sealed_ns, self._sealed_ns))
         os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
-        """Does the producer of a grant still hold its lock? It does while no descriptor is left to find out."""
+        """Return whether the producer of a grant holds its lock, or no descriptor is left to find out."""
         try:
             descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # somebody deleted it
+        except FileNotFoundError:  # deleted by another process
             return False
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
@@ -181,11 +185,11 @@ class StoreFiles:
     # ---- the spill
 
     def copy_to_disk(self, put_id: str) -> bool:
-        """Copy a sealed file under an unfinished name, to the last byte on disk and verified. Slow: use a thread.
+        """Copy a sealed file to disk under an unfinished name, sync and verify it. Slow: call it on a thread.
 
-        It holds the lock of a reader: a file that is collected meanwhile is not cut, nor lent. False: it was collected
-        before it could be opened. Raises OSError (the disk is full, or refuses) and WireError (what the disk gives back
-        is not what was put); the unfinished file is gone then.
+        The copy holds a reader's lock, so a file collected meanwhile is neither truncated nor lent. Returns False if
+        the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
+        the bytes read back differ from those put. The unfinished file is removed in both cases.
         """
         path = self.path(f"{put_id}.part", Place.DISK)
         source = lock_named(self.path(f"{put_id}.blk"), os.O_RDONLY)
@@ -206,7 +210,7 @@ class StoreFiles:
         return True
 
     def finish_copy(self, put_id: str) -> None:
-        """Give the copy its sealed name: from here on a restart finds the file on disk. Raises OSError: it is gone."""
+        """Rename the copy to its sealed name, where a restart finds it. On OSError the copy is removed."""
         try:
             os.rename(self.path(f"{put_id}.part", Place.DISK), self.path(f"{put_id}.blk", Place.DISK))
         except BaseException:
@@ -214,61 +218,61 @@ class StoreFiles:
             raise
 
     def drop_copy(self, put_id: str) -> None:
-        """Nobody wants the copy any more; nobody could have found it."""
+        """Delete a copy that is no longer needed. It still has its unfinished name, so no reader has opened it."""
         os.unlink(self.path(f"{put_id}.part", Place.DISK))
 
     # ---- zombies
 
     def retire(self, effect: Retire) -> None:
-        """Rename: from here on nobody can find the file. Raises OSError: it has its name still, or was gone before."""
+        """Rename a file so that no reader can find it. Raises OSError if it keeps its name or no longer exists."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
-        self._on_retire(source)  # a mapping that is kept of it may have the last descriptor
+        self._on_retire(source)  # a cached mapping of it may hold the last free descriptor
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.rename(source, target)
         except BaseException:
             os.close(descriptor)
             raise
-        self._on_retire(source)  # one that was made meanwhile would never go
+        self._on_retire(source)  # a mapping made since the first call would stay for ever
         self._zombies[effect.target] = (target, descriptor)
 
     def unmapped(self) -> list[str]:
-        """The zombies that nobody maps: locked from here on, each to be kept or deleted at once."""
+        """Lock and return the zombies that no process maps. The caller must `keep` or `delete` each at once."""
         return [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
 
     def keep(self, name: str) -> None:
-        """It is a spare."""
+        """Turn a zombie into a spare."""
         path, descriptor = self._zombies.pop(name)
-        # A reader that had opened the old name waits for this lock, and then sees that the name is gone.
+        # A reader that opened the old name waits for this lock, and then sees that the name no longer exists.
         os.close(descriptor)
-        self._shut[name] = path
+        self._closed[name] = path
 
     def open_zombies(self) -> list[str]:
-        """Those that cost a descriptor, the longest opened first."""
+        """Return the zombies that have an open descriptor, in the order in which they were opened."""
         return list(self._zombies)
 
-    def shut(self, name: str) -> None:
-        """Let go of the descriptor of a zombie, until `open_again`."""
+    def close_zombie(self, name: str) -> None:
+        """Close the descriptor of a zombie until `reopen`."""
         path, descriptor = self._zombies.pop(name)
         os.close(descriptor)
-        self._shut[name] = path
+        self._closed[name] = path
 
-    def open_again(self, name: str) -> None:
-        """A zombie that was shut, or a spare, which is a zombie now. Raises OSError (no descriptor)."""
+    def reopen(self, name: str) -> None:
+        """Reopen a closed zombie, or a spare, which becomes a zombie. Raises OSError (no descriptor, or no file)."""
         try:
-            descriptor = os.open(self._shut[name], os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self._closed[name], os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            del self._shut[name]
+            del self._closed[name]
             raise
-        self._zombies[name] = (self._shut.pop(name), descriptor)
+        self._zombies[name] = (self._closed.pop(name), descriptor)
 
     def delete(self, name: str) -> None:
-        """Raises OSError: it is a zombie still."""
+        """Delete a zombie. On OSError it remains one."""
         path, descriptor = self._zombies[name]
         try:
             _delete(path, descriptor)
         except BaseException:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # who waits for it learns that the name is gone
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a waiting reader then sees that the name is gone
             raise
         os.close(descriptor)
         del self._zombies[name]
@@ -276,8 +280,8 @@ class StoreFiles:
     # ---- spares
 
     def claim(self, name: str) -> bool:
-        """Whether nobody has a spare open. True: it is locked until `reuse` or `release`."""
-        descriptor = os.open(self._shut[name], os.O_RDWR | os.O_CLOEXEC)
+        """Lock a spare until `reuse` or `release`. Returns False if another process has it open."""
+        descriptor = os.open(self._closed[name], os.O_RDWR | os.O_CLOEXEC)
         if _try_lock(descriptor):
             self._claimed[name] = descriptor
             return True
@@ -285,15 +289,16 @@ class StoreFiles:
         return False
 
     def reuse(self, name: str, put_id: str, nbytes: int) -> str:
-        """A claimed spare becomes the file of a grant, of its size and no block file any more; returns its path.
+        """Turn a claimed spare into the file of a grant and return its path.
 
-        Raises OSError (no room for it or its name): the spare was deleted.
+        The file gets the size of the grant and loses its header. Raises OSError if there is no room for the file or its
+        name; the spare is deleted then.
         """
-        source, descriptor = self._shut.pop(name), self._claimed.pop(name)
+        source, descriptor = self._closed.pop(name), self._claimed.pop(name)
         path = self.path(f"{put_id}.tmp")
         try:
             os.pwrite(descriptor, bytes(HEADER_BYTES), 0)
-            os.ftruncate(descriptor, nbytes)  # what is beyond its pages is sparse, as in a new file
+            os.ftruncate(descriptor, nbytes)  # bytes beyond its pages are sparse, as in a new file
             os.rename(source, path)
         except BaseException:
             _delete(source, descriptor)
@@ -303,13 +308,13 @@ class StoreFiles:
         return path
 
     def release(self, name: str) -> None:
-        """Nothing came of it: a claimed spare is a spare again."""
+        """Unlock a claimed spare that was not used."""
         os.close(self._claimed.pop(name))
 
     # ---- tombstones
 
     def entomb(self, tasks: Iterable[PutTask]) -> None:
-        """Append tombstones, all or none; they survive the process from here on. Raises OSError (no room): owed now."""
+        """Append tombstones durably, all or none. On OSError (no room) `owes_tombstones` is set."""
         lines = [f"{task.fence} {task.task_id}\n" for task in tasks]
         if not lines:
             return
@@ -325,9 +330,9 @@ class StoreFiles:
         self._journal_lines += len(lines)
 
     def compact(self, tombstones: dict[str, int]) -> None:
-        """Rewrite the list when it lacks some, or most of its lines are out of date.
+        """Rewrite the list if tombstones are missing from it or most of its lines are out of date.
 
-        Raises OSError: the one that is there stays, and is used.
+        On OSError the existing list stays in use.
         """
         if not self.owes_tombstones and self._journal_lines <= 2 * len(tombstones) + 4096:
             return
@@ -339,9 +344,9 @@ class StoreFiles:
         self.owes_tombstones = False
 
     def tombstones(self) -> list[PutTask]:
-        """The list of the former life, oldest first. A torn last line was never acknowledged, and goes.
+        """Return the tombstones of the former life, oldest first. A torn last line was not acknowledged: it is cut off.
 
-        A line that is no tombstone is left out: it must not keep the shards of the others from being served.
+        Damaged lines are skipped and logged, so that the store can still serve its other shards.
         """
         path = self._directory / _TOMBSTONES
         text = path.read_bytes()
@@ -355,25 +360,25 @@ class StoreFiles:
             try:
                 found.append(PutTask(check_task_id(task_id), int(fence)))
             except ValueError as error:  # WireError is one
-                structlog.get_logger(self._name).error("damaged tombstone left out", line=line[:200], why=str(error))
+                structlog.get_logger(self._name).error("damaged tombstone skipped", line=line[:200], why=str(error))
         self._journal_lines = len(lines)
         return found
 
     # ---- after a restart
 
     def scan(self) -> list[Found]:
-        """Every file of the former life, sealed ones verified to the last byte, in the order of their seals.
+        """Return every file of the former life in the order of the seals. All bytes of sealed files are verified.
 
-        Slow: use a thread.
+        Slow: call it on a thread.
         """
         found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
-        for place in (Place.DISK, Place.MEMORY)[-len(self._folders) :]:  # of a file in both, the one on disk counts
+        for place in (Place.DISK, Place.MEMORY)[-len(self._folders) :]:  # a copy on disk takes precedence
             for entry in list(os.scandir(self._folders[place])):
-                if not entry.name.endswith(_ENDINGS):
+                if not entry.name.endswith(_SUFFIXES):
                     continue
                 try:
-                    one = self._examine(entry.name, place, doubled=entry.name in spilled)
+                    one = self._examine(entry.name, place, duplicate=entry.name in spilled)
                 except OSError as error:
                     if error.errno in NO_DESCRIPTOR:
                         raise
@@ -384,14 +389,14 @@ class StoreFiles:
         self._sealed_ns = max((at for at, _ in found), default=0)
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
 
-    def _examine(self, name: str, place: Place, *, doubled: bool) -> Found:
+    def _examine(self, name: str, place: Place, *, duplicate: bool) -> Found:
         descriptor = os.open(self.path(name, place), os.O_RDONLY | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(descriptor).st_size
             if not name.endswith(".blk"):
                 return Found(name, nbytes, None, "not sealed", place)
-            if doubled:
-                return Found(name, nbytes, None, "copied to disk already", place, doubled=True)
+            if duplicate:
+                return Found(name, nbytes, None, "already copied to disk", place, duplicate=True)
             try:
                 table = _read_table(descriptor)
                 _verify(descriptor, table)
@@ -402,17 +407,17 @@ class StoreFiles:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of every descriptor; the files stay."""
+        """Close every descriptor. The files stay."""
         for _, descriptor in self._zombies.values():
             os.close(descriptor)
         os.close(self._journal)
         os.close(self._lock)
         self._zombies.clear()
-        self._shut.clear()
+        self._closed.clear()
 
 
 def _replace(path: Path, text: str) -> int:
-    """Write a small file as a whole, or leave the one that is there; returns its descriptor, for what is appended."""
+    """Replace a small file atomically and return a descriptor that appends to it. On an error the old file stays."""
     scratch = path.with_name(f"{path.name}.new")
     descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -421,15 +426,15 @@ def _replace(path: Path, text: str) -> int:
         scratch.replace(path)
     except BaseException:
         os.close(descriptor)
-        scratch.unlink(missing_ok=True)  # it has taken what room there was
+        scratch.unlink(missing_ok=True)  # free the room that it took
         raise
     return descriptor
 
 
 def _copy(source: int, target: int) -> None:
-    """All of `source`, durable, with its times (the order after a restart), and read back from the disk."""
+    """Copy `source` durably with its times, which order the files after a restart. Later reads come from the disk."""
     status = os.fstat(source)
-    os.posix_fallocate(target, 0, status.st_size)  # a full disk says so before the first byte
+    os.posix_fallocate(target, 0, status.st_size)  # raises before the first byte if the disk is full
     at = 0
     while at < status.st_size:
         sent = os.sendfile(target, source, at, min(_COPY_BYTES, status.st_size - at))
@@ -442,7 +447,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def _delete(path: str, descriptor: int) -> None:
-    """Truncated first: the process that wrote a spare may have kept its mapping, which must not keep the pages."""
+    """Truncate and unlink a file. Truncation frees the pages even if the producer of a spare still maps it."""
     os.ftruncate(descriptor, 0)
     Path(path).unlink(missing_ok=True)
 
@@ -465,7 +470,7 @@ def _read_table(descriptor: int) -> Table:
 
 
 def _verify(descriptor: int, table: Table) -> None:
-    """Raises WireError naming the first shard whose bytes are not those that were put."""
+    """Raise WireError naming the first shard whose bytes differ from those put."""
     for index, task_id in enumerate(table.task_ids):
         for shard in table.shards(index):
             digest = xxhash.xxh3_64()

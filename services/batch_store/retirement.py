@@ -1,5 +1,5 @@
-"""Files on their way out: hidden under a zombie's name in order, deleted when nobody maps them. It must never lose one:
-the index has let go of it already, so what finds no descriptor, or is refused by the disk, stays due.
+"""Removes files: renames them to zombies in order, and deletes each once no process maps it. The index has already
+forgotten them, so files for which there is no descriptor, or that the disk refuses to remove, stay due.
 """
 
 from __future__ import annotations
@@ -16,79 +16,79 @@ from services.batch_store.state import StoreState
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
-"""Each zombie keeps a descriptor until it is deleted: after so many of either sort, or the limit on descriptors by the
-share, those that nobody maps are."""
+"""Maximum number of files that are renamed (and as many reopened) before the next round of deletions, and the divisor
+of the limit on descriptors that gives the same; the smaller one applies. A zombie keeps a descriptor until deleted."""
 ZOMBIE_SHARE = 4
-"""At most the limit on descriptors by this. Streams' mappings have as much, the connections of an endpoint, two each,
-too, and those of the bulk port a sixteenth: the rest is everybody's. Of the zombies past it some are opened each time,
-and closed again if somebody maps them."""
+"""Divisor of the limit on descriptors that gives the maximum number of open zombies. The mappings of
+streams have the same share, as do the connections of an endpoint (two descriptors each); those of the bulk port have a
+sixteenth. Of further zombies some are opened in each round, and closed again if they are still mapped."""
 T = TypeVar("T")
 
 
 class Retirement:
-    """Carries out what the index of one store decided; belongs to the store's event loop."""
+    """Carries out the removals that the index of one store decided. Belongs to the store's event loop."""
 
     def __init__(self, name: str, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
-        """`now`: the loop's time in seconds."""
+        """`now` returns the loop's time in seconds."""
         self._log = structlog.get_logger(name)
         self._index = index
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
-        self._shut: deque[str] = deque()
-        """Zombies to be opened: spares that were given up, and those past `most_open`."""
+        self._closed: deque[str] = deque()
+        """Zombies to open: spares that were given up, and zombies beyond `_max_open`."""
         limit = raise_descriptor_limit()
-        self._most_open, self._at_once = limit // ZOMBIE_SHARE, min(AT_ONCE, limit // AT_ONCE_SHARE)
-        self._refused: set[str] = set()
-        """What the disk refused to let go, and was said already."""
+        self._max_open, self._batch = limit // ZOMBIE_SHARE, min(AT_ONCE, limit // AT_ONCE_SHARE)
+        self._logged: set[str] = set()
+        """Names of files whose removal failed and was logged."""
 
     def take(self, effects: Iterable[Retire]) -> None:
-        """Retire these after what is still due, as far as descriptors go."""
+        """Retire these files after those still due, as far as descriptors allow."""
         self._due.extend(effects)
         if self._due:
             self.settle()
 
     def free(self, names: Iterable[str]) -> None:
-        """Delete these, which the index has given up as spares, as far as descriptors go."""
-        self._shut.extend(names)
-        if self._shut:
+        """Delete spares that the index has given up, as far as descriptors allow."""
+        self._closed.extend(names)
+        if self._closed:
             self.settle()
 
     def settle(self) -> None:
-        """Go on with what is due, and delete what nobody maps any more."""
+        """Continue with the files that are due, and delete those that are no longer mapped."""
         while True:
             opened = self._open(self._due, self._files.retire, _target)
-            opened += self._open(self._shut, self._files.open_again, str)
+            opened += self._open(self._closed, self._files.reopen, str)
             reaped = self._reap()
-            excess = self._files.open_zombies()[self._most_open :]
-            if excess or not (self._due or self._shut) or not opened + reaped:
+            excess = self._files.open_zombies()[self._max_open :]
+            if excess or not (self._due or self._closed) or not opened + reaped:
                 break
         for name in excess:
-            self._files.shut(name)
-        self._shut.extend(excess)
+            self._files.close_zombie(name)
+        self._closed.extend(excess)
 
     def is_due(self, source: str) -> bool:
-        """Whether a file of this name still waits for its end: the name cannot be used again yet."""
+        """Return whether a file of this name still waits to be renamed. Its name cannot be reused yet."""
         return any(effect.source == source for effect in self._due)
 
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
-        """How many of them have begun their end; what is refused stands behind the others then."""
+        """Begin to remove files of `due` and return for how many that succeeded. Failed ones go to the end."""
         count = 0
-        for _ in range(min(len(due), self._at_once)):
+        for _ in range(min(len(due), self._batch)):
             one = due.popleft()
             try:
                 begin(one)
             except FileNotFoundError as error:
-                self._log.error("a file was deleted by somebody else", error=str(error))
+                self._log.error("a file was deleted by another process", error=str(error))
                 self._index.reaped(name_of(one))
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR:
                     due.appendleft(one)
                     break
                 due.append(one)
-                self._say(name_of(one), error)
+                self._log_failure(name_of(one), error)
             else:
-                self._refused.discard(name_of(one))
+                self._logged.discard(name_of(one))
                 count += 1
         return count
 
@@ -101,17 +101,17 @@ class Retirement:
             try:
                 self._files.delete(name)
             except OSError as error:
-                self._say(name, error)
+                self._log_failure(name, error)
                 continue
-            self._refused.discard(name)
+            self._logged.discard(name)
             self._index.reaped(name)
             count += 1
         return count
 
-    def _say(self, name: str, error: OSError) -> None:
-        if name not in self._refused:
-            self._refused.add(name)
-            self._log.error("a file cannot be deleted; its bytes count until it is", file=name, error=str(error))
+    def _log_failure(self, name: str, error: OSError) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            self._log.error("a file cannot be deleted and its bytes still count as used", file=name, error=str(error))
 
 
 def _target(effect: Retire) -> str:

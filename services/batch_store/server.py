@@ -1,4 +1,4 @@
-"""The batch store's actor: answers for room, files and their end. Shards never pass through it."""
+"""The batch store's service: grants room, locates files and removes them. Shards are never sent through its mailbox."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
-ANSWER_S = 1.0
-"""A long poll is answered so long before its caller gives up."""
-LONGEST_POLL_S = 30.0
-"""And after so long whatever its caller says: each takes a place among the requests under way."""
-MOST_STREAM_TASKS = 16384
-"""One stream plans for so many, and covers no more."""
+POLL_MARGIN_S = 1.0
+"""Seconds before the caller's deadline at which a long poll is answered."""
+MAX_POLL_S = 30.0
+"""Maximum seconds of a long poll, which counts as a request under way."""
+MAX_STREAM_TASKS = 16384
+"""Maximum number of tasks that one stream covers."""
 
 
 class StoreService(Service):
-    """One store of a host. Its files outlive it; they go with the run."""
+    """One store of a host. Its files outlive it and are removed with the run."""
 
     NAME = "batch-store"
 
@@ -81,11 +81,11 @@ class StoreService(Service):
         self._spill_root = settings.spill
         self._spiller: Spiller | None = None
         self._files: StoreFiles | None = None
-        self._ended: Retirement
+        self._retirement: Retirement
         self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
         handle = self.mailbox.handle
-        handle(PutBegin, self._later(self._begin))
-        handle(PutSeal, self._later(self._seal))
+        handle(PutBegin, self._busy_without_descriptor(self._begin))
+        handle(PutSeal, self._busy_without_descriptor(self._seal))
         handle(Locate, self._locate)
         handle(Clear, self._clear)
         handle(GetInventory, self._inventory)
@@ -93,24 +93,24 @@ class StoreService(Service):
         self._clears = ClearLog(self.incarnation)
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
-        handle(OpenStream, self._later(self._open_stream))
+        handle(OpenStream, self._busy_without_descriptor(self._open_stream))
         handle(GetCleared, self._cleared)
-        handle(GetStorePlace, self._later(self._where))
+        handle(GetStorePlace, self._busy_without_descriptor(self._store_place))
 
     # ---- life-cycle
 
     def bind(self) -> str:
-        """Take the directory first: its identity is part of the registration."""
+        """Open the directory before the mailbox, because its identity is part of the registration."""
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self.name, self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._ended = Retirement(self.name, self.index, self._files, self.loop.time)
+        self._retirement = Retirement(self.name, self.index, self._files, self.loop.time)
         if spill is not None:
-            self._spiller = Spiller(self.name, self.index, self._files, self._ended)
+            self._spiller = Spiller(self.name, self.index, self._files, self._retirement)
         return super().bind()
 
     async def start(self) -> None:
-        """Find the files of a former life again, then answer."""
+        """Recover the files of a former life, then begin to answer."""
         files = self._files
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
@@ -119,12 +119,12 @@ class StoreService(Service):
         except RpcError as error:
             if not files.has_sealed():
                 raise
-            # what a former life has acknowledged is served, whoever has filled the mount meanwhile
-            self.log.warning("less room than the limit: puts may be busy", why=str(error))
+            # Acknowledged files are served even if other processes have filled the mount since.
+            self.log.warning("less room than the limit: puts may be answered with BUSY", why=str(error))
         self.index.recall(files.tombstones())
         for found in await asyncio.to_thread(files.scan):
             self._recover(found)
-        self._ended.settle()
+        self._retirement.settle()
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
         self._streams.bind(self.bulk_endpoint(), self.bulk_advertised)
@@ -134,17 +134,17 @@ class StoreService(Service):
         files = await self._ready()
         emitted = self.loop.time()
         while True:
-            await asyncio.sleep(REAP_S)  # the kernel tells nobody that a mapping went
+            await asyncio.sleep(REAP_S)  # the kernel does not report the end of a mapping
             self._streams.check()
             for put_id in self.index.overdue(self.loop.time()):
                 if not files.in_use(put_id):
-                    self.log.warning("grant taken back: its producer is gone", put_id=put_id)
-                    self._ended.take([self.index.abandon(put_id)])
-            self._ended.settle()
-            self._ended.free(self.index.surplus(self.loop.time()))
+                    self.log.warning("grant withdrawn: its producer is gone", put_id=put_id)
+                    self._retirement.take([self.index.abandon(put_id)])
+            self._retirement.settle()
+            self._retirement.free(self.index.surplus(self.loop.time()))
             if self.loop.time() - emitted >= EMIT_S:
                 if files.owes_tombstones:
-                    with contextlib.suppress(OSError):  # said when they were to be written first
+                    with contextlib.suppress(OSError):  # logged at the first attempt
                         files.compact(self.index.tombstones)
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
@@ -154,7 +154,7 @@ class StoreService(Service):
                 self.telemetry.emit("streams", {name: float(value) for name, value in streams.items()})
 
     async def drain(self) -> None:
-        """Keep the files: a restarted store serves them. Only the end of the run's supervisor is their end too."""
+        """Keep the files for a restarted store, unless the supervisor of the run has ended."""
         if self._supervisor and os.getppid() != self._parent:
             self.run.remove_shards()
 
@@ -163,17 +163,17 @@ class StoreService(Service):
         await asyncio.to_thread(self._streams.close)
         if self._spiller is not None:
             await self._spiller.close()
-        if self._files is not None:  # no handler runs any more
+        if self._files is not None:  # handlers no longer run
             self._files.close()
 
     def bulk_endpoint(self) -> str:
-        """Where chunks for readers that share no memory with this store are served: beside the mailbox."""
+        """Return the endpoint, beside the mailbox, that serves chunks to readers without shared memory."""
         if self.listen:
             return f"{self.listen.rpartition(':')[0]}:*"
         return f"{self.run.endpoint(self.NAME, self.instance)}-bulk"
 
     def bulk_advertised(self, bound: str) -> str:
-        """What readers are told instead of `bound`, where addresses are translated on the way."""
+        """Return the endpoint to tell readers instead of `bound`, for networks that translate addresses."""
         return bound
 
     def registration(self) -> messages.Register:
@@ -187,23 +187,23 @@ class StoreService(Service):
     def _recover(self, found: Found) -> None:
         if found.table is not None:
             put_id = found.name.removesuffix(".blk")
-            self._ended.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
+            self._retirement.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
             return
         if found.unreadable:
-            self.log.error("unreadable file left alone, its shards are missing", file=found.name, why=found.why)
+            self.log.error("unreadable file kept, its shards are missing", file=found.name, why=found.why)
             return
-        if found.name.endswith(".blk") and not found.doubled:
-            self.log.error("damaged file dropped", file=found.name, bytes=found.nbytes, why=found.why)
-        self._ended.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
+        if found.name.endswith(".blk") and not found.duplicate:
+            self.log.error("damaged file deleted", file=found.name, bytes=found.nbytes, why=found.why)
+        self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
 
     async def _ready(self) -> StoreFiles:
-        """The files, once a former life's were found again; the wait is bounded by the caller's deadline."""
+        """Wait until a former life's files are recovered and return the files. The caller's deadline bounds it."""
         return await asyncio.shield(self._scanned)
 
     # ---- requests
 
-    def _later(self, answer: Callable[[M, Call], Awaitable[A]]) -> Callable[[M, Call], Awaitable[A]]:
-        """`answer`, but busy when it finds no descriptor: mappings that are only kept go, and it is asked again."""
+    def _busy_without_descriptor(self, answer: Callable[[M, Call], Awaitable[A]]) -> Callable[[M, Call], Awaitable[A]]:
+        """Wrap `answer` so that it closes cached mappings and raises RpcError(busy) when no descriptor is left."""
 
         async def asked(request: M, call: Call) -> A:
             try:
@@ -214,8 +214,8 @@ class StoreService(Service):
                 self.index.count_busy()
                 self._mappings.clear()
                 text = (
-                    f"{self.name}: {type(request).__name__}: no descriptor is left now ({error}); if that lasts, raise "
-                    "ulimit -n or put more tasks in one put"
+                    f"{self.name}: {type(request).__name__}: no descriptor is left ({error}); if this persists, raise "
+                    "ulimit -n or put more tasks in each put"
                 )
                 raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S) from None
 
@@ -223,12 +223,12 @@ class StoreService(Service):
 
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
         files = await self._ready()
-        self._ended.settle()
+        self._retirement.settle()
         self.index.check(request.put_id, request.nbytes, request.tasks)
-        if self._ended.is_due(f"{request.put_id}.tmp"):
-            text = f"{self.name}: put {request.put_id} was given up and its file still waits for a descriptor"
+        if self._retirement.is_due(f"{request.put_id}.tmp"):
+            text = f"{self.name}: put {request.put_id} was abandoned and its file still waits for a descriptor"
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
-        self._ended.free(self.index.make_room(request.put_id, request.nbytes))
+        self._retirement.free(self.index.make_room(request.put_id, request.nbytes))
         if self._spiller is not None:
             await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
         spare = self._claim_spare(files, request)
@@ -241,7 +241,7 @@ class StoreService(Service):
         if not new:
             if request.full:
                 self.index.count_busy()
-                self._ended.free(self.index.give_up_spares())
+                self._retirement.free(self.index.give_up_spares())
             return PutGrant(path=files.path(f"{request.put_id}.tmp"))
         try:
             if spare is None:
@@ -256,19 +256,19 @@ class StoreService(Service):
         return PutGrant(path=path)
 
     def _mount_full(self, what: str, error: OSError) -> RpcError:
-        """Make the room that can be made; the producer asks again."""
+        """Give up the spares and return the busy error after which the producer asks again."""
         self.index.count_busy()
-        self._ended.free(self.index.give_up_spares())
+        self._retirement.free(self.index.give_up_spares())
         text = f"{self.name}: {what}: no room for another file ({error})"
         return RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
 
     def _claim_spare(self, files: StoreFiles, request: PutBegin) -> str | None:
-        """A locked spare for the grant that begins now, if there is one."""
+        """Return a locked spare for a new grant, None if there is none."""
         spare = self.index.spare(request.put_id, request.nbytes)
         if spare is None:
             return None
-        if not files.claim(spare):  # somebody who looked for its former name has it open
-            self._ended.free([self.index.give_up_spare(spare)])
+        if not files.claim(spare):  # a reader that opened its former name still has it open
+            self._retirement.free([self.index.give_up_spare(spare)])
             return None
         return spare
 
@@ -282,9 +282,9 @@ class StoreService(Service):
             table = files.read_table(f"{put_id}.tmp")
             if table.file_bytes != nbytes:
                 raise WireError(f"file of {table.file_bytes} bytes, {nbytes} were granted")
-            new = self.index.adds(put_id, table)
+            new = self.index.has_new_shards(put_id, table)
         except (RpcError, WireError) as error:
-            self._ended.take([self.index.abandon(put_id)])
+            self._retirement.take([self.index.abandon(put_id)])
             if isinstance(error, WireError):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: put {put_id}: {error}") from None
             raise
@@ -296,9 +296,9 @@ class StoreService(Service):
                     raise
                 raise self._mount_full(f"put {put_id} not sealed", error) from None
             self.index.seal(put_id, table)
-            self._ended.take(self.index.supersede(put_id))
+            self._retirement.take(self.index.supersede(put_id))
         else:
-            self._ended.take([self.index.abandon(put_id)])
+            self._retirement.take([self.index.abandon(put_id)])
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
@@ -306,38 +306,43 @@ class StoreService(Service):
         return Located(files=[file.path for file in found], places=places)
 
     async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[Kept], list[list[int]]]:
-        """Files, and for each task which of them hold it. Raises RpcError: collected, missing (`names`)."""
+        """Return files and, for each task, the indices of those that hold it.
+
+        Raises RpcError(collected) or RpcError(missing), with `names`.
+        """
         files = await self._ready()
         while True:
             put_ids, places = self.index.locate(tasks)
             paths = {put_id: files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids}
-            lost = [put_id for put_id in put_ids if self.index.place(put_id) is Place.DISK and _gone(paths[put_id])]
+            lost = [
+                put_id for put_id in put_ids if self.index.place(put_id) is Place.DISK and _is_deleted(paths[put_id])
+            ]
             if not lost:
                 return [Kept(path, self.index.table(put_id)) for put_id, path in paths.items()], places
             for put_id in lost:
-                self.log.error("spilled file deleted by somebody else, its shards are missing", file=paths[put_id])
-                self._ended.take(self.index.lose(put_id))
+                self.log.error("spilled file deleted by another process, its shards are missing", file=paths[put_id])
+                self._retirement.take(self.index.lose(put_id))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
         files = await self._ready()
-        try:  # a restart reads what is written here as a line each
+        try:  # a restart reads each tombstone from a line of its own
             check_task_ids([task.task_id for task in request.tasks])
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: clear: {error}") from None
         bad = next((task for task in request.tasks if not 0 <= task.fence < 1 << 63), None)
         if bad is not None:
-            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: 0..2**63-1"
+            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: must be in 0..2**63-1"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         try:
             files.entomb(self.index.entomb(request.tasks))
-        except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
+        except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
-        self._ended.take(self.index.clear(request.tasks))
+        self._retirement.take(self.index.clear(request.tasks))
         self._clears.add(request.tasks)
         try:
             files.compact(self.index.tombstones)
-        except OSError as error:  # the long list says the same
-            self.log.error("list of tombstones not shortened", error=str(error))
+        except OSError as error:  # the long list has the same content
+            self.log.error("tombstones not compacted", error=str(error))
         return Ack()
 
     async def _inventory(self, request: GetInventory, call: Call) -> Inventory:
@@ -347,17 +352,17 @@ class StoreService(Service):
 
     async def _stats(self, request: GetStoreStats, call: Call) -> StoreStats:
         await self._ready()
-        self._ended.settle()
+        self._retirement.settle()
         return self.index.stats()
 
     # ---- readers that share no memory with this store
 
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
-        tasks = request.tasks[:MOST_STREAM_TASKS]  # `covered` says so
+        tasks = request.tasks[:MAX_STREAM_TASKS]  # the reply's `covered` tells the reader
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream of no tasks, or with a task twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, each once")
         if len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream with a key twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key once")
         while True:
             found, places = await self._files_of(tasks)
             try:
@@ -373,7 +378,7 @@ class StoreService(Service):
                     self._mappings,
                 )
             except FileNotFoundError:
-                await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the index now says so
+                await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index now knows
                 continue
             return self._streams.open(source)
 
@@ -381,21 +386,21 @@ class StoreService(Service):
         await self._ready()
         if not request.wait:
             return self._clears.since(request.log, request.serial)
-        until = min(call.deadline - ANSWER_S, self.loop.time() + LONGEST_POLL_S)
+        until = min(call.deadline - POLL_MARGIN_S, self.loop.time() + MAX_POLL_S)
         return await self._clears.later(request.log, request.serial, until)
 
-    async def _where(self, request: GetStorePlace, call: Call) -> StorePlace:
+    async def _store_place(self, request: GetStorePlace, call: Call) -> StorePlace:
         path = (await self._ready()).path("place")
         try:
             return write_place(path)
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            raise self._mount_full("whether a reader shares its memory cannot be told", error) from None
+            raise self._mount_full("cannot find out whether a reader shares its memory", error) from None
 
 
-def _gone(path: str) -> bool:
-    """Whether nothing has that name; a disk that does not answer says nothing about it."""
+def _is_deleted(path: str) -> bool:
+    """Return whether no file has that name. Other errors of the disk do not count as a deletion."""
     try:
         os.stat(path)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""Makes room in memory by moving sealed files to a folder on disk. It must never leave a file in neither place.
+"""Makes room in memory by moving sealed files to a folder on disk.
 
-A move is: copy, fsync, read back and verify, rename to the sealed name, change the index, make the file in memory a
-zombie. The last three happen at once on the loop's thread; before them the file in memory is the truth, after the
-rename the one on disk. A kill at any instant leaves the whole file in at least one place, and a restart keeps one.
+A move copies the file, syncs it, reads it back and verifies it, renames it to the sealed name, updates the index, and
+turns the file in memory into a zombie. The last three steps run without interruption on the loop's thread. Until the
+rename the file in memory is authoritative, after it the one on disk. A kill at any instant leaves the whole file in at
+least one place, and a restart keeps one.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from services.batch_store.state import StoreState
 from shared.rundir import RunDir, folder_id
 
 PAUSE_S = 1.0
-"""A disk that refused (full, broken) is left alone for so long: puts are BUSY meanwhile."""
+"""Seconds without a move after the disk failed (full or broken). Puts are answered with BUSY meanwhile."""
 _OWNER = "owner"
 
 
 def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
-    """The folder of one store of one run under `spill`; what dead runs of this host left there is deleted.
+    """Return the folder of one store under `spill`, after deleting the folders of dead runs of this host.
 
-    The run's part of `spill` is named as its shared memory, and a file there says in which folder of which host that
-    lies: only who sees that same folder knows whether the run is over. What others left is theirs, it is only told.
-    A link leads back, so that whoever removes the shared memory finds what was spilled (`RunDir.remove_volatile`).
+    The run's folder in `spill` has the name of its shared memory, and a file in it identifies the folder and host of
+    that memory: only a process that sees the same folder can tell whether the run has ended. Folders of other hosts are
+    logged and left in place. A link in the run's memory leads to the spilled files, so that they are removed with it
+    (`RunDir.remove_volatile`).
     """
     root, here = Path(spill), folder_id(run.shm.parent)
     foreign: list[str] = []
@@ -41,7 +43,7 @@ def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
     if foreign:
         structlog.get_logger(name).info(
-            "spilled by other hosts, or by this one before it was started anew: left alone, delete what no run uses",
+            "folders spilled by other hosts, or by this one before a reboot, are kept: delete those that no run uses",
             spill=spill,
             folders=sorted(foreign)[:64],
         )
@@ -61,36 +63,36 @@ def _read(path: Path) -> str:
 
 
 class Spiller:
-    """Moves one file at a time; belongs to the store's event loop."""
+    """Moves one file at a time. Belongs to the store's event loop."""
 
-    def __init__(self, name: str, index: StoreState, files: StoreFiles, ended: Retirement) -> None:
+    def __init__(self, name: str, index: StoreState, files: StoreFiles, retirement: Retirement) -> None:
         self._index = index
         self._files = files
-        self._ended = ended
+        self._retirement = retirement
         self._log = structlog.get_logger(name)
-        self._one_at_a_time = asyncio.Lock()
+        self._move_lock = asyncio.Lock()
         self._resume_at = 0.0
         self._move: asyncio.Task[bool] | None = None
 
     async def make_room(self, put_id: str, nbytes: int, deadline: float) -> None:
-        """Move files until this put fits, nothing moves any more, or the loop's time is `deadline`."""
+        """Move files until this put fits, no file can be moved, or the loop's time reaches `deadline`."""
         loop = asyncio.get_running_loop()
         while self._index.lacks_room(put_id, nbytes) and loop.time() < deadline:
-            async with self._one_at_a_time:
+            async with self._move_lock:
                 if not self._index.lacks_room(put_id, nbytes):
                     return
-                # a caller that goes away does not undo a copy that is under way
+                # Cancelling the caller must not cancel a copy under way.
                 self._move = asyncio.ensure_future(self._move_one())
                 if not await asyncio.shield(self._move):
                     return
 
     async def close(self) -> None:
-        """Wait for the copy that is under way, so that nobody else uses its descriptors."""
+        """Wait for the copy under way, so that its descriptor numbers are not reused before it ends."""
         if self._move is not None:
             await asyncio.wait({self._move})
 
     async def _move_one(self) -> bool:
-        """True: a file has left memory (though readers may still map it)."""
+        """Move one file. Returns whether a file has left memory, though readers may still map it."""
         loop = asyncio.get_running_loop()
         put_id = self._index.begin_move() if loop.time() >= self._resume_at else None
         if put_id is None:
@@ -109,11 +111,11 @@ class Spiller:
             return False
         except WireError as error:
             self._index.give_up_move(put_id, retry=False)
-            self._log.error("spilled file reads back differently, it stays in memory", put_id=put_id, error=str(error))
+            self._log.error("spilled file reads back differently, kept in memory", put_id=put_id, error=str(error))
             return False
         if moved:
-            self._ended.take([self._index.end_move(put_id)])
+            self._retirement.take([self._index.end_move(put_id)])
         else:
             self._index.give_up_move(put_id, retry=False)
-            self._ended.settle()
+            self._retirement.settle()
         return True

@@ -1,12 +1,12 @@
-"""What a store holds and what it owes: grants, sealed files, tombstones, bytes. No I/O, no clock; it must never let
-the bytes it answers for pass the limit.
+"""The index of a store: grants, sealed files, tombstones, bytes. No I/O, no clock. The bytes in use never exceed the
+limits, of which memory and disk have one each.
 
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
     sealed in memory --copied--> sealed on disk, and its file in memory a zombie
     zombie that was sealed --last mapping gone--> spare --put of about its size--> grant; or --room wanted--> zombie
 
-There is no way back from zombie to sealed (`room.py`), nor from disk to memory. Memory and disk have a limit each.
+A zombie never becomes sealed again (`room.py`), and no file moves from disk back to memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 
 GRANT_S = 5.0
-"""A grant that nobody writes to is taken back after so long: its producer died."""
+"""Seconds after which a grant is withdrawn unless its producer is alive and holds the lock of its file."""
 MAX_TOMBSTONES = 65536
-"""The oldest are forgotten past these. A put that comes later still makes an orphan: no lease names it, nobody locates
-it, and the next reconciliation clears it. A tombstone that a file here could contradict after a restart is kept."""
+"""Maximum number of tombstones; the oldest are forgotten. A put that arrives after that is an orphan, which no lease
+names and no reader locates, until the next reconciliation clears it. Tombstones that a file in this store could
+contradict after a restart are kept."""
 PAGE_TASKS = 4096
 SCAN_FILES = 256
-"""How many of the oldest files are looked at for one that fits the rest of the spill."""
+"""Maximum number of files, oldest first, that are examined for one that fits the rest of the spill."""
 _PUT_ID = re.compile(r"[0-9a-f]{32}")
 _WEIGHTS = f"{WEIGHTS}/"
 
 
 @dataclass(slots=True)
 class Grant:
-    """Room that a producer was promised."""
+    """Room reserved for a producer."""
 
     nbytes: int
     tasks: tuple[PutTask, ...]
@@ -48,7 +49,7 @@ class Grant:
 
 @dataclass(slots=True)
 class Sealed:
-    """A file readers may find. `alive`: indices of its tasks that were not cleared."""
+    """A file that readers can find. `alive` holds the indices of its tasks that were not cleared."""
 
     nbytes: int
     table: Table
@@ -58,25 +59,25 @@ class Sealed:
 
 @dataclass(slots=True)
 class Held:
-    """Where the shards of one task are: fence -> put ids. `serial` orders the inventory."""
+    """The files with shards of one task: fence -> put ids. `serial` orders the inventory."""
 
     serial: int
     files: dict[int, list[str]] = field(default_factory=dict)
 
 
 class StoreState(Room):
-    """The index of one store. Methods are events; they return effects or raise RpcError for the caller."""
+    """The index of one store. Its methods are events, which return effects or raise RpcError for the caller."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int = 0) -> None:
-        """As of `Room`."""
+        """Takes the same arguments as `Room`."""
         super().__init__(name, memory_bytes, incarnation, spill_bytes)
         self.tombstones: dict[str, int] = {}
-        """task id -> highest fence that was cleared; oldest first, bounded by MAX_TOMBSTONES."""
+        """Task id -> highest cleared fence, oldest first, bounded by MAX_TOMBSTONES."""
         self._grants: dict[str, Grant] = {}
         self._sealed: dict[str, Sealed] = {}
         self._tasks: dict[str, Held] = {}
-        self._movable: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
-        """Sealed files in memory, oldest first: those of tasks, those of weights (which spill last)."""
+        self._spill_queues: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
+        """Sealed files in memory, oldest first: those of tasks, and those of weights, which spill last."""
         self._moving: dict[str, int] = {}
         self._serial = self._shards = 0
         self._puts = self._clears = 0
@@ -84,14 +85,18 @@ class StoreState(Room):
     # ---- puts
 
     def check(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
-        """Before anything is moved for it: could this put ever be granted? Raises RpcError: bad_request, collected."""
+        """Check whether a put could ever be granted, before files are moved for it.
+
+        Raises RpcError(bad_request) or RpcError(collected) if not.
+        """
         self._check_put(put_id, nbytes, tasks)
         self._refuse_collected(tasks)
 
     def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float, spare: str | None = None) -> bool:
-        """Reserve room. True: create the file, of `spare` if there is one; False: this very grant is open already.
+        """Reserve room for a put. Returns True if the caller has to create its file, from `spare` if there is one, and
+        False if the same grant is open already.
 
-        Raises RpcError: bad_request, collected (`names`), conflict, busy. The spare is one still after that.
+        Raises RpcError (bad_request, collected with `names`, conflict, busy), which leaves the spare unused.
         """
         self.check(put_id, nbytes, tasks)
         grant = self._grants.get(put_id)
@@ -105,15 +110,18 @@ class StoreState(Room):
         return True
 
     def spare(self, put_id: str, nbytes: int) -> str | None:
-        """The spare whose pages this put should take, unless it has its file already."""
+        """Return the spare whose pages this put should take, None if there is none or the put has its file."""
         return self._spares.nearest(nbytes) if put_id not in self._grants else None
 
     def make_room(self, put_id: str, nbytes: int) -> list[str]:
-        """Spares in the way of this put, the one that it should take excepted: zombies now, delete them."""
+        """Give up spares to make room for this put, except the one it should take. The caller deletes them."""
         return self._free_spares(nbytes, self.spare(put_id, nbytes)) if put_id not in self._grants else []
 
     def to_seal(self, put_id: str) -> int | None:
-        """Size of the granted file to check, or None: sealed already. Raises RpcError(missing): put it again."""
+        """Return the granted size of a file to be sealed, or None if it is sealed already.
+
+        Raises RpcError(missing) for an unknown put, which the producer has to begin again.
+        """
         grant = self._grants.get(put_id)
         if grant is not None:
             return grant.nbytes
@@ -122,14 +130,14 @@ class StoreState(Room):
         raise RpcError(ErrorCode.MISSING, f"{self._name}: no put {put_id} is open; put it again", names=[put_id])
 
     def sealed_bytes(self, put_id: str) -> int:
-        """Size of a sealed file."""
+        """Return the size of a sealed file in bytes."""
         return self._sealed[put_id].nbytes
 
-    def adds(self, put_id: str, table: Table) -> bool:
-        """What comes of a written file. True: rename it to its sealed name, then `seal`; False: all of it is here.
+    def has_new_shards(self, put_id: str, table: Table) -> bool:
+        """Return whether a written file has shards that the store lacks. If so, rename the file, then call `seal`.
 
-        Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). After False
-        or an error the file must go: `abandon`.
+        Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). If it raises
+        or returns False, call `abandon`.
         """
         grant = self._grants[put_id]
         written = list(zip(table.task_ids, table.fences, strict=True))
@@ -139,18 +147,18 @@ class StoreState(Room):
         return self._has_new(put_id, table)
 
     def seal(self, put_id: str, table: Table) -> None:
-        """Make a file findable that `adds` and has its sealed name: a restart would find it. Then `supersede`."""
+        """Make a file findable that `has_new_shards` and has its sealed name. Call `supersede` afterwards."""
         grant = self._grants.pop(put_id)
         self._puts += 1
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
 
     def supersede(self, put_id: str) -> list[Retire]:
-        """Drop what a sealed file takes the place of: shards of its tasks that differ in the revision only.
+        """Drop the shards that a sealed file replaces: those of its tasks that differ only in their revision.
 
-        A task's entry in another file goes when this one has all that is in it. Without this a step that is replayed
-        again and again would fill the store with what nobody reads, and wait for room for ever. Called in the order of
-        the seals after a restart, too, it leaves what it left before: what covered an entry and is gone was covered
-        itself by something later, or was cleared.
+        A task's entry in another file is removed if this file has all shards of that entry. Otherwise a step that is
+        replayed many times would fill the store with unread shards and wait for room for ever. After a restart it is
+        called in the order of the seals and keeps the same entries as before: a file that covered an entry and is gone
+        was itself covered by a later one, or was cleared.
         """
         effects: list[Retire] = []
         table = self._sealed[put_id].table
@@ -158,7 +166,7 @@ class StoreState(Room):
             return effects
         for index in sorted(self._sealed[put_id].alive):
             task_id, fence = table.task_ids[index], table.fences[index]
-            if task_id.startswith(_WEIGHTS):  # its keys are names of parameters, whatever is in them
+            if task_id.startswith(_WEIGHTS):  # its keys are parameter names, which may contain anything
                 continue
             mine = table.checksums(index)
             names = {revised_name(key) for key in mine} - {None}
@@ -167,27 +175,30 @@ class StoreState(Room):
                 theirs = self._sealed[other].table
                 keys = theirs.checksums(theirs.index[task_id, fence])
                 if all(revised_name(key) in names for key in keys):
-                    self._unlist(task_id, fence, files, other)
-                    effects.extend(self._kill(other, task_id, fence))
+                    self._remove_entry(task_id, fence, files, other)
+                    effects.extend(self._drop_entry(other, task_id, fence))
         return effects
 
     def abandon(self, put_id: str) -> Retire:
-        """Give up a grant: its file becomes a zombie, because its producer may still write to it."""
+        """Give up a grant. Its file becomes a zombie, because the producer may still write to it."""
         grant = self._grants.pop(put_id)
         return self._retire(f"{put_id}.tmp", grant.nbytes)
 
     def forget(self, put_id: str) -> None:
-        """A grant whose file could not be made."""
+        """Forget a grant whose file could not be created."""
         self._used[Place.MEMORY] -= held_bytes(self._grants.pop(put_id).nbytes)
 
     def overdue(self, now: float) -> list[str]:
-        """Grants old enough to be abandoned, unless their producer still holds its lock."""
+        """Return the grants old enough to be abandoned, unless their producer still holds its lock."""
         return [put_id for put_id, grant in self._grants.items() if now - grant.since > GRANT_S]
 
     # ---- reads
 
     def locate(self, tasks: Sequence[PutTask]) -> tuple[list[str], list[list[int]]]:
-        """Put ids, and for each task which of them hold it. Raises RpcError: collected, missing (`names`)."""
+        """Return put ids and, for each task, the indices of those that hold it.
+
+        Raises RpcError(collected) or RpcError(missing), with `names`.
+        """
         self._refuse_collected(tasks)
         numbers: dict[str, int] = {}
         places: list[list[int]] = []
@@ -208,30 +219,30 @@ class StoreState(Room):
         return list(numbers), places
 
     def place(self, put_id: str) -> Place:
-        """Where a sealed file lies."""
+        """Return the place of a sealed file."""
         return self._sealed[put_id].place
 
     def table(self, put_id: str) -> Table:
-        """What a sealed file holds."""
+        """Return the table of a sealed file."""
         return self._sealed[put_id].table
 
     def lose(self, put_id: str) -> list[Retire]:
-        """Somebody deleted this sealed file: what was in it is missing from here on."""
+        """Remove a sealed file that another process deleted. Its shards are missing from now on."""
         table = self._sealed[put_id].table
         effects: list[Retire] = []
         for index in sorted(self._sealed[put_id].alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             files = self._tasks[task_id].files
-            self._unlist(task_id, fence, files[fence], put_id)
+            self._remove_entry(task_id, fence, files[fence], put_id)
             if not files[fence]:
                 del files[fence]
             if not files:
                 del self._tasks[task_id]
-            effects.extend(self._kill(put_id, task_id, fence))
+            effects.extend(self._drop_entry(put_id, task_id, fence))
         return effects
 
     def inventory(self, cursor: int) -> tuple[list[PutTask], int]:
-        """One page of (task, fence) that are sealed, and the cursor of the next one (0: none)."""
+        """Return one page of sealed (task, fence) pairs and the cursor of the next page, 0 at the end."""
         page: list[PutTask] = []
         last = 0
         for task_id, held in self._tasks.items():
@@ -244,7 +255,7 @@ class StoreState(Room):
         return page, 0
 
     def stats(self) -> StoreStats:
-        """Exact counts. Bytes in whole pages, of memory and spill together."""
+        """Return exact counts. Bytes are in whole pages, the sum of memory and spill."""
         return StoreStats(
             bytes=sum(self._used),
             limit_bytes=self.limit_bytes,
@@ -263,15 +274,15 @@ class StoreState(Room):
     # ---- the end of tasks and files
 
     def entomb(self, tasks: Iterable[PutTask]) -> list[PutTask]:
-        """The tombstones that are new: make them durable before `clear`."""
+        """Return the tombstones that are new. The caller makes them durable before `clear`."""
         return [task for task in tasks if self.tombstones.get(task.task_id, -1) < task.fence]
 
     def clear(self, tasks: Iterable[PutTask]) -> list[Retire]:
-        """Tombstone each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
+        """Set a tombstone for each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
         effects: list[Retire] = []
         for task in tasks:
             if self.tombstones.get(task.task_id, -1) < task.fence:
-                self.tombstones.pop(task.task_id, None)  # to the young end
+                self.tombstones.pop(task.task_id, None)  # becomes the youngest
                 self.tombstones[task.task_id] = task.fence
                 self._clears += 1
             held = self._tasks.get(task.task_id)
@@ -279,9 +290,9 @@ class StoreState(Room):
                 continue
             for fence in [fence for fence in held.files if fence <= task.fence]:
                 put_ids = held.files.pop(fence)
-                self._shards -= self._different(task.task_id, fence, put_ids)
+                self._shards -= self._count_shards(task.task_id, fence, put_ids)
                 for put_id in put_ids:
-                    effects.extend(self._kill(put_id, task.task_id, fence))
+                    effects.extend(self._drop_entry(put_id, task.task_id, fence))
             if not held.files:
                 del self._tasks[task.task_id]
         self._forget_tombstones()
@@ -290,17 +301,17 @@ class StoreState(Room):
     # ---- the spill
 
     def lacks_room(self, put_id: str, nbytes: int) -> bool:
-        """Would this put be refused for want of memory that a spill could make?"""
+        """Return whether this put would be refused for want of memory that a spill could free."""
         if put_id in self._grants or held_bytes(nbytes) > self.limits[Place.MEMORY]:
             return False
         return self._missing_bytes(nbytes, self.spare(put_id, nbytes)) > 0
 
     def begin_move(self) -> str | None:
-        """Choose the oldest sealed file that fits the spill (weights last) and take its room there, or None."""
+        """Reserve room in the spill for the oldest sealed file that fits (weights last) and return it, or None."""
         free = self.limits[Place.DISK] - self._used[Place.DISK]
         if free <= 0:
             return None
-        for order in self._movable:
+        for order in self._spill_queues:
             for put_id in islice(order, SCAN_FILES):
                 nbytes = held_bytes(self._sealed[put_id].nbytes)
                 if nbytes <= free:
@@ -311,36 +322,37 @@ class StoreState(Room):
         return None
 
     def wanted(self, put_id: str) -> bool:
-        """Is a file that is being moved still sealed? Its tasks may have been cleared meanwhile."""
+        """Return whether a file that is being moved is still sealed. Its tasks may have been cleared meanwhile."""
         return put_id in self._sealed
 
     def end_move(self, put_id: str) -> Retire:
-        """The copy on disk has its sealed name: it is the file from here on, the one in memory a zombie."""
+        """Replace the file in memory, which becomes a zombie, by the copy on disk, which has its sealed name."""
         nbytes = self._sealed[put_id].nbytes
         del self._moving[put_id]
         self._sealed[put_id].place = Place.DISK
         return self._retire(f"{put_id}.blk", nbytes, Place.MEMORY)
 
     def give_up_move(self, put_id: str, *, retry: bool) -> None:
-        """There is no copy on disk. `retry`: the file may be tried again."""
+        """Release the room of a move that failed. With `retry` the file may be moved later."""
         self._used[Place.DISK] -= self._moving.pop(put_id)
         if retry and put_id in self._sealed:
-            order = self._order_of(self._sealed[put_id].table)
+            order = self._spill_queue(self._sealed[put_id].table)
             order[put_id] = None
             order.move_to_end(put_id, last=False)
 
     # ---- after a restart
 
     def recall(self, tombstones: Iterable[PutTask]) -> None:
-        """Tombstones of the former life, oldest first; before any `recover`."""
+        """Restore the tombstones of the former life, oldest first, before any `recover`."""
         for task in tombstones:
             fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
             self.tombstones[task.task_id] = fence
 
     def recover(self, put_id: str, nbytes: int, table: Table, place: Place = Place.MEMORY) -> list[Retire]:
-        """A sealed file of the former life, its checksums verified. What was cleared or superseded stays so.
+        """Restore a sealed file of the former life with verified checksums, except cleared or superseded shards.
 
-        In the order of the seals. A file that was found on disk and in memory is recovered once: the other is refused.
+        Call it in the order of the seals. Of a file found both on disk and in memory, one is recovered and the other
+        refused.
         """
         self._used[place] += held_bytes(nbytes)
         alive = {
@@ -354,7 +366,7 @@ class StoreState(Room):
         return self.supersede(put_id)
 
     def recover_refuse(self, name: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
-        """An unsealed, damaged, dead or doubled file of the former life, which somebody may still map."""
+        """Retire an unsealed, damaged, dead or duplicate file of the former life, which may still be mapped."""
         self._used[place] += held_bytes(nbytes)
         return self._retire(name, nbytes, place)
 
@@ -362,16 +374,17 @@ class StoreState(Room):
 
     def _check_put(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
         if not _PUT_ID.fullmatch(put_id):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: 32 hexadecimal digits")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: each task once, at least one")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must have at least one task, each once")
         try:
             for task in tasks:
                 check_task_id(task.task_id)
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
         if nbytes <= HEADER_BYTES:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} of {nbytes} bytes: a file has more")
+            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
         if held_bytes(nbytes) > self.limits[Place.MEMORY]:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
@@ -389,8 +402,8 @@ class StoreState(Room):
             )
 
     def _has_new(self, put_id: str, table: Table) -> bool:
-        """Does the file hold anything new? Raises RpcError(conflict) for other bytes under a known name."""
-        adds = False
+        """Return whether the file has new shards. Raises RpcError(conflict) for other bytes under a known name."""
+        found = False
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
             held = self._tasks.get(task_id)
             known = held.files.get(fence, []) if held is not None else []
@@ -407,13 +420,13 @@ class StoreState(Room):
                             names=[f"{task_id}#{key}"],
                         )
                     new.discard(key)
-            adds = adds or not known or bool(new)
-        return adds
+            found = found or not known or bool(new)
+        return found
 
     def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Place = Place.MEMORY) -> None:
         self._sealed[put_id] = Sealed(nbytes, table, alive, place)
         if place == Place.MEMORY:
-            self._order_of(table)[put_id] = None
+            self._spill_queue(table)[put_id] = None
         for index in sorted(alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             held = self._tasks.get(task_id)
@@ -421,42 +434,42 @@ class StoreState(Room):
                 self._serial += 1
                 held = self._tasks[task_id] = Held(self._serial)
             files = held.files.setdefault(fence, [])
-            self._shards -= self._different(task_id, fence, files)
+            self._shards -= self._count_shards(task_id, fence, files)
             files.append(put_id)
-            self._shards += self._different(task_id, fence, files)
+            self._shards += self._count_shards(task_id, fence, files)
 
-    def _kill(self, put_id: str, task_id: str, fence: int) -> list[Retire]:
+    def _drop_entry(self, put_id: str, task_id: str, fence: int) -> list[Retire]:
         sealed = self._sealed[put_id]
         index = sealed.table.index[task_id, fence]
         sealed.alive.discard(index)
         if sealed.alive:
             return []
         del self._sealed[put_id]
-        self._order_of(sealed.table).pop(put_id, None)
+        self._spill_queue(sealed.table).pop(put_id, None)
         effect = self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)
         if sealed.place == Place.MEMORY and self._spares.fits(sealed.nbytes):
-            self._worth_keeping[effect.target] = sealed.nbytes
+            self._spare_candidates[effect.target] = sealed.nbytes
         return [effect]
 
-    def _unlist(self, task_id: str, fence: int, put_ids: list[str], put_id: str) -> None:
-        """A task's entry in one of its files goes; the others may hold the same shards."""
-        self._shards -= self._different(task_id, fence, put_ids)
+    def _remove_entry(self, task_id: str, fence: int, put_ids: list[str], put_id: str) -> None:
+        """Remove a task's entry in one of its files. The other files may hold the same shards."""
+        self._shards -= self._count_shards(task_id, fence, put_ids)
         put_ids.remove(put_id)
-        self._shards += self._different(task_id, fence, put_ids)
+        self._shards += self._count_shards(task_id, fence, put_ids)
 
-    def _different(self, task_id: str, fence: int, put_ids: Sequence[str]) -> int:
-        """How many shards of one task these files hold: one that was put twice, the same bytes, is one."""
+    def _count_shards(self, task_id: str, fence: int, put_ids: Sequence[str]) -> int:
+        """Return the number of shards of one task in these files. A shard that was put twice counts once."""
         tables = [self._sealed[put_id].table for put_id in put_ids]
         keys = [table.keys for table in tables]
-        if len(keys) == 1 or sum(map(len, keys)) == len(set[str]().union(*keys)):  # as they mostly are: no key twice
+        if len(keys) == 1 or sum(map(len, keys)) == len(set[str]().union(*keys)):  # the usual case: no key twice
             return sum(table.count(table.index[task_id, fence]) for table in tables)
         return len(set[str]().union(*[table.checksums(table.index[task_id, fence]) for table in tables]))
 
-    def _order_of(self, table: Table) -> OrderedDict[str, None]:
-        return self._movable[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
+    def _spill_queue(self, table: Table) -> OrderedDict[str, None]:
+        return self._spill_queues[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
 
     def _forget_tombstones(self) -> None:
-        """Keep the list bounded; a tombstone that a file on disk could contradict after a restart stays."""
+        """Bound the tombstones. Those that a file could contradict after a restart are kept."""
         if len(self.tombstones) <= MAX_TOMBSTONES:
             return
         needed = {
@@ -467,6 +480,6 @@ class StoreState(Room):
             if index not in sealed.alive
         }
         spare = [task_id for task_id in self.tombstones if task_id not in needed]
-        # some slack, so that this sweep is not needed at every clear
+        # The slack avoids a sweep at every clear.
         for task_id in spare[: len(self.tombstones) - MAX_TOMBSTONES * 15 // 16]:
             del self.tombstones[task_id]

@@ -1,1 +1,1 @@
-"""monitor."""
+"""The monitor: collects telemetry and publishes it to subscribers."""

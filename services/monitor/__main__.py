@@ -1,4 +1,4 @@
-"""`python -m services.monitor --run DIR`: starts the monitor."""
+"""Starts the monitor: `python -m services.monitor --run DIR`."""
 
 import sys
 

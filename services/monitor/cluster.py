@@ -1,4 +1,4 @@
-"""Turns the scheduler's status into the monitor's `cluster/*` topics. Leaves out what changes without news (ages)."""
+"""Turns the scheduler's status into the monitor's `cluster/*` topics. Ages are left out: they change all the time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SOURCE = "monitor"
 
 
 def rows_of(status: Status, at: float) -> list[TopicRow]:
-    """`cluster/status`, `cluster/services`, `cluster/losses` and `cluster/metrics` as of `at` (seconds since 1970).
+    """Return `cluster/status`, `cluster/services`, `cluster/losses` and, if there are any metrics, `cluster/metrics`.
 
-    `cluster/losses`: `dropped/<reason>` tasks and `lost/<reason>` samples so far, and `<service>/<kind>`: the text of a
-    trouble that there is now.
+    `at` is in seconds since 1970. `cluster/losses` holds the number of `dropped/<reason>` tasks and `lost/<reason>`
+    samples so far, and under `<service>/<kind>` the text of each current trouble.
     """
     values: dict[str, float | str] = {
         "reachable": 1.0,
@@ -43,7 +43,7 @@ def rows_of(status: Status, at: float) -> list[TopicRow]:
 
 
 def unreachable(at: float) -> TopicRow:
-    """`cluster/status` while the scheduler does not answer."""
+    """Return `cluster/status` for the time in which the scheduler does not answer."""
     return _row("cluster/status", at, {"reachable": 0.0})
 
 

@@ -1,10 +1,10 @@
-"""The monitor: takes telemetry, keeps last values, sends every change on to whoever subscribes.
+"""The monitor: receives telemetry, keeps the last values and publishes every change to its subscribers.
 
-It must never block on a subscriber and nothing that training depends on may pass through it. A subscriber connects to
-`monitor-pub`, waits for its first update (every new subscription causes one, so that update proves it is active), asks
-for the snapshot, and goes on after the snapshot's sequence; a gap in the sequence means: take a snapshot again. A full
-queue loses the newest updates, so a subscriber looks at the snapshot once more when the stream falls silent.
-Updates are [topic, envelope, body]; the topic is there for subscribers that want one prefix only.
+It does not block on subscribers, and training does not depend on it. A subscriber connects to `monitor-pub`, waits for
+its first update (every new subscription causes one, which proves that it is active), requests the snapshot, and
+continues after the snapshot's sequence number. After a gap in the sequence it requests a snapshot again. A full queue
+loses the newest updates, so a subscriber also requests a snapshot when the stream falls silent. Updates consist of
+[topic, envelope, body]; the topic frame serves subscribers that want a single prefix.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ PUB = "monitor-pub"
 POLL_S = 1.0
 STATUS_DEADLINE_S = 2.0
 SUBSCRIBER_MESSAGES = 4096
-"""Updates queued for one slow subscriber; beyond that it loses some and sees the gap. libzmq keeps one copy for all."""
+"""Maximum number of updates queued per subscriber. A slower one loses updates and sees the gap in the sequence.
+libzmq keeps one copy of an update for all subscribers."""
 SUBSCRIPTION_BYTES = 1024
-"""Longest topic prefix a subscriber may ask for."""
+"""Maximum bytes of a subscription, which is a topic prefix."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
 
 
 class MonitorService(Service):
-    """See the module. One a run."""
+    """The monitor of a run."""
 
     NAME = "monitor"
 
@@ -59,10 +60,10 @@ class MonitorService(Service):
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
 
     def bind(self) -> str:
-        endpoint = super().bind()  # its claim decides who is the monitor: only then the stream's path may be taken
+        endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
         socket = open_socket(self.context, zmq.XPUB, CONTROL)
         socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
-        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription is heard of, not only the first of its kind
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first of its prefix
         socket.bind(self.run.endpoint(PUB, self.instance))
         socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
         self._pub = socket
@@ -70,7 +71,7 @@ class MonitorService(Service):
         return endpoint
 
     def open_door(self, gate: Gate) -> str:
-        """The stream goes to other hosts too; observers get in here and nowhere else."""
+        """Open the mailbox and the stream to other hosts. Both admit observers, which no other service does."""
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
         self._connections = Connections(self._pub, f"{self.name} {PUB}")
@@ -105,7 +106,7 @@ class MonitorService(Service):
         refused = self._state.refused
         self._publish(self._state.take(message))
         if self._state.refused == 1 and refused == 0:
-            self.log.warning("too many topics, or too large ones: this one is not kept", topic=message.topic)
+            self.log.warning("too many topics, or too large ones: this one is discarded", topic=message.topic)
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:
@@ -142,6 +143,6 @@ class MonitorService(Service):
         try:
             frames = codec.encode(update, request_id=0, incarnation=self.incarnation, flags=FLAG_ONE_WAY)
         except WireError as error:
-            self.log.warning("update cannot travel", topic=update.row.topic, error=str(error))
+            self.log.warning("update cannot be encoded", topic=update.row.topic, error=str(error))
             return
         self._pump.send([update.row.topic.encode(), *frames])

@@ -1,6 +1,6 @@
-"""The last value of everything that services say, in one sequence of changes. Pure: no socket, no clock.
+"""The last value of every topic, and one sequence of changes. No socket, no clock.
 
-It must never grow without bound, nor past what one snapshot can carry: what would is refused and counted.
+Its size is bounded by what one snapshot can carry. Rows that would exceed the bounds are refused and counted.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from proto.messages import Snapshot, Telemetry, TopicRow, Update
 
 MAX_TOPICS = 20_000
 MAX_BYTES = 6 << 20
-"""Of all rows as they travel: a snapshot is one message, and ends at 8 MiB."""
+"""Maximum encoded bytes of all rows. A snapshot is one message of at most 8 MiB."""
 MAX_ROW_BYTES = 16 << 10
-"""Of one row as it travels: subscribers' queues are bounded in updates, and so in bytes."""
+"""Maximum encoded bytes of one row. It bounds the bytes of a subscriber's queue, which is limited in updates."""
 MAX_SENDERS = 4_096
 MAX_DROPPED = 2**48
-"""What one sender may claim to have dropped; the sum over all of them still fits a message."""
+"""Maximum number of dropped messages that one sender can report, so that the sum over all senders fits a message."""
 ROW_BYTES, VALUE_BYTES = 48, 14
-"""What a row and a value take besides their text, at most."""
+"""Maximum encoded bytes of a row and of a value, without their text."""
 TopicKey = tuple[str, int, str]
 
 
 class MonitorState:
-    """Takes changes, gives updates to send on and snapshots to begin with."""
+    """Turns changes into updates to publish, and gives snapshots."""
 
     def __init__(self) -> None:
         self.sequence = 0
-        """Of the newest update; 0 before the first."""
+        """Sequence number of the newest update, 0 before the first."""
         self.refused = 0
-        """Messages that were one topic too many, or too large."""
+        """Number of rows that were refused because of too many topics or too many bytes."""
         self._rows: dict[TopicKey, TopicRow] = {}
         self._bytes = 0
         self._dropped: dict[int, int] = {}
         self._dropped_before = 0
 
     def take(self, message: Telemetry) -> Update | None:
-        """One telemetry message; None when it was refused."""
+        """Store a telemetry message and return the update, or None if the message was refused."""
         self._count_drops(message.incarnation, message.dropped)
         row = TopicRow(
             service=message.service,
@@ -46,7 +46,7 @@ class MonitorState:
         return self.put(row)
 
     def put(self, row: TopicRow) -> Update | None:
-        """A new last value of one topic; None when it was refused."""
+        """Store the new last value of a topic and return the update, or None if the row was refused."""
         key = (row.service, row.instance, row.topic)
         old = self._rows.get(key)
         nbytes = row_bytes(row)
@@ -61,21 +61,21 @@ class MonitorState:
         return Update(sequence=self.sequence, row=row)
 
     def put_changed(self, row: TopicRow) -> Update | None:
-        """Like `put`, but the same values as before are no change."""
+        """Like `put`, but return None also if the values are the same as before."""
         known = self._rows.get((row.service, row.instance, row.topic))
         return None if known is not None and known.values == row.values else self.put(row)
 
     @property
     def dropped(self) -> int:
-        """Messages that senders could not hand over, in all their lives."""
+        """Number of messages that senders dropped, over all their lives."""
         return self._dropped_before + sum(self._dropped.values())
 
     def snapshot(self) -> Snapshot:
-        """Everything known, after `sequence` updates."""
+        """Return all rows as of the current `sequence`."""
         return Snapshot(sequence=self.sequence, rows=list(self._rows.values()), dropped=self.dropped)
 
     def _count_drops(self, incarnation: int, dropped: int) -> None:
-        # a sender counts over its own life, and may come in out of order after a reconnect
+        # A sender counts over its own life, and its messages may arrive out of order after a reconnect.
         self._dropped[incarnation] = max(min(dropped, MAX_DROPPED), self._dropped.pop(incarnation, 0))
         while len(self._dropped) > MAX_SENDERS:
             before = self._dropped_before + self._dropped.pop(next(iter(self._dropped)))
@@ -83,7 +83,7 @@ class MonitorState:
 
 
 def row_bytes(row: TopicRow) -> int:
-    """What a row takes in a snapshot, at most."""
+    """Return the maximum encoded bytes of a row in a snapshot."""
     text = len(row.service.encode()) + len(row.topic.encode())
     for key, value in row.values.items():
         text += VALUE_BYTES + len(key.encode()) + (len(value.encode()) if isinstance(value, str) else 0)

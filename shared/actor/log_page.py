@@ -1,4 +1,4 @@
-"""A page of a service's own log, for who asks over the bus. It must never read another file."""
+"""Reads pages of a service's own log, to answer requests over the bus."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ TAIL_BYTES = 256 << 10
 
 
 def page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
-    """The last `lines` whole lines if `position` is negative, else those from there on; and where the next begin.
+    """Return whole lines and the position after them: from `position`, or the last `lines` lines if it is negative.
 
-    Reads at most 256 KiB, so what came after `position` may take several pages.
+    Reads at most 256 KiB, so all lines after `position` may take several pages.
     """
     try:
         with path.open("rb") as file:
@@ -21,6 +21,6 @@ def page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
             data = file.read(TAIL_BYTES)
     except OSError:
         return [], max(0, position)
-    whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == TAIL_BYTES else 0)  # one line may fill a page
+    whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == TAIL_BYTES else 0)  # a single line may fill a page
     found = data[:whole].decode(errors="replace").splitlines()
     return (found[-lines:] if lines > 0 else []) if position < 0 else found, begin + whole

@@ -1,4 +1,4 @@
-"""Structured logs: JSON lines in the run directory, and a readable line on the console for services run by hand."""
+"""Structured logs: JSON lines in the run directory, and readable lines on the console of services started by hand."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 
 
 class _Tee:
-    """Writes each event as one JSON line to a file and, when asked to, as one readable line to a console.
+    """Writes each event as one JSON line to a file and, if there is a console, as one readable line to it.
 
-    What cannot be written (a full disk, a console that is gone) is lost and counted: it must never end who logs.
+    Failures to write (a full disk, a closed console) are not raised. Lines lost to the file are counted.
     """
 
     def __init__(self, file: int, console: TextIO | None) -> None:
-        """`file`: a descriptor that appends."""
+        """`file` is a descriptor opened for appending."""
         self._file = file
         self._console = console
         self._lost = 0
-        """Lines, since the last one that was written."""
+        """Number of lines lost since the last one that was written."""
         self._torn = False
         self._to_json = structlog.processors.JSONRenderer(sort_keys=False, default=str)
         self._to_text = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
@@ -52,9 +52,9 @@ class _Tee:
 
 
 def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **fields: Any) -> None:
-    """Send this process's logs to `path` (appended, line by line); `fields` stand on every line.
+    """Append this process's logs to `path`, line by line, with `fields` on every line.
 
-    `console`: also print there. `level`: 10 debug, 20 info, 30 warning.
+    Also print them to `console`, if given. `level` is 10 for debug, 20 for info, 30 for warning.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)

@@ -1,5 +1,5 @@
-"""Finds the batch store that a service puts into: that of its own host, because a put is written into shared memory. A
-service whose store is gone for good must not go on: it would lease tasks whose results it can put nowhere.
+"""Finds the batch store of a service's own host, because a put is written into shared memory. A service whose store is
+gone for good ends: it would lease tasks without a place for their results.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from shared.rundir import parse_service_name, service_name
 
 STORE = "batch-store"
 WAIT_S = 60.0
-"""A host that joins may start its services in any order."""
+"""Maximum seconds to wait for the store, because a joining host may start its services in any order."""
 RETRY_S = 0.5
 LOOK_S = 5.0
 
 
 async def own_store(service: Service, placed: str) -> str:
-    """`placed`, where the topology puts the stores; on a host that joined the run, the store that registered from it.
+    """Return `placed` on the run's own host; on a host that joined the run, the store that registered from that host.
 
-    Raises RpcError(missing) when none does within `WAIT_S`.
+    Raises RpcError(missing) if none registers within `WAIT_S`.
     """
     if not service.run.scheduler:
         return placed
@@ -38,9 +38,10 @@ async def own_store(service: Service, placed: str) -> str:
 
 
 async def own_store_stays(service: Service, store: str) -> None:
-    """For `Service.keep`: returns for a store where the topology puts it, which is started again.
+    """Watch the store of a host that joined; to be run by `Service.keep`. On the run's own host, whose supervisor
+    restarts the store, return at once.
 
-    Raises RpcError(missing) once the scheduler has given up `store` of a host that joined.
+    Raises RpcError(missing) once the scheduler has given up `store`.
     """
     while service.run.scheduler:
         await asyncio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""Starts a service as a process: command line, signals, tie to the supervisor's life. One call in each __main__."""
+"""Runs a service as a process: command line, signals, and the end with its supervisor. Called by each __main__."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXIT_GRACE_S = 2 * DRAIN_S
 
 
 def parse_arguments(name: str) -> argparse.Namespace:
-    """`--run DIR --instance N`, and `--supervisor ENDPOINT` when a launcher starts the process."""
+    """Parse `--run DIR --instance N --listen ENDPOINT`, and `--supervisor` and `--parent`, which a launcher adds."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     parser.add_argument("--run", type=Path, required=True, help="run directory with its topology.yaml")
-    parser.add_argument("--instance", type=int, default=0, help="which of several, from 0")
+    parser.add_argument("--instance", type=int, default=0, help="index of the instance, from 0")
     parser.add_argument(
-        "--listen", default="", metavar="tcp://ADDRESS:PORT", help="answer other hosts too, there; port 0: a free one"
+        "--listen", default="", metavar="tcp://ADDRESS:PORT", help="also answer other hosts; port 0 picks a free one"
     )
     parser.add_argument("--supervisor", default="", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
@@ -34,23 +34,23 @@ def parse_arguments(name: str) -> argparse.Namespace:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the supervisor dies, however it dies: no orphans."""
+    """Have the kernel send SIGTERM when the supervisor dies for any reason, so that it leaves no orphans."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def run_process(service_class: type[Service], module: str) -> int:
-    """Run `service_class` until it stops; returns the exit status.
+    """Run `service_class` until it stops and return the exit status.
 
-    0 stopped, 1 failed, 2 command line, 75 (`PEER_LOST_STATUS`) ended because another process is gone, 78
-    (`UNUSABLE_STATUS`) refused at its start.
+    The status is 0 if it stopped, 1 if it failed, 2 for a bad command line, 75 (`PEER_LOST_STATUS`) if it ended because
+    another process is gone, and 78 (`UNUSABLE_STATUS`) if its start was refused.
     """
     arguments = parse_arguments(module)
     if arguments.supervisor:
         die_with_parent()
         if os.getppid() != arguments.parent:
-            return 1  # the supervisor died before we asked to be told
+            return 1  # the supervisor died before prctl was called
     try:
         run = RunDir.open(arguments.run)
     except RpcError as error:
@@ -84,7 +84,7 @@ async def _live(service_class: type[Service], run: RunDir, arguments: argparse.N
 
 
 def _exit_for_sure(status: int) -> None:
-    """A working thread stuck in a kernel must not keep a stopped process alive."""
+    """Exit after `EXIT_GRACE_S` even if a worker thread is stuck, for example in a GPU kernel."""
     if any(thread.is_alive() and not thread.daemon for thread in threading.enumerate()[1:]):
         timer = threading.Timer(EXIT_GRACE_S, os._exit, (status,))
         timer.daemon = True

@@ -1,6 +1,5 @@
-"""Tells the monitor what peers of one process did that they must not: strangers, garbage, orders above their role.
-
-Counts only; it must never decide who is let in.
+"""Reports the offences of a process's peers to the monitor: unknown peers, unreadable messages, requests above their
+role. It only reports counts; the mailbox and the gate decide on admission.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ TOPIC = "security"
 
 
 async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: TelemetrySender, every_s: float) -> None:
-    """Emit the counts whenever they changed, looking every `every_s` seconds, until cancelled."""
-    said: dict[str, int] = {}
+    """Check the counts every `every_s` seconds and emit them if they changed, until cancelled."""
+    emitted: dict[str, int] = {}
     while True:
         await asyncio.sleep(every_s)
         counts = mailbox.counts()
         if gate is not None:
             counts["strangers"] = sum(gate.refused.values())
-        if counts != said and any(counts.values()):
+        if counts != emitted and any(counts.values()):
             telemetry.emit(TOPIC, {name: float(count) for name, count in counts.items()})
-        said = counts
+        emitted = counts

@@ -1,7 +1,7 @@
-"""The life of a service: mailbox up, STARTING, READY, DRAINING, STOPPED or FAILED; heartbeats all the way.
+"""The life of a service: STARTING once its mailbox is open, READY, DRAINING, then STOPPED or FAILED.
 
-The loop's thread never computes: a service's heavy work runs on threads of its own, so that the mailbox answers and
-the heartbeat goes on. A hung working thread is found by its lease's progress, not by silence here.
+It sends heartbeats throughout. Heavy work runs on threads of its own, not on the loop's thread, so that the mailbox and
+the heartbeats keep going. A hung worker thread is noticed by the lack of progress of its lease.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ HEARTBEAT_S = 1.0
 DRAIN_S = 10.0
 CALL_S = 10.0
 REGISTER_AGAIN_S = 0.05
-"""Between a heartbeat that a restarted scheduler did not know and the new registration."""
+"""Seconds between a heartbeat that a restarted scheduler did not recognise and the new registration."""
 LAST_REPORTS_S = 1.0
 FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
-"""Exit status (75) of a process that ends because another one that it cannot do without is gone."""
+"""Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
-"""Exit status (78) of a process whose start was refused (`bad_request`): another start would be refused too."""
+"""Exit status (78) of a process whose start was refused (`bad_request`). Every later start would be refused, too."""
 
 
 class State:
@@ -64,23 +64,23 @@ class State:
 class Service:
     """Base of every actor. Override `start`, `serve`, `drain`; add handlers to `self.mailbox` in `__init__`.
 
-    Runs in a process through `shared.actor.process.run_process`, or on a thread in tests. Everything here belongs to
-    one event loop; other threads talk to it with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
+    It runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong to one
+    event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
     """
 
     NAME: ClassVar[str] = ""
     HEARTBEATS: ClassVar[bool] = True
-    """Registers at the scheduler and sends it heartbeats (everyone but the scheduler itself)."""
+    """Whether it registers at the scheduler and sends heartbeats, as all services but the scheduler do."""
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
-        """`supervisor`: the endpoint to report states to; empty when started by hand."""
+        """`supervisor` is the endpoint to which states are reported, empty for a service started by hand."""
         self.run = run
         self.instance = instance
         self.incarnation = new_incarnation()
         self.state = State.STARTING
         self.cause = ""
         self.exit_status = FAILED_STATUS
-        """What the process ends with when this life FAILED."""
+        """Exit status of the process if this life ends FAILED."""
         self.name = service_name(self.NAME, instance)
         self.mailbox = Mailbox(self.name, self.incarnation)
         self.telemetry = TelemetrySender(self.NAME, instance, self.incarnation)
@@ -90,7 +90,7 @@ class Service:
         self.stopping = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop
         self.listen = ""
-        """`tcp://ADDRESS:PORT` to answer other hosts at; set before the service runs."""
+        """`tcp://ADDRESS:PORT` at which to answer other hosts. Set it before the service runs."""
         self._keys: Keyring | None = None
         self._gate: Gate | None = None
         self._directory: Directory | None = None
@@ -101,30 +101,30 @@ class Service:
         self._reports: deque[ServiceReport] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self.drain_s = DRAIN_S
-        self._broken: BaseException | None = None
-        self._helpers: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+        self._background: list[asyncio.Task[None]] = []
         self.progress: Callable[[], int] = lambda: 0
-        """What the heartbeat tells of the working thread, which alone advances it."""
+        """Returns the progress that heartbeats report. Only the worker thread advances it."""
         self.mailbox.handle(Ping, self._ping)
         self.mailbox.handle(messages.GetLog, self._log_page)
 
     # ---- to override
 
     async def start(self) -> None:
-        """Do what must be done before READY (load a model, open a journal).
+        """Prepare for READY, for example load a model or open a journal.
 
         Raises RpcError(bad_request) for a model, a function or a setting that no later start could use either.
         """
 
     async def serve(self) -> None:
-        """Work until done; returning ends the service well. The default waits for a stop."""
+        """Work until done. Returning ends the service as STOPPED. The default waits for a stop."""
         await self.stopping.wait()
 
     async def drain(self) -> None:
-        """Finish or hand back what is under way; bounded by `drain_s`."""
+        """Finish or hand back work under way, within `drain_s` seconds."""
 
     def heartbeat(self) -> messages.Heartbeat:
-        """What to tell the scheduler each second; extend with `msgspec.structs.replace`."""
+        """Return the message sent to the scheduler each second. Extend it with `msgspec.structs.replace`."""
         return messages.Heartbeat(
             service=self.NAME,
             instance=self.instance,
@@ -135,7 +135,7 @@ class Service:
         )
 
     def registration(self) -> messages.Register:
-        """How to announce this life at the scheduler."""
+        """Return the message that registers this life at the scheduler."""
         return messages.Register(
             service=self.NAME,
             instance=self.instance,
@@ -147,15 +147,15 @@ class Service:
         )
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
-        """The scheduler has given these leases to others; stop working on them."""
+        """Stop working on these leases, which the scheduler has withdrawn."""
 
     def on_newer_weights(self, ref: messages.WeightsRef) -> None:
-        """The version that this engine holds is not the newest any more."""
+        """Note that `ref` is newer than the version that this engine holds."""
 
     # ---- for services
 
     def client(self, service: str, instance: int = 0) -> Client:
-        """The (cached) client of another service's mailbox, wherever that is."""
+        """Return the (cached) client of another service's mailbox, on whichever host it is."""
         key = (service, instance)
         if key not in self._clients:
             name = service_name(service, instance)
@@ -170,12 +170,12 @@ class Service:
         return self._clients[key]
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside everything else until the end of this life; its failure is the service's."""
-        self._helpers.append(asyncio.create_task(work))
-        self._helpers[-1].add_done_callback(self._helper_ended)
+        """Run `work` in the background until the end of this life. If it fails, the service fails."""
+        self._background.append(asyncio.create_task(work))
+        self._background[-1].add_done_callback(self._on_background_end)
 
     async def resolve(self, service: str, instance: int) -> messages.Resolved:
-        """What an instance registered. Raises RpcError: missing, or the scheduler does not answer."""
+        """Return what an instance registered. Raises RpcError if it is missing or the scheduler does not answer."""
         request = messages.Resolve(service=service, instance=instance)
         return await self.scheduler.call(request, messages.Resolved, deadline_s=CALL_S)
 
@@ -185,25 +185,25 @@ class Service:
 
     @property
     def supervised(self) -> bool:
-        """Whether a launcher started this process, hears of its states and can kill it."""
+        """Whether a launcher started this process, receives its states and can kill it."""
         return bool(self._supervisor)
 
     def ends_after(self, what: str) -> None:
-        """Tell the supervisor what the end of this life waits for, such as `saving step 19`."""
+        """Enter DRAINING and tell the supervisor what the end waits for, such as `saving step 19`."""
         self.cause = what
         self._enter(State.DRAINING)
 
     # ---- life-cycle
 
     async def run_until_stopped(self) -> int:
-        """Live from STARTING to STOPPED or FAILED; returns the exit status. Leaves no socket behind."""
+        """Run from STARTING to STOPPED or FAILED, close all sockets and return the exit status."""
         self.loop = asyncio.get_running_loop()
         try:
             self.endpoint = self.bind()
             self._reach_other_hosts()
             self.telemetry.connect(self.client("monitor"))
             refusals = report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)
-            self._helpers.append(asyncio.create_task(refusals))
+            self._background.append(asyncio.create_task(refusals))
             self._report()
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
@@ -214,14 +214,14 @@ class Service:
                     self.exit_status = UNUSABLE_STATUS
                 raise
             if not self.stopping.is_set():
-                # What was loaded by now stays, modules or a million tasks; a full collection would walk through it
-                # each time (a store's in 0.03 s, while it sends nothing).
+                # Objects loaded by now, modules or a million tasks, stay alive. Frozen, they are not traversed by full
+                # collections (which in a store stop all sending for 0.03 s).
                 gc.collect()
                 gc.freeze()
                 self._enter(State.READY)
                 await self._until_stopping(self.serve())
-            if self._broken is not None:
-                raise self._broken
+            if self._failure is not None:
+                raise self._failure
             if self.state != State.DRAINING:
                 self._enter(State.DRAINING)
             async with asyncio.timeout(self.drain_s):
@@ -229,52 +229,52 @@ class Service:
             self.cause = ""
             self._enter(State.STOPPED)
         except Exception as error:
-            # one line for people; the log holds the trace
+            # The cause is one line; the log has the traceback.
             self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
             self.log.error("service failed", exc_info=error)
             self._enter(State.FAILED)
         finally:
-            for task in self._helpers:
+            for task in self._background:
                 task.cancel()
-            await asyncio.gather(*self._helpers, return_exceptions=True)
+            await asyncio.gather(*self._background, return_exceptions=True)
             await self._flush_reports()
             await self.close()
         return 0 if self.state == State.STOPPED else self.exit_status
 
     def bind(self) -> str:
-        """Open the mailbox. The scheduler overrides this to commit once a burst."""
+        """Open the mailbox. The scheduler overrides this to commit once per burst."""
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance))
 
     def open_door(self, gate: Gate) -> str:
-        """Open the mailbox to other hosts at `listen`; returns the endpoint. Who else listens overrides this."""
+        """Open the mailbox to other hosts at `listen` and return the endpoint. Override it to open other sockets."""
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
     def _reach_other_hosts(self) -> None:
-        """Does nothing for a service that neither listens on tcp nor has joined a run of another host."""
+        """Load the keys, and open the mailbox on tcp if `listen` is set. No-op for services of one host."""
         if not self.listen and not self.run.scheduler:
             return
         if self.listen:
             check_listen(self.listen)
         self._keys = keys.load(self.run.keys, Role.SERVICE)
-        self._directory = Directory(self._find)
+        self._directory = Directory(self._find_endpoint)
         if self.listen:
             self._gate = Gate(self.context, self._keys)
             self.endpoint = self.open_door(self._gate)
             self.log.info("listens", endpoint=self.endpoint)
 
-    async def _find(self, service: str, instance: int) -> str:
+    async def _find_endpoint(self, service: str, instance: int) -> str:
         known = await self.resolve(service, instance)
         if known.host_id == self.run.host_id:
             return self.run.endpoint(service, instance)
         if not is_tcp(known.endpoint):
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{service_name(service, instance)} answers on its own host only; start it with --listen tcp://ADDRESS:0",
+                f"{service_name(service, instance)} answers only on its own host; start it with --listen tcp://ADDRESS:0",
             )
         return known.endpoint
 
     async def close(self) -> None:
-        """Close every socket; the mailbox removes its file. A socket that a service forgot cannot hold this up."""
+        """Close all sockets; the mailbox removes its file. Sockets left open delay this by LINGER_MS at most."""
         if self._directory is not None:
             await self._directory.close()
         await self.mailbox.close()
@@ -286,7 +286,7 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self.context.destroy, LINGER_MS)
 
     def request_stop(self) -> None:
-        """Begin to drain (SIGTERM does this). Loop thread only."""
+        """Begin to drain, as on SIGTERM. Loop thread only."""
         self.stopping.set()
 
     async def _until_stopping(self, work: Coroutine[Any, Any, None]) -> None:
@@ -325,7 +325,7 @@ class Service:
             self._reporter = asyncio.create_task(self._send_reports())
 
     async def _send_reports(self) -> None:
-        """One after the other, so that the supervisor sees states in the order of this life."""
+        """Send the reports one by one, so that the supervisor receives the states in order."""
         key = ("supervisor", 0)
         if key not in self._clients:
             self._clients[key] = Client(self.context, self._supervisor, "supervisor", self.incarnation)
@@ -333,7 +333,7 @@ class Service:
             try:
                 await self._clients[key].call(self._reports[0], messages.Ack, deadline_s=CALL_S)
             except (RpcError, WireError) as error:
-                self.log.warning("supervisor did not take the report", error=str(error))
+                self.log.warning("the supervisor did not accept the report", error=str(error))
             self._reports.popleft()
 
     async def _flush_reports(self) -> None:
@@ -342,10 +342,10 @@ class Service:
             self._reporter.cancel()
             await asyncio.gather(self._reporter, return_exceptions=True)
 
-    def _helper_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its heartbeats (or what else it keeps) a service would be given up in silence: it fails aloud."""
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+        """Fail the service when a background task fails. Without its heartbeats, for one, it would be given up."""
         if not task.cancelled() and task.exception() is not None:
-            self._broken = task.exception()
+            self._failure = task.exception()
             self.stopping.set()
 
     async def _heartbeats(self) -> None:
@@ -364,7 +364,7 @@ class Service:
                     self.on_newer_weights(beat.weights)
                 pause_s = HEARTBEAT_S if registered else REGISTER_AGAIN_S
             except (RpcError, WireError) as error:
-                self.log.warning("scheduler not reached", error=str(error))
+                self.log.warning("scheduler does not answer", error=str(error))
                 pause_s = HEARTBEAT_S
             await asyncio.sleep(pause_s)
 
@@ -372,7 +372,7 @@ class Service:
         return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
 
     def _log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:
-        """For the supervisor, which cannot read it when this service has joined from another host."""
+        """Answer the supervisor, which cannot read the log file of a service on another host."""
         if (request.service, request.instance) != (self.NAME, self.instance):
             name = service_name(request.service, request.instance)
             raise RpcError(messages.ErrorCode.BAD_REQUEST, f"{self.name} has no log of {name}")
@@ -381,7 +381,8 @@ class Service:
 
 
 def install_signals(service: Service, loop: asyncio.AbstractEventLoop, *, supervised: bool) -> None:
-    """SIGTERM drains. SIGINT too when started by hand; under a supervisor Ctrl-C is the supervisor's business."""
+    """Drain on SIGTERM, and on SIGINT if started by hand. A supervised service ignores SIGINT, which the supervisor
+    handles."""
     loop.add_signal_handler(signal.SIGTERM, service.request_stop)
     if supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

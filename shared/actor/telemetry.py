@@ -1,4 +1,4 @@
-"""Sends telemetry to the monitor: may drop, says how many, and nothing that training depends on travels here."""
+"""Sends telemetry to the monitor. Messages may be dropped, which is counted, so training does not depend on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPAN = "span"
 
 
 class TelemetrySender:
-    """One per service. `emit` never blocks and never raises for a missing monitor."""
+    """The telemetry of one service. `emit` does not block, and does not raise if the monitor is missing."""
 
     def __init__(self, service: str, instance: int, incarnation: int) -> None:
         self._service = service
@@ -23,15 +23,15 @@ class TelemetrySender:
         self.dropped = 0
 
     def connect(self, client: Client) -> None:
-        """Send to this monitor from now on."""
+        """Send to the monitor behind `client` from now on."""
         self._client = client
 
     def span(self, what: str, seconds: float) -> None:
-        """Say that `what` has just ended after so many seconds: a bar of the run's time line. Loop thread only."""
+        """Report that `what` has just ended after `seconds`: a bar of the run's time line. Loop thread only."""
         self.emit(SPAN, {"what": what, "seconds": seconds})
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
-        """Say that `values` of `topic` changed. Loop thread only."""
+        """Report new `values` of `topic`. Loop thread only."""
         self._sequence += 1
         message = Telemetry(
             service=self._service,
@@ -45,7 +45,7 @@ class TelemetrySender:
         )
         try:
             sent = self._client is not None and self._client.tell(message)
-        except WireError:  # larger than a message may be, or no text: a user's names may make it so
+        except WireError:  # too large, or not valid text: names chosen by a user may cause both
             sent = False
         if not sent:
             self.dropped += 1

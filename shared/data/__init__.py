@@ -1,5 +1,6 @@
-"""Where dataset rows come from: opens a named source, reads a row at a time. Must never import torch, hold a
-whole file in memory, or return a row that the rollout could not prompt with.
+"""Dataset sources: open a source by its name and read its rows one at a time. Does not import torch.
+
+A row that the rollout could not prompt with is an error, and no file is held in memory as a whole.
 """
 
 from shared.data.open import FORMS, open_source

@@ -1,4 +1,4 @@
-"""`builtin:addition`: two-digit additions, `"47+85="` -> `"132"`. Must stay the same rows for ever."""
+"""`builtin:addition`: two-digit additions, `"47+85="` -> `"132"`. The rows never change between releases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AdditionSource:
     """Every pair of two-digit numbers once, in a fixed shuffled order: 256 `test`, 7,844 `train` rows."""
 
     def __init__(self, split: str, *, name: str) -> None:
-        # Ordered by a digest, not by random.shuffle: the split must be the same in every Python version.
+        # Order by a digest, not by random.shuffle, whose result may differ between Python versions.
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
         pairs.sort(key=lambda ab: hashlib.blake2b(b"%d+%d" % ab, digest_size=8).digest())
         self._pairs = pairs[:_TEST_ROWS] if split == "test" else pairs[_TEST_ROWS:]

@@ -1,5 +1,5 @@
-"""Entries of the library reasoning-gym by index, as rows and rewards need them. Must never import the library before a
-source of this kind is opened; where rows have to be the same as elsewhere it must run under `gym_process.HASH_SEED`.
+"""Entries of the library reasoning-gym by index, for rows and rewards. The library is imported when the first source of
+this kind is opened. Processes that have to produce the same rows run under `gym_process.HASH_SEED`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from shared.data.source import DataError, nearest, require
 PACKAGE = "reasoning_gym"
 EXTRA = "rewards"
 GYM_KEY = "reasoning_gym"
-"""Field of a row that says how to make its entry again: `{"source", "index"}`."""
+"""Field of a row from which its entry can be made again: `{"source", "index"}`."""
 SIZE = 1000
 _CACHED_ENTRIES = 4096
 
 
 class GymEntries:
-    """Entries of one data set by index; made again from the seed, never stored in a row."""
+    """Entries of one data set by index. They are generated from the seed and not stored in rows."""
 
     def __init__(self, source: str, *, where: str) -> None:
-        """`source`: as the topology names it. Raises DataError for a library, data set or parameter that is not."""
+        """`source` is the name in the topology. Raises DataError for an unknown data set or parameter, or without the
+        library."""
         require(PACKAGE, EXTRA, f"{where}: source {source!r}")
         from reasoning_gym import factory
 
@@ -40,7 +41,7 @@ class GymEntries:
             given[key] = _value(text)
         try:
             self._dataset = factory.create_dataset(dataset, **given)
-        except Exception as error:  # a data set's own validation raises whatever it likes
+        except Exception as error:  # a data set's validation may raise anything
             raise DataError(
                 f"{where}: source {source!r} refuses its parameters: {type(error).__name__}: {error}".replace("\n", " ")
             ) from None
@@ -50,11 +51,11 @@ class GymEntries:
         return len(self._dataset)
 
     def entry(self, index: int) -> dict[str, Any]:
-        """`{"question", "answer", "metadata"}`; belongs to everyone: not to be changed."""
+        """Return `{"question", "answer", "metadata"}`. The dict is shared: do not change it."""
         return self._cached(index)
 
     def score(self, answer: str, entry: dict[str, Any]) -> float:
-        """The data set's own score of `answer`, from 0.0 to 1.0."""
+        """Return the data set's score of `answer`, from 0.0 to 1.0."""
         return float(self._dataset.score_answer(answer, entry))
 
 

@@ -1,6 +1,8 @@
-"""Makes reasoning-gym's rows for another process: `python -m shared.data.gym_process SOURCE`, one line a row. Must run
-with PYTHONHASHSEED=0: five of the 106 data sets of release 0.1.25 go through sets of texts, and give other rows in
-every process otherwise (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note, word_ladder).
+"""Makes reasoning-gym's rows for another process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
+
+It runs with PYTHONHASHSEED=0. Five of the 106 data sets of release 0.1.25 iterate over sets of strings and would give
+different rows in every process otherwise (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note,
+word_ladder).
 """
 
 from __future__ import annotations
@@ -20,65 +22,65 @@ from shared.data.gym import GymEntries
 from shared.data.source import DataError, SourceLost
 
 HASH_SEED = "0"
-START_S = 60.0  # importing the library
+START_S = 60.0  # for importing the library
 START_ATTEMPTS = 3
 ANSWER_S = 20.0
-ANSWER_ATTEMPTS = 2  # of a row over which the process died; one that was late would be late again
+ANSWER_ATTEMPTS = 2  # for a row over which the process died; a row that took too long is not repeated
 _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
-    """The other end: asks the process for `{"rows"}` at first, then for `{"question", "answer"}` of an index. One that
-    has ended is started again. From any thread."""
+    """The client of the process: reads `{"rows"}` first, then requests `{"question", "answer"}` of an index. A process
+    that has ended is replaced. May be called from any thread."""
 
     def __init__(self, source: str, *, where: str) -> None:
-        """Raises DataError for a data set or parameter that is not."""
+        """Raises DataError for an unknown data set or parameter, and SourceLost if no process starts."""
         self._source = source
         self._where = where
         self._lock = threading.Lock()
-        self._never: dict[int, str] = {}
-        """Rows that cannot be made, and why: they are asked for again, if their lease was lost over them."""
-        self._process, self.rows = self._started()
+        self._failed_rows: dict[int, str] = {}
+        """Index -> why the row cannot be made. Such rows are requested again when their lease was lost meanwhile."""
+        self._process, self.rows = self._start()
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Raises DataError when the data set cannot make it, or not within ANSWER_S, SourceLost when its process makes
-        no row at all."""
+        """Return entry `index`. Raises DataError if the data set cannot make it within ANSWER_S, and SourceLost if the
+        process makes no other row either."""
         with self._lock:
-            if index in self._never:
-                raise DataError(self._never[index])
+            if index in self._failed_rows:
+                raise DataError(self._failed_rows[index])
             why, attempts = "", 0
             while attempts < ANSWER_ATTEMPTS:
                 try:
-                    return self._asked(index)
-                except _Gone as error:
+                    return self._request(index)
+                except _ProcessEnded as error:
                     why, attempts = str(error), ANSWER_ATTEMPTS if error.late else attempts + 1
             another = (index + 1) % self.rows
             try:
-                self._asked(another)
-            except _Gone as error:
+                self._request(another)
+            except _ProcessEnded as error:
                 raise SourceLost(
                     f"source {self._source!r}: the process that makes its rows {why} over row {index}, and {error} "
                     f"over row {another}"
                 ) from None
             except DataError:
-                pass  # that it answers is what counts
-            self._never[index] = f"{self._source} row {index}: its process {why}"
-            raise DataError(self._never[index])
+                pass  # an error is an answer, too
+            self._failed_rows[index] = f"{self._source} row {index}: its process {why}"
+            raise DataError(self._failed_rows[index])
 
-    def _asked(self, index: int) -> dict[str, Any]:
-        """Raises _Gone, in a process that has not been asked before if the last one has ended."""
+    def _request(self, index: int) -> dict[str, Any]:
+        """Request a row, from a new process if the last one has ended. Raises _ProcessEnded."""
         if self._process.ended:
-            self._process, _ = self._started()
+            self._process, _ = self._start()
         return self._process.ask(index)
 
-    def _started(self) -> tuple[_Process, int]:
-        """A process, and how many rows it has. Raises SourceLost when none will start."""
+    def _start(self) -> tuple[_Process, int]:
+        """Start a process and return it with its number of rows. Raises SourceLost if all attempts fail."""
         why = ""
         for _ in range(START_ATTEMPTS):
             process = _Process(self._source, self._where)
             try:
                 return process, int(process.answer(START_S)["rows"])
-            except _Gone as error:
+            except _ProcessEnded as error:
                 why = str(error)
         raise SourceLost(
             f"{self._where}: source {self._source!r}: the process that makes its rows does not start: it {why}, "
@@ -86,8 +88,8 @@ class RowMaker:
         )
 
 
-class _Gone(Exception):
-    """The process has ended, by itself or because it was late: `it {error}`."""
+class _ProcessEnded(Exception):
+    """The process has ended, by itself or because it was late. The message completes a sentence: `it {error}`."""
 
     def __init__(self, why: str, *, late: bool) -> None:
         super().__init__(why)
@@ -95,7 +97,7 @@ class _Gone(Exception):
 
 
 class _Process:
-    """One child. Whoever is told _Gone needs another."""
+    """One child process, which is unusable after _ProcessEnded."""
 
     def __init__(self, source: str, where: str) -> None:
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
@@ -112,16 +114,16 @@ class _Process:
         return not self._end.alive
 
     def ask(self, index: int) -> dict[str, Any]:
-        """Raises _Gone, and DataError for what the data set refuses."""
+        """Return a row. Raises _ProcessEnded, and DataError if the data set refuses the index."""
         try:
             _pipe(self._process.stdin).write(f"{index}\n".encode())
             _pipe(self._process.stdin).flush()
         except OSError:
-            pass  # its answer says so, too
+            pass  # reading the answer raises, too
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """As `ask`."""
+        """Read one answer within `limit_s` seconds. Raises as `ask` does."""
         late = threading.Event()
 
         def end() -> None:
@@ -138,7 +140,7 @@ class _Process:
             self._end()
             code = self._process.returncode
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise _Gone(f"gave no answer within {limit_s:g} s" if late.is_set() else how, late=late.is_set())
+            raise _ProcessEnded(f"gave no answer within {limit_s:g} s" if late.is_set() else how, late=late.is_set())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise DataError(answer["error"])
@@ -146,9 +148,9 @@ class _Process:
 
 
 def _pipe(pipe: Any) -> Any:
-    """A pipe that was asked for. Raises DataError if it is not there."""
+    """Return `pipe`. Raises DataError if it is None."""
     if pipe is None:
-        raise DataError("a process without its pipes")
+        raise DataError("the process that makes rows has no pipes")
     return pipe
 
 
@@ -162,9 +164,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(source: str, where: str) -> None:
-    """Answer until the other end closes the pipe."""
+    """Answer requests until the other end closes the pipe."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not answer
+    os.dup2(2, 1)  # output that the library prints must not be taken for answers
     try:
         entries = GymEntries(source, where=where)
     except DataError as error:
@@ -176,7 +178,7 @@ def main(source: str, where: str) -> None:
             entry = entries.entry(int(line))
             answer = {"question": str(entry["question"]), "answer": entry["answer"]}
             text = json.dumps(answer, default=str)
-        except Exception as error:  # whatever a data set raises over one index
+        except Exception as error:  # a data set may raise anything
             text = json.dumps({"error": f"{source} row {line.strip()}: {type(error).__name__}: {error}"[:300]})
         print(text, file=out, flush=True)
 

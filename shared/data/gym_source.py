@@ -1,5 +1,5 @@
-"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the library reasoning-gym as rows. Must never make a
-row in this process, whose hash seed is its own.
+"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the library reasoning-gym as rows. They are made in
+another process, because the hash seed of this one is arbitrary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from shared.data.source import Row, RowError, check_index, require
 
 
 class GymSource:
-    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`; `size` (default 1000) and `seed` (default 0) of the query."""
+    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`. The query may set `size` (1000) and `seed` (0)."""
 
     def __init__(self, name: str, *, where: str) -> None:
         require(PACKAGE, EXTRA, f"{where}: source {name!r}")
@@ -34,5 +34,5 @@ class GymSource:
         return f"{self.name} row {index}"
 
     def validate(self) -> list[RowError]:
-        """None: the rows are made, and making them all would cost more than any could be worth."""
+        """Return no errors without making the rows, which would take too long."""
         return []

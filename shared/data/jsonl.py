@@ -1,4 +1,4 @@
-"""`jsonl:/path/file.jsonl`: one JSON object a line; blank lines are no rows. Must never hold a whole file in memory."""
+"""`jsonl:/path/file.jsonl`: one JSON object per line; blank lines are skipped. The file is not held in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class JsonlSource:
-    """One JSON object a line. Holds 16 bytes a row (offset, line number) and parses a row when asked for it.
+    """A JSONL file. Keeps 16 bytes per row (offset, line number) and parses a row when it is read.
 
     Reads are positional, so threads may share one source. A file that changes while it is open is refused,
-    because the offsets, and with them the task ids, would no longer name the same rows.
+    because its offsets, and with them the task ids, would no longer identify the same rows.
     """
 
     def __init__(self, path: str, *, name: str, where: str) -> None:
@@ -37,7 +37,7 @@ class JsonlSource:
         if not self._starts:
             raise DataError(
                 f"{where}: source {name!r} has no rows ({self._end} bytes); "
-                'write one JSON object a line, such as {"prompt": "1+1=", "answer": "2"}'
+                'write one JSON object per line, such as {"prompt": "1+1=", "answer": "2"}'
             )
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class JsonlSource:
 
 
 def _scan_lines(fd: int) -> tuple[array[int], array[int]]:
-    """Byte offset and 1-based line number of every line that is not blank."""
+    """Return the byte offset and 1-based line number of every line that is not blank."""
     starts, numbers = array("Q"), array("Q")
     with open(fd, "rb", buffering=_SCAN_CHUNK_BYTES, closefd=False) as file:
         offset = 0
@@ -89,7 +89,7 @@ def _read_range(fd: int, start: int, end: int) -> bytes:
     while start < end:
         part = os.pread(fd, end - start, start)
         if not part:
-            break  # truncated after the scan; the shorter text fails to parse or the next stat refuses it
+            break  # truncated after the scan: parsing the shorter text fails, or the next stat refuses the file
         parts.append(part)
         start += len(part)
     return b"".join(parts)
@@ -99,7 +99,7 @@ def _parse_row(text: bytes, place: str) -> Row:
     try:
         row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object a line") from error
+        raise DataError(f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object per line") from error
     problem = row_problem(row)
     if problem:
         raise DataError(f"{place}: {problem}: {_shown(text)}")

@@ -1,9 +1,9 @@
-"""Opens a source by the name a topology gives it. Must never import what only another kind of source needs.
+"""Opens a source by its name in the topology. A library is imported only for the kind of source that needs it.
 
 - ``builtin:addition`` and ``builtin:addition?split=test``: two-digit additions, ``"47+85="`` -> ``"132"``.
-- ``jsonl:/path/file.jsonl``: one JSON object a line; blank lines are no rows.
-- ``parquet:/path/file.parquet``: one row a row (extra ``data``).
-- ``datasets:/path/folder`` with an optional ``?split=name``: what ``Dataset.save_to_disk`` wrote (extra ``data``).
+- ``jsonl:/path/file.jsonl``: one JSON object per line; blank lines are skipped.
+- ``parquet:/path/file.parquet``: the rows of a Parquet file (extra ``data``).
+- ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk`` (extra ``data``).
 - ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the library reasoning-gym (extra ``rewards``).
 
 A relative path is relative to the working directory.
@@ -21,9 +21,9 @@ FORMS = "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reas
 
 
 def open_source(source: str, *, where: str) -> Source:
-    """Opens `source`; `where` is the file:line that named it and starts every error about the source itself.
+    """Open `source`. `where`, the file:line that names it, begins every error about the source itself.
 
-    Raises DataError for an unknown kind, builtin or parameter, for a library that is not installed and for a file
+    Raises DataError for an unknown kind, builtin or parameter, for a library that is not installed, and for a file
     that is missing or has no rows. A bad row is not an error here: see `Source.validate`.
     """
     kind, _, rest = source.partition(":")
@@ -54,7 +54,7 @@ def open_source(source: str, *, where: str) -> Source:
 
 
 def _split(source: str, query: str, where: str, *, default: str) -> str:
-    """The value of `split`, the only parameter there is."""
+    """Return the value of `split`, the only parameter."""
     split = default
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key != "split":

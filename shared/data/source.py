@@ -1,7 +1,7 @@
-"""What a source of dataset rows is, and which rows can be used. Must never read anything itself.
+"""The interface of a source of dataset rows, and the checks that make a row usable. Performs no I/O.
 
 A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its
-index is part of its task id, so it counts bad rows too: dropping one never renumbers the others.
+index is part of its task id and counts bad rows, too, so dropping a row does not renumber the others.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SHOWN_CHARS = 60
 
 
 class DataError(Exception):
-    """A source or a row that cannot be used. One line: the place, the value and the remedy."""
+    """A source or a row is unusable. The message is one line with the place, the value and the remedy."""
 
 
 class SourceLost(DataError):
-    """A source that gives no row any more: none of them is to blame."""
+    """A source has failed as a whole: no single row is the cause."""
 
 
 @dataclass(frozen=True)
 class RowError:
-    """One unusable row: its index in the source, its 1-based line in the file (0: the file has no lines), the text of
-    its DataError."""
+    """One unusable row: its index in the source, its 1-based line in the file (0 if the file has no lines), and the
+    message of its DataError."""
 
     index: int
     line: int
@@ -36,27 +36,27 @@ class RowError:
 
 
 class Source(Protocol):
-    """An ordered set of rows with random access; the same index is the same row in every process."""
+    """An ordered set of rows with random access. An index gives the same row in every process."""
 
     @property
     def name(self) -> str:
-        """The source as the topology names it."""
+        """The name of the source in the topology."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Row `index`, a dict of its own for each call. Raises DataError when the row cannot be used, SourceLost when
-        the source cannot, and IndexError outside 0 <= index < len."""
+        """Return row `index` as a new dict. Raises DataError if the row is unusable, SourceLost if the source is, and
+        IndexError outside 0 <= index < len."""
 
     def place(self, index: int) -> str:
-        """Where row `index` is to be found: `file:line`, or the nearest thing to it. For people."""
+        """Return the location of row `index` for messages: `file:line`, or the closest equivalent."""
 
     def validate(self) -> list[RowError]:
-        """Reads every row once and returns the unusable ones in order; `row` raises for exactly these."""
+        """Read every row once and return the unusable ones in order. `row` raises for exactly these."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The end of an error about the unknown name `given`."""
+    """Return the end of an error about the unknown name `given`: the closest name, or the known ones."""
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     shown = names if len(names) <= 12 else [*names[:12], f"and {len(names) - 12} more"]
@@ -64,19 +64,19 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, what: str) -> None:
-    """Raises DataError naming the optional `extra` when its `module` is not installed."""
+    """Raise DataError naming the optional `extra` if its `module` is not installed."""
     if importlib.util.find_spec(module) is None:
         raise DataError(f"{what} needs the package {module}, install it with: pip install 'rlbus[{extra}]'")
 
 
 def check_index(index: int, rows: int, name: str) -> None:
-    """Raises IndexError outside 0 <= index < rows."""
+    """Raise IndexError outside 0 <= index < rows."""
     if not 0 <= index < rows:
         raise IndexError(f"source {name!r} has no row {index}: it has rows 0 to {rows - 1}")
 
 
 def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowError]:
-    """Every row of `source` that cannot be used, by reading all of them."""
+    """Read all rows of `source` and return the unusable ones."""
     errors = []
     for index in range(len(source)):
         try:
@@ -87,7 +87,7 @@ def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowErro
 
 
 def row_problem(row: object) -> str | None:
-    """What makes `row` unusable, with the remedy; None when nothing does."""
+    """Return why `row` is unusable, with the remedy, or None if it is usable."""
     if not isinstance(row, dict):
         return f"a row must be a JSON object with a prompt, not {_json_type(row)}"
     if "prompt" not in row:
@@ -114,7 +114,7 @@ def _prompt_problem(prompt: object) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f'prompt message {number} has no role; a message is {{"role": ..., "content": ...}}'
         content = message.get("content")
-        # A list holds parts, for templates that know them; a turn that only calls tools has no content.
+        # A list holds parts, for templates that support them; a turn that only calls tools has no content.
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f'prompt message {number} has no content; a message is {{"role": ..., "content": ...}}'
     return None

@@ -1,5 +1,6 @@
-"""Rows out of Arrow tables: `parquet:/path/file.parquet` and `datasets:/path/folder`, with pyarrow alone. Must never
-hold a whole Parquet file in memory; a data set's Arrow files are mapped.
+"""Rows of Arrow tables: `parquet:/path/file.parquet` and `datasets:/path/folder`, read with pyarrow alone.
+
+Parquet files are read by row group, and the Arrow files of a data set are mapped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _EXTRA = "data"
 
 
 class _TableSource:
-    """Rows over tables one after the other; `_table(k)` gives the k-th, of `_sizes[k]` rows."""
+    """Rows of consecutive tables. Subclasses define `_table(k)`, the k-th table, and pass its number of rows."""
 
     def __init__(self, path: str, sizes: list[int], *, name: str, where: str) -> None:
         self.name = name
@@ -46,7 +47,7 @@ class _TableSource:
         errors = []
         for at, start in enumerate(self._starts[:-1]):
             index = start
-            # In batches: a row at a time costs an order of magnitude more.
+            # Reading row by row costs an order of magnitude more than in batches.
             for batch in self._table(at).to_batches(max_chunksize=_BATCH_ROWS):
                 for row in batch.to_pylist():
                     try:
@@ -57,10 +58,10 @@ class _TableSource:
         return errors
 
     def _table(self, at: int) -> Any:
-        raise LookupError(at)  # a subclass has tables
+        raise LookupError(at)  # defined by subclasses
 
     def _checked(self, index: int, row: Row) -> Row:
-        # A column that this row leaves empty is no field of it: every row of a table has every column.
+        # Every row of a table has every column: drop those that are null in this row.
         row = {key: _without_nulls(value) for key, value in row.items() if value is not None}
         problem = row_problem(row)
         if problem:
@@ -71,7 +72,7 @@ class _TableSource:
 
 
 class ParquetSource(_TableSource):
-    """One row group at a time is read and kept, up to 256 MiB of them."""
+    """The rows of a Parquet file. Row groups are read as needed and cached up to 256 MiB."""
 
     def __init__(self, path: str, *, name: str, where: str) -> None:
         require("pyarrow", _EXTRA, f"{where}: source {name!r}")
@@ -101,10 +102,10 @@ class ParquetSource(_TableSource):
 
 
 class SavedDatasetSource(_TableSource):
-    """A data set that the library `datasets` has saved (`Dataset.save_to_disk`): its Arrow files, mapped.
+    """The mapped Arrow files of a data set saved by the library `datasets` (`Dataset.save_to_disk`).
 
-    Reads the format itself (state.json names the stream files), so the library need not be installed. Of a saved
-    DatasetDict give the folder of one split, or `?split=<name>`.
+    The class reads the format itself (state.json names the stream files), so the library need not be installed. For a
+    saved DatasetDict, give the folder of one split or `?split=<name>`.
     """
 
     def __init__(self, path: str, split: str, *, name: str, where: str) -> None:
@@ -143,7 +144,7 @@ def _mapped(file: Path) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every message of a column the same fields: the ones that a message has not are null."""
+    """Drop null fields at all levels. Arrow gives every message of a column the same fields, absent ones as null."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):

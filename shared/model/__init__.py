@@ -1,1 +1,1 @@
-"""The language model: loaded from a folder, scored token by token. Needs torch; the light services never import it."""
+"""The language model: loading it from a folder and scoring tokens. Needs torch; light services do not import it."""

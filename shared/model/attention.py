@@ -1,7 +1,7 @@
-"""Attention over a micro-batch of token trees, plugged into any Hugging Face model that takes an attention function.
+"""Attention over a micro-batch of token trees, for any Hugging Face model that accepts an attention function.
 
-The linear layers run on the packed nodes without padding; only here rows are padded, block by block. Must never let
-a node see anything but its ancestors and itself.
+The linear layers run on the packed nodes without padding. Rows are padded only here, block by block. A node attends to
+itself and its ancestors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shared.model.tree import MicroBatch
 NAME = "rlbus_tree"
 _PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
 UNKNOWN_TERMS = ("softcap", "s_aux")
-"""Arguments of other models' attention that change its result and that this function does not apply."""
+"""Arguments that change the result of some models' attention and that this function does not support."""
 
 
 @dataclass(frozen=True)
 class TreeBlock:
-    """A `tree.Block` on the device. `mask` bool [R, 1, L, L] (true: may see); None: causal chains."""
+    """A `tree.Block` on the device. `mask` is bool [R, 1, L, L], true where a slot attends; None for causal chains."""
 
     rows: int
     longest: int
@@ -43,7 +43,7 @@ class Trees:
 
 
 def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
-    """Indices and masks of `batch` on `device`."""
+    """Return the indices and masks of `batch` on `device`."""
     depths = torch.from_numpy(batch.depths).to(device)
     blocks: list[TreeBlock] = []
     for block in batch.blocks:
@@ -58,7 +58,7 @@ def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
 
 
 def supports_trees(model: nn.Module) -> bool:
-    """Whether every layer of `model` is attention that this module reproduces; else sequences must be padded."""
+    """Return whether this module reproduces the attention of all layers. Otherwise sequences have to be padded."""
     config = getattr(model, "config", None)
     if config is None or not getattr(model, "_supports_attention_backend", False):
         return False
@@ -77,7 +77,7 @@ def supports_trees(model: nn.Module) -> bool:
 
 @contextmanager
 def using(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention registered as `name` inside the block; its own comes back after it."""
+    """Run `model` with the attention registered as `name` inside the block, and restore its own afterwards."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -102,7 +102,7 @@ def attend_trees(
 ) -> tuple[Tensor, None]:
     """`query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D]. Raises ValueError for unknown terms."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
-        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
+        raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""Context parallelism: every sequence is cut over several ranks, and attention sees all of it. Zig-zag, explicit
-positions. Labels never move: a label belongs to the node that predicts it, so the cut only decides who holds the node.
+"""Context parallelism: every sequence is split over several ranks, zig-zag and with explicit positions, and attention
+spans all of it. A label belongs to the node that predicts it, so the split only decides which rank holds the node.
 
-A sequence of L slots (padded to a multiple of 2n) makes 2n chunks; rank r of n holds chunks r and 2n-1-r, so that all
-ranks attend to about as many pairs. Keys and values are gathered from all ranks; going back, their gradients are summed
-over the ranks and each takes its own part.
+A sequence of L slots (padded to a multiple of 2n) is split into 2n chunks. Rank r of n holds chunks r and 2n-1-r, so
+that all ranks compute about the same number of attention pairs. Keys and values are gathered from all ranks. In the
+backward pass their gradients are summed over the ranks and each rank takes its own part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ContextRank:
 
 @dataclass(frozen=True)
 class CutBatch:
-    """One rank's nodes of a micro-batch. Its blocks count this rank's slots; `longest[b]` counts those of all ranks."""
+    """One rank's nodes of a micro-batch. Its blocks hold this rank's slots; `longest[b]` counts those of all ranks."""
 
     batch: MicroBatch
     longest: list[int]
@@ -42,7 +42,8 @@ class CutBatch:
 
 @dataclass(frozen=True)
 class ContextBlock:
-    """A block on the device: `gather` [R * Ll] nodes of the local slots, `mask` bool [Ll, n * Ll] who may see whom."""
+    """A block on the device: `gather` [R * Ll], the nodes of the local slots; `mask` bool [Ll, n * Ll], true where a
+    local slot attends; `distance` int64 [Ll, n * Ll] between the two positions."""
 
     rows: int
     gather: Tensor
@@ -52,7 +53,7 @@ class ContextBlock:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the attention function needs of a `CutBatch`."""
+    """The part of a `CutBatch` that the attention function needs."""
 
     blocks: list[ContextBlock]
     scatter: Tensor
@@ -60,16 +61,16 @@ class Cut:
 
 
 def local_slots(longest: int, rank: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Slots (positions in a row padded to `longest`, a multiple of 2 * size) that `rank` holds, ascending."""
+    """Return the slots that `rank` holds, ascending: positions in a row padded to `longest`, a multiple of 2 * size."""
     chunk = longest // (2 * size)
     first, second = rank * chunk, (2 * size - 1 - rank) * chunk
     return np.concatenate([np.arange(first, first + chunk), np.arange(second, second + chunk)])
 
 
 def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
-    """The part of `batch` (rows are chains: planned without sharing) that `rank` of `size` holds.
+    """Return the part of `batch` that `rank` of `size` holds. Rows are chains: the batch is planned without sharing.
 
-    A rank that holds no node at all gets one that nobody looks at, so that it runs through every layer.
+    A rank without nodes gets a dummy node, so that it takes part in the collectives of every layer.
     """
     count = len(batch.token_ids)
     slots_in_all = sum(block.rows * block.longest for block in batch.blocks)
@@ -118,7 +119,7 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
 
 
 def to_device(cut_batch: CutBatch, ranks: ContextRank, device: torch.device) -> Cut:
-    """Indices and masks of `cut_batch` on `device`."""
+    """Return the indices and masks of `cut_batch` on `device`."""
     blocks: list[ContextBlock] = []
     for block, longest in zip(cut_batch.batch.blocks, cut_batch.longest, strict=True):
         query = torch.from_numpy(local_slots(longest, ranks.rank, ranks.size)).to(device)
@@ -143,9 +144,9 @@ def attend_cut(
 ) -> tuple[Tensor, None]:
     """`query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes -> [1, N, H, D]. Raises ValueError."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
-        raise ValueError(f"{type(module).__name__}: attention with dropout, a mask of its own or {UNKNOWN_TERMS}")
+        raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
-    # keys and values travel together: one collective a block
+    # Gather keys and values together, in one collective per block.
     nodes_NXD = torch.cat([key, value], dim=3)[0].transpose(0, 1)
     q_NHD = query[0].transpose(0, 1)
     outputs: list[Tensor] = []
@@ -165,22 +166,22 @@ def attend_cut(
 
 
 def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
-    """[R, G, Ll, X] of every rank -> [R, G, n * Ll, X], ranks one after the other; differentiable."""
-    everyone: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
-    return everyone.movedim(0, 2).flatten(2, 3)
+    """Concatenate [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. Differentiable."""
+    gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
+    return gathered.movedim(0, 2).flatten(2, 3)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, ranks: ContextRank) -> Tensor:
         ctx.ranks = ranks
-        everyone = local.new_empty((ranks.size, *local.shape))
-        dist.all_gather(list(everyone.unbind(0)), local, group=ranks.group)
-        return everyone
+        gathered = local.new_empty((ranks.size, *local.shape))
+        dist.all_gather(list(gathered.unbind(0)), local, group=ranks.group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # every rank attended to everybody's keys: a key's gradient is the sum over the ranks
+        # Every rank attended to all keys, so the gradient of a key is the sum over the ranks.
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.ranks.group)
         return total[ctx.ranks.rank], None

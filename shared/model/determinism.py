@@ -1,5 +1,5 @@
-"""Makes torch refuse what gives other bits every time (`run.deterministic`). Must never choose a number of threads:
-that is the topology's, and another one has other bits.
+"""Makes torch refuse non-deterministic operations (`run.deterministic`). The number of threads, which also affects the
+bits, is set in the topology.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 
 def require_deterministic_algorithms() -> None:
-    """For the whole process, before its first kernel: an operation that has no deterministic form raises from here on.
+    """Make operations without a deterministic form raise in this process. Call it before the first kernel.
 
-    Source: torch's notes on reproducibility; cuBLAS wants its workspace fixed before it is first used.
+    Source: torch's notes on reproducibility. cuBLAS requires a fixed workspace before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

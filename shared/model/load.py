@@ -1,5 +1,5 @@
-"""Loads a causal language model from a local folder, and names its weights. Must never download, unpickle or run code
-that came with the model.
+"""Loads a causal language model from a local folder, and names its weights. Nothing is downloaded or unpickled, and no
+code of the model folder is run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_model(path: str | Path, dtype: str) -> nn.Module:
-    """The model of the folder `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
+    """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    Deterministic: the same folder gives the same bits. Parameters require gradients. Raises RpcError(bad_request) in
-    one line when the folder, its configuration or its weights cannot be used, or weights are missing from it.
+    The same folder gives the same bits. Parameters require gradients. Raises RpcError(bad_request) in one line if the
+    folder, its configuration or its weights cannot be used, or weights are missing.
     """
     folder = Path(path)
     if dtype not in _DTYPES:
@@ -49,15 +49,15 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         raise RpcError(
             ErrorCode.BAD_REQUEST, f"model {folder}: weights missing or of another shape: {names}; save the model again"
         )
-    # a padding index keeps its row of the embedding without a gradient, also where that token was sampled or given
+    # With a padding index its embedding row would get no gradient, even where the token was sampled or given.
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight under its Hugging Face name, detached, no copy; a tied weight once, under its first name.
+    """Return every weight by its Hugging Face name, detached, not copied; a tied weight once, under its first name.
 
-    Persistent buffers count as weights: a loader that skips them loads another model.
+    Persistent buffers count as weights: without them the result is a different model.
     """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -71,9 +71,9 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Under each name of `named_weights` the model's own parameters or buffers with that weight: several when tied.
+    """Return the parameters or buffers that hold each weight of `named_weights`: several if it is tied.
 
-    Whoever gives the weight other memory (`holder.data = tensor`) must do so for all of them, or they come apart.
+    To move a weight to other memory (`holder.data = tensor`), assign to all its holders. They would differ otherwise.
     """
     names: dict[tuple[int, tuple[int, ...]], str] = {}
     holders: dict[str, list[Tensor]] = {}

@@ -1,7 +1,7 @@
-"""Per-token log-probs of ragged sequences, the hot path of trainer and reference. Must never score an unmasked token.
+"""Per-token log-probs of ragged sequences, the hot path of trainer and reference.
 
-Common prefixes are computed once (`tree`), the head runs only where a masked token follows. Exact: the result is that
-of scoring every sequence alone, up to rounding.
+Common prefixes are computed once (`tree`), and the head runs only where a scored token follows. Up to rounding, the
+result equals that of scoring every sequence alone.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from shared.model.tree import MicroBatch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Entropy = Literal["none", "value", "gradient"]
-"""Whether entropies are computed: not at all, for a metric, or for a loss that goes back through them."""
+"""Whether entropies are computed: not at all, as values for a metric, or with gradients for a loss."""
 
 MAX_LOGITS = 1 << 26
-"""Elements of one float32 block of logits (256 MiB); past it the head runs in blocks, recomputed when going back."""
+"""Maximum elements of one float32 block of logits (256 MiB). Beyond it the head runs in blocks, which are recomputed in
+the backward pass."""
 _HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Settings of models whose logits are more than the output embedding times the hidden state."""
+"""Settings of models whose logits are not just the output embedding times the hidden state."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One micro-batch. `tokens` int64 [M]: positions in the caller's flat arrays; `logprobs`, `entropy` float32 [M]
-    (float64 for a model in float64).
+    """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `logprobs` and
+    `entropy` float32 [M] (float64 for a model in float64).
 
-    `entropy` is of the distribution the token was drawn from; None when not asked for.
+    `entropy` is that of the distribution from which the token was drawn, None if not requested.
     """
 
     tokens: Tensor
@@ -53,12 +54,12 @@ def token_logprobs(
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(token_t | tokens before it in its sequence), of logits / `temperature`, where `loss_mask` is 1, else 0.
+    """Return log p(token_t | tokens before it in its sequence) of logits / `temperature`, 0 where `loss_mask` is 0.
 
-    `token_ids` int [T]: S sequences one after the other; `lengths` int [S]; `loss_mask` [T]. Returns float32 [T], and
-    the entropies float32 [T] with `with_entropy`. Differentiable when gradients are enabled (then the graphs of all
-    micro-batches live at once; a trainer goes through `score` instead). `max_tokens`: of one forward pass.
-    Raises ValueError when the arrays do not fit or the first token of a sequence is masked in.
+    `token_ids` int [T] holds S concatenated sequences; `lengths` int [S]; `loss_mask` [T]. Returns float32 [T] and,
+    with `with_entropy`, the entropies float32 [T]. `max_tokens` limits one forward pass. The result is differentiable
+    if gradients are enabled, in which case the graphs of all micro-batches are alive at once; a trainer uses `score`.
+    Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     total = len(token_ids)
     device = next(model.parameters()).device
@@ -86,33 +87,33 @@ def score(
     *,
     entropy: Entropy = "none",
 ) -> Iterator[Scores]:
-    """Like `token_logprobs`, one micro-batch at a time: take its loss backward before asking for the next."""
+    """Like `token_logprobs`, one micro-batch at a time. Run the backward pass of each before requesting the next."""
     scorer = Scorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
         yield scorer.score(batch, temperature, entropy)
 
 
 class Scorer(nn.Module):
-    """A causal model together with its output layer's chunks: one forward pass from a micro-batch to log-probs.
+    """A causal model whose forward pass leads from a micro-batch to log-probs, with the output layer in chunks.
 
-    A module, so that what wraps modules (sharding, hooks) sees the whole pass.
+    It is a module, so that wrappers of modules (sharding, hooks) cover the whole pass.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
-        """`ranks`: cut every sequence over these ranks. Raises ValueError for a model whose attention cannot be."""
+        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention forbids it."""
         super().__init__()
         self.model = model
         self._ranks = ranks
         self._trees = attention.supports_trees(model)
         if ranks is not None and not self._trees:
-            raise ValueError(f"{type(model).__name__}: context parallelism does not know its attention; use cp 1")
+            raise ValueError(f"{type(model).__name__}: context parallelism does not support its attention; use cp 1")
 
     def plan(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, max_tokens: int
     ) -> list[MicroBatch]:
-        """Micro-batches with something to score; the same on all ranks of a context group."""
+        """Return the micro-batches with tokens to score, the same on all ranks of a context group."""
         if temperature <= 0:
-            raise ValueError(f"temperature {temperature}: log-probs need one above 0")
+            raise ValueError(f"temperature {temperature}: must be above 0")
         return tree.plan(
             token_ids,
             lengths,
@@ -123,12 +124,12 @@ class Scorer(nn.Module):
         )
 
     def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:
-        """Run the model over `batch` (with context ranks: over this rank's part of it, possibly without a token)."""
+        """Run the model over `batch`. With context ranks this rank runs its part, which may have no scored token."""
         cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
         part = batch if cut is None else cut.batch
         logprobs_C, entropy_P = self(part, cut, temperature, entropy)
         device = logprobs_C.device
-        # where sequences share a prefix, several tokens are the same child
+        # Where sequences share a prefix, several tokens are the same child.
         child_M = torch.from_numpy(part.token_child).to(device)
         entropy_M: Tensor | None = None
         if entropy_P is not None:
@@ -138,7 +139,7 @@ class Scorer(nn.Module):
     def forward(
         self, batch: MicroBatch, cut: CutBatch | None, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [C] of the children, entropy [P] of the predictors or None; go through `score`."""
+        """Return log-probs [C] of the children, and entropies [P] of the predictors or None. Called by `score`."""
         model: Any = self.model
         device = next(model.parameters()).device
         predictors = torch.from_numpy(batch.predictors).to(device)
@@ -192,7 +193,7 @@ def _gather(
 
 
 def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
-    """[P, V] logits, or [P, hidden] when the head comes later."""
+    """Return [P, V] logits, or [P, hidden] if `logits` is false."""
     device = predictors.device
     arguments: dict[str, Any] = {
         "input_ids": torch.from_numpy(batch.token_ids).to(device)[None],
@@ -207,7 +208,7 @@ def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logit
 
 
 def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
-    """The same where nobody will ask for gradients, nor compare bits with a pass that has them."""
+    """Like `_run_trees`, without gradients. The last bits may differ from those of a pass with gradients."""
     decoder = PlainDecoder(model)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -218,7 +219,7 @@ def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, 
 
 
 def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, predictors: Tensor, *, logits: bool) -> Tensor:
-    """The same for this rank's part of every sequence."""
+    """Like `_run_trees`, for this rank's part of every sequence."""
     device = predictors.device
     arguments: dict[str, Any] = {
         "input_ids": torch.from_numpy(cut.batch.token_ids).to(device)[None],
@@ -237,7 +238,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
-    """The same for models whose layers look beyond attention: every row is one sequence, padded on the right."""
+    """Like `_run_trees`, for models with other kinds of layers: every row is one sequence, padded on the right."""
     device = predictors.device
     hidden: list[Tensor] = []
     for block in batch.blocks:

@@ -1,8 +1,8 @@
-"""The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3) written out for inference on a CPU: a third of the
-operations that the model's own modules take for a token, which is what small batches cost. Must never keep a weight (it
-reads the model's own parameters at every pass), nor take on a model whose modules compute anything else.
+"""The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3), written out for inference on a CPU. It launches a
+third of the operations per token that the model's modules do, which dominate the cost of small batches. It reads the
+model's parameters at every pass and keeps no weights. `is_plain` tells which models it supports.
 
-Shapes: R rows, T tokens of each, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
+Shapes: R rows, T tokens per row, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
-"""Kinds of rotary embedding whose angles do not change with the length of the sequence."""
+"""Kinds of rotary embedding whose angles do not depend on the length of the sequence."""
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether `PlainDecoder` computes what `model` does: by class, configuration, precision and device; a whole one."""
+    """Return whether `PlainDecoder` supports `model`, by class, configuration, precision and device."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
         return False
@@ -33,7 +33,7 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
-        and not isinstance(first, DTensor)  # a rank's part of it
+        and not isinstance(first, DTensor)  # only a rank's part of the model
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and config.hidden_act == "silu"
@@ -44,22 +44,22 @@ def is_plain(model: nn.Module) -> bool:
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""As `functional.linear`: rows [N, in], weight [out, in], bias [out] or None -> [N, out]."""
+"""A replacement of `functional.linear`: rows [N, in], weight [out, in], bias [out] or None -> [N, out]."""
 
 
 @dataclass
 class Past:
-    """Keys and values of one layer, [R, G, capacity, D] each, of which those of the first tokens are filled."""
+    """Keys and values of one layer, [R, G, capacity, D] each, filled up to the current length."""
 
     keys: Tensor
     values: Tensor
 
 
 class PlainDecoder:
-    """Only under `torch.inference_mode` or `no_grad`."""
+    """The forward pass of one model. Use it under `torch.inference_mode` or `no_grad`."""
 
     def __init__(self, model: nn.Module, product: Product | None = None) -> None:
-        """`model`: one that `is_plain`; `product`: what computes its linear layers, with other last bits."""
+        """`model` must be plain (`is_plain`). `product` computes its linear layers, with different last bits."""
         known: Any = model
         self._product = product
         self._model = known
@@ -70,7 +70,7 @@ class PlainDecoder:
         self._scale = float(attention.scaling)
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, 1, D] of the rotary embedding; the first half of the sines negated."""
+        """Return cosines and sines [positions, 1, D] of the rotary embedding, the first half of the sines negated."""
         x = torch.empty(0)
         cos, sin = self._model.model.rotary_emb(x, torch.arange(positions)[None])
         signed = sin[0].clone()
@@ -80,9 +80,9 @@ class PlainDecoder:
     def begin(
         self, ids_RT: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, seen_R1TT: Tensor | None
     ) -> tuple[Tensor, list[Past]]:
-        """The pass over whole prompts: hidden states [R, T, hidden] before the last norm, and what later passes see.
+        """Run whole prompts. Return hidden states [R, T, hidden] before the last norm, and the keys and values.
 
-        `seen_R1TT` bool: which token sees which; None: all that come before it.
+        `seen_R1TT` bool is true where a token attends; None stands for a causal mask.
         """
         rows, length = ids_RT.shape
         pasts: list[Past] = []
@@ -99,9 +99,9 @@ class PlainDecoder:
         return hidden.view(rows, length, -1), pasts
 
     def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
-        """The pass over N packed tokens of as many texts as there are: hidden states [N, hidden].
+        """Run N packed tokens of any number of texts and return hidden states [N, hidden].
 
-        `attend(queries, keys, values, scale)`, [1, heads, N, D] each -> [1, N, H, D]: knows which token sees which.
+        `attend(queries, keys, values, scale)`, [1, heads, N, D] each -> [1, N, H, D], applies the mask.
         """
         cos, sin = self.angles(int(depths_N.max()) + 1)
 
@@ -114,9 +114,9 @@ class PlainDecoder:
     def go_on(
         self, ids_R: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, pasts: list[Past], length: int, bias_X1L: Tensor
     ) -> Tensor:
-        """The pass over one more token of each row, token `length` of `pasts` from now on: hidden [R, hidden].
+        """Run one more token per row, append it to `pasts` at `length`, and return hidden states [R, hidden].
 
-        `bias_X1L`, X = R * G or 1, added to the scores: -inf where a row must not look, over length + 1 keys.
+        `bias_X1L` with X = R * G or 1 is added to the scores of length + 1 keys: -inf where a row does not attend.
         """
         rows, groups = len(ids_R), self._heads // self._key_heads
 
@@ -126,7 +126,7 @@ class PlainDecoder:
             past.keys[:, :, length] = k
             past.values[:, :, length] = v
             keys, values = (each.flatten(0, 1)[:, : length + 1] for each in (past.keys, past.values))
-            # the queries that share a key head are rows of one product
+            # Queries that share a key head are rows of one product.
             q = q.reshape(rows * self._key_heads, groups, self._dim)
             scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self._scale)
             return torch.bmm(scores.softmax(-1), values).view(rows, -1)
@@ -134,19 +134,19 @@ class PlainDecoder:
         return self._layers(ids_R, cos_R1D, sin_R1D, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., vocabulary] of hidden states [..., hidden] before the last norm."""
+        """Return logits [..., vocabulary] for hidden states [..., hidden] before the last norm."""
         head = self._model.lm_head
         product = self._product or nn.functional.linear
         out: Tensor = product(self.normed(hidden), head.weight, head.bias)
         return out
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the output layer takes, of hidden states before the last norm."""
+        """Apply the last norm to hidden states. The result is the input of the output layer."""
         norm = self._model.model.norm
-        return _normed(hidden, norm.weight, norm.variance_epsilon)
+        return _rms_norm(hidden, norm.weight, norm.variance_epsilon)
 
     def logprobs(self, ids_T: Tensor) -> Tensor:
-        """float32 [T - 1]: of every token after the first, given those before it."""
+        """Return the log-prob of every token after the first, given those before it, float32 [T - 1]."""
         cos, sin = self.angles(len(ids_T) - 1)
         hidden, _ = self.begin(ids_T[None, :-1], cos, sin, None)
         return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
@@ -157,13 +157,13 @@ class PlainDecoder:
     def _layers(
         self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """`attend(layer, [N, H + 2G, D]) -> [N, H * D]`."""
+        """Run all layers and return hidden states. `attend(layer, [N, H + 2G, D])` returns [N, H * D]."""
         model: Any = self._model.model
         x = nn.functional.embedding(ids_N, model.embed_tokens.weight)
         turned = self._heads + self._key_heads
         for number, layer in enumerate(model.layers):
             own, mlp = layer.self_attn, layer.mlp
-            normed = _normed(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+            normed = _rms_norm(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
             qkv = x.new_empty(len(x), (turned + self._key_heads) * self._dim)
             begin = 0
             for linear in (own.q_proj, own.k_proj, own.v_proj):
@@ -176,12 +176,14 @@ class PlainDecoder:
                 weight_XD = torch.cat(
                     [own.q_norm.weight.expand(self._heads, -1), own.k_norm.weight.expand(self._key_heads, -1)]
                 )
-                qk = _normed(qk, weight_XD, own.q_norm.variance_epsilon)
+                qk = _rms_norm(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
-            x = self._added(x, attend(number, qkv), own.o_proj)
-            normed = _normed(x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
+            x = self._add_linear(x, attend(number, qkv), own.o_proj)
+            normed = _rms_norm(
+                x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
+            )
             gate = nn.functional.silu(self._linear(normed, mlp.gate_proj), inplace=True)
-            x = self._added(x, gate.mul_(self._linear(normed, mlp.up_proj)), mlp.down_proj)
+            x = self._add_linear(x, gate.mul_(self._linear(normed, mlp.up_proj)), mlp.down_proj)
         return x
 
     def _linear(self, x: Tensor, linear: Any, out: Tensor | None = None) -> Tensor:
@@ -192,15 +194,15 @@ class PlainDecoder:
             return torch.mm(x, linear.weight.t(), out=out)
         return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
-    def _added(self, x: Tensor, y: Tensor, linear: Any) -> Tensor:
-        """x + linear(y)."""
+    def _add_linear(self, x: Tensor, y: Tensor, linear: Any) -> Tensor:
+        """Return x + linear(y)."""
         if self._product is not None:
             return self._product(y, linear.weight, linear.bias).add_(x)
         sum_ = torch.addmm(x, y, linear.weight.t())
         return sum_ if linear.bias is None else sum_.add_(linear.bias)
 
 
-def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
     mean = torch.add(x.new_tensor(epsilon), torch.linalg.vecdot(x, x), alpha=1.0 / x.shape[-1])
     return (x * mean.rsqrt_()[..., None]).mul_(weight)

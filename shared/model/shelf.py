@@ -1,8 +1,7 @@
-"""Keeps tensors off the device, bit for bit, and gives their memory back while they are there; or gives it back alone.
+"""Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or frees memory only.
 
-On CUDA the shelf is host memory; on a CPU-only machine, where device and host are the same memory, it is a file, so
-that memory really falls. Must never change which tensor objects a model or optimizer holds: their storage is emptied
-and filled again in place.
+On CUDA the shelf is host memory. On a CPU, where device and host share memory, it is a file, so that the memory is
+really freed. Models and optimizers keep their tensor objects, whose storage is emptied and refilled in place.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from shared.model import cpu
 
 
 class Shelf:
-    """One set of tensors that is either on the device or on the shelf. Compute thread only."""
+    """A set of tensors that is either on the device or on the shelf. Compute thread only."""
 
     def __init__(self, file: Path, content: Literal["changes", "frozen"] = "changes") -> None:
-        """`file`: where the bytes of CPU tensors go; its folder is made when needed. Frozen ones are written once, and
-        again after `renewed`."""
+        """`file` receives the bytes of CPU tensors; its folder is created if needed. `frozen` tensors are written once,
+        and again after `renewed`."""
         self._file = file
         self._content = content
         self._written = False
@@ -33,11 +32,11 @@ class Shelf:
 
     @property
     def holds(self) -> bool:
-        """Whether something is on the shelf."""
+        """Whether the tensors are on the shelf."""
         return bool(self._stored)
 
     def put(self, tensors: Iterable[Tensor]) -> int:
-        """Move the storages of `tensors` here (each once, however many share it); returns bytes freed."""
+        """Move the storages of `tensors` to the shelf, shared ones once, and return the bytes freed."""
         tensors = list(tensors)
         own_storages(tensors)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -65,7 +64,7 @@ class Shelf:
         return sum(size for _, size, _ in self._stored)
 
     def take(self) -> int:
-        """Bring everything back into the same tensors; returns bytes moved. Raises OSError when the file is gone."""
+        """Move everything back into the same tensors and return the bytes moved. Raises OSError without the file."""
         moved = 0
         on_cpu = [(storage, size) for storage, size, copy in self._stored if copy is None]
         if on_cpu:
@@ -73,7 +72,7 @@ class Shelf:
                 for storage, size in on_cpu:
                     storage.resize_(size)
                     if file.readinto(_bytes(storage)) != size:
-                        raise OSError(f"{self._file}: shorter than what was put there")
+                        raise OSError(f"{self._file}: shorter than the data written to it")
             if not self._written:
                 self._file.unlink()
         for storage, size, copy in self._stored:
@@ -85,17 +84,17 @@ class Shelf:
         return moved
 
     def renewed(self) -> None:
-        """Frozen tensors have other values now: what was written of them is not what has to come back."""
+        """Note that frozen tensors have new values, so that the next `put` writes them again."""
         self._written = False
 
     def remove(self) -> None:
-        """The end: nobody takes what is here any more."""
+        """Delete the file. What is on the shelf cannot be taken after this."""
         self._file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class Released:
-    """Tensors that shared one memory, and what it was."""
+    """Tensors that shared one memory, and its shape, dtype and device."""
 
     tensors: list[Tensor]
     shape: torch.Size
@@ -104,7 +103,7 @@ class Released:
 
 
 def release(tensors: Iterable[Tensor]) -> list[Released]:
-    """Let go of the memory of `tensors`, values and all; those that share one (tied weights) share one again later."""
+    """Free the memory of `tensors` and lose their values. `restore` lets those that share memory share it again."""
     found: dict[tuple[int, torch.Size], Released] = {}
     for tensor in tensors:
         key = (tensor.data_ptr(), tensor.shape)
@@ -116,7 +115,7 @@ def release(tensors: Iterable[Tensor]) -> list[Released]:
 
 
 def restore(released: Iterable[Released]) -> None:
-    """Memory again for what `release` returned, with anything in it."""
+    """Allocate uninitialised memory for the tensors that were released."""
     for each in released:
         data = torch.empty(each.shape, dtype=each.dtype, device=each.device)
         for tensor in each.tensors:
@@ -124,8 +123,8 @@ def restore(released: Iterable[Released]) -> None:
 
 
 def give_back() -> None:
-    """Have the allocators return what is free: the C library keeps small pieces, torch all it ever had of a GPU."""
-    torch.cuda.empty_cache()  # nothing without CUDA
+    """Return free memory to the system. The C library keeps freed memory, and torch all it has allocated on a GPU."""
+    torch.cuda.empty_cache()  # a no-op without CUDA
     cpu.give_back()
 
 
@@ -135,12 +134,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """The storage's memory, writable. Not through numpy: a storage that was lent to it can never be resized again."""
+    """Return the memory of a storage, writable. A storage that was shared with numpy could not be resized."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def own_storages(tensors: Iterable[Tensor]) -> None:
-    """Give every tensor whose memory belongs to somebody else too (a mapped file, numpy) memory that can be freed."""
+    """Move tensors whose memory belongs to a mapped file or to numpy to memory that can be freed."""
     copies: dict[int, Tensor] = {}
     for tensor in tensors:
         if not isinstance(tensor, DTensor) and not tensor.untyped_storage().resizable():

@@ -1,10 +1,10 @@
-"""Lays ragged sequences out as trees of shared prefixes: no common token is computed twice, nor one that predicts
-nothing that is scored. Never touches torch.
+"""Lays ragged sequences out as trees of shared prefixes, so that common tokens are computed once, and tokens after the
+last scored one not at all. Does not import torch.
 
-The samples of a group share their prompt and often much of their answer; a causal model gives equal prefixes equal
-hidden states. Sorted sequences make a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
-exactly when j <= i < end[j]. A row that holds one sequence is a plain causal chain. A sequence ends in the tree before
-its last scored token: that one is a target and no node, as whatever follows it.
+The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
+hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
+exactly if j <= i < end[j]. A row that holds one sequence is a plain causal chain. A sequence ends in the tree before
+its last scored token, which is a target but not a node; the tokens after it are neither.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_ROW_NODES = 2048
-"""Of a row with branches: its attention mask has the square of this."""
+"""Maximum number of nodes of a row with branches. Its attention mask has the square of this."""
 MIN_FILL = 0.8
-"""Rows of one attention block are at least this full: padding exists in attention only, and is bounded there."""
+"""Minimum fill of an attention block, which bounds its padding. Only attention is padded."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of similar length that attend in one call; R rows, L = their longest.
+    """Rows of similar length that attend in one call: R rows, of which the longest has L nodes.
 
-    `gather` int64 [R*L]: the micro-batch's node in each slot (padding repeats node 0). `end` int64 [R, L]: one past
-    the last descendant of the slot's node, counted in slots; None when every row is a chain.
+    `gather` int64 [R*L] is the node of the micro-batch in each slot (padding repeats node 0). `end` int64 [R, L] is one
+    past the last descendant of the slot's node, counted in slots, or None if every row is a chain.
     """
 
     rows: int
@@ -38,13 +38,13 @@ class Block:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass runs over: N nodes, of which P predict C children, which are the targets of M tokens. A
-    child is a node and a token that follows it.
+    """The input of one forward pass: N nodes, of which P predict C children, which are the targets of M tokens. A child
+    is a node together with a token that follows it.
 
-    `token_ids`, `depths` int64 [N]; `scatter` int64 [N]: a node's place among all slots of `blocks`;
-    `predictors` int64 [P]: nodes whose logits are needed; `child_predictor`, `child_token` int64 [C]: index into
-    `predictors` and the token scored there; `tokens` int64 [M]: positions in the flat [T] arrays of the caller whose
-    log-prob this micro-batch gives; `token_child` int64 [M]: the child that each of them is.
+    `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among those of all
+    `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
+    int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions, in the
+    caller's flat [T] arrays, of the scored tokens, and `token_child` int64 [M] is the child of each.
     """
 
     token_ids: Array
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Forest:
-    """All rows of a batch. Nodes are numbered row by row, in pre-order within a row."""
+    """All rows of a batch. Nodes are numbered row by row, and in pre-order within a row."""
 
     node_token: Array  # [N]
     node_depth: Array  # [N]
@@ -72,7 +72,7 @@ class _Forest:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The masked tokens of a batch: their positions, the nodes that predict them, their ids; int64 [M] each."""
+    """The scored tokens of a batch: their positions, the nodes that predict them, and their ids; int64 [M] each."""
 
     position: Array
     predictor: Array
@@ -82,11 +82,12 @@ class _Targets:
 def plan(
     token_ids: Array, lengths: Array, loss_mask: Array, *, max_tokens: int, hidden_size: int, share: bool = True
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` nodes (a longer sequence stands alone) that score every masked token once.
+    """Return micro-batches that score every token with mask 1 once.
 
-    `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention
-    against the linear layers when rows are formed; `share` False keeps every sequence a row of its own.
-    Raises ValueError when the arrays do not fit each other or the first token of a sequence is to be scored.
+    A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
+    int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention against the linear layers when rows
+    are formed. Without `share` every sequence is a row of its own. Raises ValueError if the sizes of the arrays differ
+    or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(token_ids, dtype=np.int64)
@@ -123,7 +124,7 @@ def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, sh
         order = np.argsort(big_endian.view(f"S{4 * width}").ravel(), kind="stable")
         differs = table[order[1:]] != table[order[:-1]]
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        # an end (-1) never equals a token, so `common` is at most the shorter length, or both rows are equal
+        # Padding (-1) differs from every token, so `common` is at most the shorter length, unless the rows are equal.
         common = np.minimum(common, np.minimum(lengths[order[1:]], lengths[order[:-1]]))
         shared = _cut_rows(np.concatenate([[0], common]), lengths[order], max_nodes, hidden_size)
     else:
@@ -133,10 +134,10 @@ def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, sh
 
 
 def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int) -> Array:
-    """Per sorted sequence: how many leading tokens it takes over from the row, or -1 where a row begins.
+    """Return for each sorted sequence the number of leading tokens that it shares with its row, -1 where a row begins.
 
-    A token of the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 against 4 h
-    multiply-adds a layer), which decides whether joining a row saves anything.
+    A token in the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 and 4 h multiply-adds
+    per layer), which decides whether joining a row saves time.
     """
     shared = np.full(len(lengths), -1, dtype=np.int64)
     nodes = 0
@@ -166,7 +167,7 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
     node_end = np.repeat(row_start[1:], np.diff(row_start))
     token_node = np.empty(len(tokens), dtype=np.int64)
 
-    path: list[int] = []  # node ids of the sequence before, root first
+    path: list[int] = []  # node ids of the previous sequence, root first
     for index, (begin, length, same, node) in enumerate(
         zip(starts[order].tolist(), lengths[order].tolist(), shared.tolist(), first_node.tolist(), strict=True)
     ):
@@ -181,7 +182,7 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
 
 
 def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
-    """Rows of each micro-batch, longest first."""
+    """Return the rows of each micro-batch, longest first."""
     sizes = np.diff(forest.row_start)
     parts: list[Array] = []
     current: list[int] = []
@@ -235,7 +236,7 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
 
 
 def _block_bounds(sizes: Array, is_chain: Array) -> list[tuple[int, int]]:
-    """Cut rows, longest first, where the fill would fall under MIN_FILL."""
+    """Split rows, longest first, into blocks where the fill would fall below MIN_FILL."""
     bounds: list[tuple[int, int]] = []
     begin, used = 0, 0
     for index, size in enumerate(sizes.tolist()):

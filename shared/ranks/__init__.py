@@ -1,1 +1,1 @@
-"""Ranks that hold pieces of one model: how they are arranged, how they meet, how their process group opens."""
+"""The ranks that share a model: their layout, their rendezvous and their process group."""

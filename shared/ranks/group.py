@@ -1,7 +1,8 @@
-"""A rank's side of its group: joins it, meets the others before every collective, learns of its end. Event loop only.
+"""A rank's side of its group: joining it, meeting the other ranks before every collective, noticing its end. Everything
+here belongs to the event loop.
 
-Everything goes through mailboxes, so that it has deadlines and names; only the collectives themselves, which begin when
-all ranks have met, run in the process group.
+Ranks talk through their mailboxes, with deadlines and names. Only the collectives themselves, which begin when all
+ranks have met, run in the process group.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from shared.rpc.mailbox import DEFERRED, Call, Deferred
 T = TypeVar("T")
 
 JOIN_S = 600.0
-"""All ranks must be there within this."""
+"""Maximum seconds for which a rank waits until all ranks have joined."""
 WATCH_S = 20.0
 PING_S = 2.0
 
 
 class GroupEnded(RpcError):
-    """This rank's group is no more: the process ends, and its next life joins a new one."""
+    """The group of this rank has ended. The process ends, too, and its next life joins a new group."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(ErrorCode.LOST, cause)
 
 
 class CollectiveFailed(GroupEnded):
-    """A collective failed here while every other rank lives: this rank may be the one that is to blame."""
+    """A collective failed while all other ranks answer, so this rank may be the cause."""
 
 
 @contextmanager
 def ends_with_its_peers(service: Service) -> Iterator[None]:
-    """Tell by the exit status when it is not this rank that failed."""
+    """Set the exit status PEER_LOST_STATUS if the group ends because another rank failed."""
     try:
         yield
     except CollectiveFailed:
@@ -52,7 +53,7 @@ def ends_with_its_peers(service: Service) -> Iterator[None]:
 
 
 class Group:
-    """The ranks of one worker group. With one rank there is nobody to wait for."""
+    """The ranks of one worker group, of which this process is one. A group of one rank never waits."""
 
     def __init__(
         self,
@@ -63,14 +64,14 @@ class Group:
         *,
         deadline_s: float,
     ) -> None:
-        """`names`: of the ranks' processes, by rank; `client_of`: the mailbox of a rank."""
+        """`names` are the names of the processes by rank. `client_of` returns the client of a rank's mailbox."""
         self.rank = rank
         self.world_size = len(names)
         self._names = names
         self.generation = 0
         self._client_of = client_of
         self.deadline_s = deadline_s
-        """The longest wait of one rank for another."""
+        """Maximum seconds for which one rank waits for another."""
         self._round = ""
         self._lives: dict[int, int] = {}
         self._rendezvous = Rendezvous(names, incarnation, deadline_s=deadline_s) if rank == 0 else None
@@ -79,7 +80,7 @@ class Group:
     # ---- rank 0's mailbox
 
     def on_meet(self, request: Meet, call: Call) -> Deferred:
-        """Handler of `Meet`. Raises RpcError(bad_request) on other ranks."""
+        """Handle `Meet` on rank 0. Raises RpcError(bad_request) on other ranks."""
         if self._rendezvous is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"rank {self.rank}: ranks meet at {self._names[0]}")
 
@@ -109,7 +110,7 @@ class Group:
     # ---- every rank
 
     async def join(self) -> None:
-        """Wait until all ranks are there. Raises DeadlineExceeded, GroupEnded (of rank 0's life that is ending)."""
+        """Wait until all ranks have joined. Raises DeadlineExceeded, and GroupEnded if rank 0's group is ending."""
         if self.world_size == 1:
             return
         try:
@@ -119,23 +120,26 @@ class Group:
         except RpcError as error:
             raise GroupEnded(str(error)) from None
         self.generation = met.generation
-        self._lives = await self._living()
+        self._lives = await self._answering_lives()
 
     async def watch(self) -> None:
-        """Never returns; raises GroupEnded when the group has."""
+        """Wait until the group ends, then raise GroupEnded. Never returns."""
         if self.world_size == 1:
             await asyncio.Event().wait()
         while True:
             try:
                 await self._ask(Meet(generation=self.generation, round=END, rank=self.rank), WATCH_S)
             except DeadlineExceeded:
-                continue  # a long poll: ask again, rank 0 may be in its next life by now
+                continue  # a long poll ended: ask again, as rank 0 may be in its next life
             except RpcError as error:
                 if error.code not in (ErrorCode.DEADLINE, ErrorCode.DRAINING):
                     raise GroupEnded(str(error)) from None
 
     async def meet(self, round_name: str, failure: str = "") -> None:
-        """Wait for all ranks at `round_name`. Raises RpcError(lost) when a rank cannot go on, GroupEnded."""
+        """Wait for all ranks at `round_name`. A non-empty `failure` makes the round fail on all ranks.
+
+        Raises RpcError(lost) if another rank failed, and GroupEnded.
+        """
         if self.world_size == 1:
             return
         self._round = round_name
@@ -151,14 +155,14 @@ class Group:
             raise RpcError(ErrorCode.LOST, f"{round_name} refused: {'; '.join(met.failures)}"[:1000])
 
     async def withdraw(self, cause: str) -> None:
-        """Give up the round that this rank waits in, if any: it fails on every rank, unless all have met already."""
+        """Make the round in which this rank waits, if any, fail on every rank, unless all have met already."""
         if self._round:
             await self._ask(self._meet(self._round, cause), self.deadline_s)
 
     async def together(self, name: str, work: Awaitable[T]) -> T:
-        """The result of collective `work`, which every rank has begun. An RpcError is raised on all ranks alike.
+        """Return the result of the collective `work`, which every rank has begun. All ranks raise the same RpcErrors.
 
-        Raises GroupEnded when a collective failed: no rank holds then what the others believe.
+        Raises GroupEnded if a collective failed, because the state of the ranks may differ then.
         """
         try:
             return await work
@@ -176,12 +180,12 @@ class Group:
             raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
 
     async def until_ended(self, work: Awaitable[None]) -> None:
-        """`work`, unless the group ends first: then nothing that this rank holds can be trusted to be together."""
+        """Run `work` until it completes or the group ends, after which the state of this rank cannot be trusted."""
         tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self.watch())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             errors = [error for task in done if (error := task.exception()) is not None]
-            if errors:  # what this rank knows of itself before what it hears of the group
+            if errors:  # prefer this rank's own error to the end of the group
                 raise next((each for each in errors if type(each) is not GroupEnded), errors[0])
         finally:
             for task in tasks:
@@ -189,14 +193,14 @@ class Group:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def lost(self) -> list[int]:
-        """Ranks whose mailbox does not answer now, or is that of a later life than the one which joined."""
-        lives = await self._living()
+        """Return the ranks whose mailbox does not answer or belongs to a later life than the one that joined."""
+        lives = await self._answering_lives()
         return [
             rank for rank in self._others() if rank not in lives or lives[rank] != self._lives.get(rank, lives[rank])
         ]
 
-    async def _living(self) -> dict[int, int]:
-        """The incarnations of the other ranks that answer."""
+    async def _answering_lives(self) -> dict[int, int]:
+        """Return the incarnations of the other ranks that answer."""
 
         async def ping(rank: int) -> int | None:
             try:
@@ -209,7 +213,8 @@ class Group:
         return {rank: life for rank, life in zip(ranks, answers, strict=True) if life is not None}
 
     def end(self, cause: str) -> None:
-        """This rank cannot go on; on rank 0 the others are told, elsewhere they see it when this process comes back."""
+        """End the group because this rank cannot continue. Rank 0 tells the others; they notice the end of another rank
+        when its process restarts."""
         if self._rendezvous is not None:
             self._rendezvous.end(cause)
 

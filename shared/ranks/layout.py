@@ -1,7 +1,7 @@
-"""How the ranks of the worker group are arranged: which of them share samples, sequences, layers. Arithmetic only.
+"""The layout of the worker group: which ranks share samples, sequences and layers. Arithmetic only.
 
-Ranks count with tp fastest, then cp, dp, and pp slowest (megatron's order), so that the ranks that talk most are
-neighbours. Driver and workers use the same file: nobody sends a layout.
+Ranks are numbered with tp varying fastest, then cp, dp, and pp (megatron's order), so that the ranks that communicate
+most are neighbours. Driver and workers compute the layout from the same settings; it is not sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of a group of `world_size` ranks; `dp` is derived. Raises ValueError when they do not divide it."""
+    """Degrees of a group of `world_size` ranks; `dp` is derived. Raises ValueError if they do not divide it."""
 
     world_size: int
     tp: int = 1
@@ -27,11 +27,11 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: so many ways are the samples of a batch divided."""
+        """Number of data-parallel ranks, over which the samples of a batch are divided."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     def place(self, rank: int) -> Place:
-        """Where `rank` stands along each degree."""
+        """Return the position of `rank` along each degree."""
         tp_rank, rest = rank % self.tp, rank // self.tp
         cp_rank, rest = rest % self.cp, rest // self.cp
         dp_rank, pp_rank = rest % self.dp, rest // self.dp
@@ -51,10 +51,10 @@ class Place:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank holds log-probs that no other rank holds too: first of tp, last stage of pp, any of cp."""
+        """Whether the log-probs of this rank count: first of tp, last stage of pp, any of cp. The others are copies."""
         return self.tp_rank == 0 and self.pp_rank == self.layout.pp - 1
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its data-parallel rank (puts the shards that a forward pass makes)."""
+        """Whether this rank puts the shards that a forward pass makes on its data-parallel rank."""
         return self.counts and self.cp_rank == 0

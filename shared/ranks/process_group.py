@@ -1,4 +1,4 @@
-"""Opens the process group of ranks that have met. Must never listen outside the host."""
+"""Opens the process group of ranks that have met. It uses the loopback interface only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared.ranks.layout import Place
 
 
 def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> None:
-    """Join the group of all ranks, meeting the others through `file` (private to the run's owner).
+    """Join the group of all ranks, which meet through `file` (private to the run's owner). Blocks until all joined.
 
-    A collective that takes longer than `deadline_s` raises RuntimeError. Blocks until all ranks are there.
+    A collective that takes longer than `deadline_s` raises RuntimeError.
     """
-    for library in ("GLOO", "NCCL"):  # all ranks are on this host: nothing listens outside it
+    for library in ("GLOO", "NCCL"):  # all ranks are on this host: loopback only
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     store = FileStore(str(file), place.layout.world_size)
     store.set_timeout(timedelta(seconds=deadline_s))
@@ -32,7 +32,7 @@ def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> N
 
 
 def own_device(kind: str, rank: int) -> str:
-    """Where `rank` computes, as torch names it (`cpu`, `cuda:0`), and torch's present device from now on."""
+    """Return the device of `rank` as torch names it (`cpu`, `cuda:0`) and make it torch's current device."""
     if kind != "cuda":
         return kind
     # The launcher shows a rank one GPU; a rank started by hand may see all of them.

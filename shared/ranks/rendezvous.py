@@ -1,8 +1,8 @@
-"""Where the ranks of a group meet before every collective: rank 0's side, a pure state machine over arrivals.
+"""Rank 0's side of the rendezvous before every collective: a pure state machine over arrivals.
 
-No rank enters a collective that another one cannot join: a rank that failed says so here and all of them refuse the
-call, with their process group intact. Missing on purpose: a way back from an ended group. A rank that comes in a second
-life ends it, and all ranks start anew.
+No rank enters a collective that another rank cannot join: a rank that failed reports it here and all ranks refuse the
+call, with their process group intact. An ended group cannot be revived. A rank that joins again after a restart ends
+the group, and all ranks form a new one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.rpc.errors import RpcError
 
 JOIN, END = "join", "end"
 _DECIDED_ROUNDS = 64
-"""Rounds that are remembered for ranks that come late to them."""
+"""Maximum number of decided rounds that are kept for late ranks."""
 
 Answer = Callable[[Met | RpcError], None]
 
@@ -28,11 +28,11 @@ class _Round:
 
 
 class Rendezvous:
-    """`arrive` and `expire` answer ranks through the callbacks they came with; `ended` says why there is no group."""
+    """A group that is formed or has ended. Ranks are answered through callbacks; `ended` holds the cause of the end."""
 
     def __init__(self, names: Sequence[str], generation: int, *, deadline_s: float) -> None:
-        """`names`: of the ranks' processes (`policy-trainer-worker/0`), by rank; `generation`: names the group to be
-        formed, never 0; a rank that waits longer than `deadline_s` ends it."""
+        """`names` are the names of the processes by rank, such as `policy-trainer-worker/0`. `generation` identifies
+        the group and is not 0. A round that takes longer than `deadline_s` ends the group."""
         self.ended = ""
         self._names = names
         self._generation = generation
@@ -43,12 +43,12 @@ class Rendezvous:
         self._parked: dict[int, Answer] = {}
 
     def arrive(self, request: Meet, answer: Answer, now: float) -> None:
-        """A rank came to a round. `answer` is called once, now or when the round is decided."""
+        """Handle the arrival of a rank at a round. `answer` is called once, now or when the round is decided."""
         if not 0 <= request.rank < len(self._names):
             text = f"rank {request.rank} of a group of {len(self._names)}: ranks count from 0"
             answer(RpcError(ErrorCode.BAD_REQUEST, text))
         elif self.ended:
-            answer(self._lost())
+            answer(self._ended_error())
         elif request.round == JOIN:
             self._join(request, answer)
         elif request.generation != self._generation or not self._formed:
@@ -66,11 +66,11 @@ class Rendezvous:
                 self._decide(request.round, [])
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do; None: nobody waits."""
+        """Return the next time at which `expire` has to be called, None if no rank waits."""
         return min((each.deadline for each in self._rounds.values()), default=None)
 
     def expire(self, now: float) -> None:
-        """End the group when a round is past its deadline, naming who is missing."""
+        """End the group if a round is past its deadline, naming the missing ranks."""
         for name, current in self._rounds.items():
             if now >= current.deadline:
                 missing = sorted(set(range(len(self._names))) - current.waiting.keys())
@@ -79,18 +79,18 @@ class Rendezvous:
                 return
 
     def end(self, cause: str) -> None:
-        """There is no group any more; everybody who waits is told."""
+        """End the group and answer every rank that waits."""
         self.ended = self.ended or cause
         waiting = [answer for current in self._rounds.values() for answer in current.waiting.values()]
         for answer in (*waiting, *self._parked.values()):
-            answer(self._lost())
+            answer(self._ended_error())
         self._rounds.clear()
         self._parked.clear()
 
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
-            # not answered: the client asks again until this rank is in its next life too, and is let in there
-            self.end(f"{self._names[request.rank]} was restarted: the group is formed anew")
+            # It gets no answer: the client asks again until rank 0 is in its next life, too, which admits it.
+            self.end(f"{self._names[request.rank]} was restarted: the group is formed again")
             return
         self._parked[request.rank] = answer
         if len(self._parked) == len(self._names):
@@ -107,5 +107,5 @@ class Rendezvous:
         for answer in self._rounds.pop(name).waiting.values():
             answer(met)
 
-    def _lost(self) -> RpcError:
+    def _ended_error(self) -> RpcError:
         return RpcError(ErrorCode.LOST, f"the group has ended: {self.ended}")

@@ -1,1 +1,1 @@
-"""Tensors from one process to a few others over a collective library. Must never decide what is sent, or when."""
+"""Transfers tensors from one process to a few others over a collective library. Callers decide what to send."""

@@ -1,8 +1,8 @@
-"""A gloo group of the trainer (rank 0) and the ranks of one engine, on the CPUs of one host. Must never listen outside
-the host, nor wait for anybody past a deadline.
+"""A gloo group of the trainer (rank 0) and the ranks of one engine, on the CPUs of one host. It uses the loopback
+interface only, and every wait has a deadline.
 
-The ranks meet in a file of the run's private folder. It is no part of torch.distributed's default group: a process has
-as many of these as it likes, and one that breaks takes nothing else with it.
+The ranks meet through a file in the run's private folder. The group is independent of torch.distributed's default
+group: a process may have several, and the failure of one does not affect the others.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ LOOPBACK = "lo"
 
 
 class TransferLost(Exception):
-    """The group is of no use any more: somebody is gone, or did not do its part in time. One line."""
+    """The group is unusable because a rank is gone or late. The message is one line."""
 
 
 class GlooGroup:
-    """Blocks until all ranks are there. Raises TransferLost when they are not within `deadline_s`."""
+    """A group whose constructor blocks until all ranks have joined."""
 
     def __init__(self, meeting: Path, rank: int, ranks: int, *, deadline_s: float) -> None:
-        """`meeting`: a file that nobody has met in before, to be kept until all have met (one may see that earlier than
-        another); `rank` 0 sends, the others (of `ranks` in all) receive."""
+        """`meeting` is the path of a new file, to be kept until all ranks have joined, which they may notice at
+        different times. Of the `ranks` ranks, rank 0 sends and the others receive.
+
+        Raises TransferLost if not all ranks join within `deadline_s`.
+        """
         self._deadline_s = deadline_s
-        gloo: Any = ProcessGroupGloo  # more than its stubs know
+        gloo: Any = ProcessGroupGloo  # its stubs are incomplete
         options = gloo._Options()
         options._devices = [gloo.create_device(interface=LOOPBACK)]
         options._timeout = timedelta(seconds=deadline_s)
@@ -41,25 +44,29 @@ class GlooGroup:
         try:
             self._group = gloo(store, rank, ranks, options)
         except RuntimeError as error:
-            raise TransferLost(f"gloo group of {ranks} not formed within {deadline_s:g} s: {_line(error)}") from None
+            raise TransferLost(
+                f"gloo group of {ranks} not formed within {deadline_s:g} s: {_first_line(error)}"
+            ) from None
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values into everybody's `tensors`: contiguous, in host memory, the same on all ranks in number,
-        shape and type. All of them within the deadline. Raises TransferLost: the group cannot be used again.
+        """Copy rank 0's values into the `tensors` of all ranks: contiguous, in host memory, and equal in number, shape
+        and dtype on all ranks. The deadline applies to all of them together.
+
+        Raises TransferLost, after which the group is unusable.
         """
-        ends = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self._deadline_s
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         for tensor in tensors:
             if not tensor.numel():
                 continue
-            left = timedelta(seconds=max(ends - time.monotonic(), 1e-3))
+            left = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
             options.timeout = left
             try:
                 self._group.broadcast([tensor.detach().reshape(-1).view(torch.uint8)], options).wait(left)
             except RuntimeError as error:
-                raise TransferLost(_line(error)) from None
+                raise TransferLost(_first_line(error)) from None
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

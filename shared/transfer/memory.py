@@ -1,7 +1,7 @@
-"""Memory of a GPU that another process on it may read: CUDA IPC in the words of our own messages. Must never pickle.
+"""Shares GPU memory with another process on the same GPU through CUDA IPC, described by a message instead of a pickle.
 
-torch's own way (`torch.multiprocessing`) sends the same numbers pickled. The memory must not be given back before the
-other process is done with it.
+`torch.multiprocessing` sends the same numbers pickled. The memory must stay allocated until the other process has
+finished with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proto.messages import DeviceMemory
 
 
 def packed(tensors: Mapping[str, Tensor], device: str) -> Tensor:
-    """uint8 [bytes of all] on `device`: one behind the other, in order, unpadded."""
+    """Return uint8 [total bytes] on `device`: the bytes of all tensors in order, without padding."""
     sizes = [each.nbytes for each in tensors.values()]
     copy = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     for part, each in zip(torch.split(copy, sizes), tensors.values(), strict=True):
@@ -26,7 +26,7 @@ def packed(tensors: Mapping[str, Tensor], device: str) -> Tensor:
 
 
 def exported(memory: Tensor) -> DeviceMemory:
-    """How another process opens `memory`, uint8 [n] on a GPU; to be opened once."""
+    """Return the message with which another process opens `memory`, uint8 [n] on a GPU. It can be opened once."""
     from torch.multiprocessing import reductions
 
     untyped: Any = reductions
@@ -47,7 +47,7 @@ def exported(memory: Tensor) -> DeviceMemory:
 
 
 def opening(memory: DeviceMemory) -> tuple[Any, ...]:
-    """The arguments of torch's `rebuild_cuda_tensor` that open it on GPU 0 of this process."""
+    """Return the arguments of torch's `rebuild_cuda_tensor` that open `memory` on GPU 0 of this process."""
     return (
         torch.Tensor,
         torch.Size([memory.nbytes]),
@@ -68,7 +68,7 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def give_back() -> None:
-    """What no process holds any more goes back to the GPU."""
-    cuda: Any = torch.cuda  # parts of it are not typed
+    """Release GPU memory that no process uses."""
+    cuda: Any = torch.cuda  # partly untyped
     cuda.ipc_collect()
     cuda.empty_cache()

@@ -1,10 +1,11 @@
-"""The trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C interface. Must
-never wait for anybody past a deadline: NCCL has none of its own.
+"""The trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C interface. Every
+wait has a deadline, which NCCL itself lacks.
 
 torch's NCCL groups end their process when a peer is gone, which a trainer must survive, and vLLM must not be imported
-beside training; hence the few functions of https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html used
-here. The communicator does not block (`ncclConfig_t.blocking` 0): every call is waited for with `ncclCommGetAsyncError`
-and given up with `ncclCommAbort`. The other end is vLLM's PyNcclCommunicator, which begins with the sum of one element.
+in the training process. Hence this module calls a few functions of
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html directly. The communicator is non-blocking
+(`ncclConfig_t.blocking` 0): calls are polled with `ncclCommGetAsyncError` and given up with `ncclCommAbort`. The other
+end is vLLM's PyNcclCommunicator, which begins with an all-reduce of one element.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DTYPES = {
 }
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400
-"""2.14 was the first with `blocking`; libnccl fills in what came later."""
+"""NCCL 2.14, the first version with `blocking`. libnccl sets later fields to their defaults."""
 _POLL_S = 0.001
 
 
@@ -53,20 +54,20 @@ class _Config(ctypes.Structure):
 
 
 def new_unique_id() -> bytes:
-    """What the ranks of a new communicator need to find each other. Raises TransferLost without NCCL."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)  # both ends are on one host: nothing listens outside it
+    """Return the id by which the ranks of a new communicator find each other. Raises TransferLost without NCCL."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)  # both ends are on this host: loopback only
     made = _UniqueId()
     _check(_library(), _library().ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)
 
 
 class NcclGroup:
-    """Not joined yet: `broadcast` does that, on the thread that it is called on. `abort` may come from another one."""
+    """A communicator that the first `broadcast` joins, on its own thread. `abort` may be called on another thread."""
 
     def __init__(self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float) -> None:
-        """`device`: of rank 0, as `cuda:0`."""
+        """`device` is the device of rank 0, such as `cuda:0`."""
         self._library = _library()
-        self._cuda: Any = torch.cuda  # parts of it are not typed
+        self._cuda: Any = torch.cuda  # partly untyped
         self._unique_id = _UniqueId.from_buffer_copy(unique_id)
         self._ranks = ranks
         self._device = torch.device(device)
@@ -75,89 +76,93 @@ class NcclGroup:
         self._stream: Any = None
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """`tensors`, from wherever they are, to all other ranks, joining first. Raises TransferLost: the communicator
-        is aborted."""
-        ends = time.monotonic() + self._deadline_s
+        """Send `tensors` on any device to all other ranks, after joining if necessary.
+
+        Raises TransferLost, after aborting the communicator.
+        """
+        deadline = time.monotonic() + self._deadline_s
         try:
             with torch.cuda.device(self._device):
                 if self._stream is None:
                     self._stream = self._cuda.Stream()
                 with torch.cuda.stream(self._stream):
                     if self._communicator is None:
-                        self._join(ends)
-                    sent = [self._send(tensor, ends) for tensor in tensors]
-                    self._until_done(ends)
-                    del sent  # not before: the stream reads them
+                        self._join(deadline)
+                    sent = [self._send(tensor, deadline) for tensor in tensors]
+                    self._wait_for_stream(deadline)
+                    del sent  # kept until here because the stream reads them
         except TransferLost:
             self.abort()
             raise
 
     def abort(self) -> None:
-        """Whatever waits on the communicator ends."""
+        """Abort the communicator, which ends all waits on it."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             self._library.ncclCommAbort(communicator)
 
-    def _join(self, ends: float) -> None:
+    def _join(self, deadline: float) -> None:
         communicator = self._communicator = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
         code = self._library.ncclCommInitRankConfig(
             ctypes.byref(communicator), self._ranks, self._unique_id, 0, ctypes.byref(config)
         )
-        self._wait(code, ends, "join")
+        self._wait(code, deadline, "join")
         one = torch.zeros(1, device=self._device)
         address = ctypes.c_void_p(one.data_ptr())
-        self._call(ends, "ncclAllReduce", address, address, ctypes.c_size_t(1), _DTYPES[one.dtype], _SUM)
-        self._until_done(ends)
+        self._call(deadline, "ncclAllReduce", address, address, ctypes.c_size_t(1), _DTYPES[one.dtype], _SUM)
+        self._wait_for_stream(deadline)
 
-    def _send(self, tensor: Tensor, ends: float) -> Tensor:
+    def _send(self, tensor: Tensor, deadline: float) -> Tensor:
         if tensor.dtype not in _DTYPES:
             raise TransferLost(f"NCCL has no {tensor.dtype}; use weights: shards")
         there = tensor.detach().to(self._device).contiguous()
         if there.numel():
             address = ctypes.c_void_p(there.data_ptr())
-            self._call(ends, "ncclBroadcast", address, address, ctypes.c_size_t(there.numel()), _DTYPES[there.dtype], 0)
+            self._call(
+                deadline, "ncclBroadcast", address, address, ctypes.c_size_t(there.numel()), _DTYPES[there.dtype], 0
+            )
         return there
 
-    def _call(self, ends: float, function: str, *arguments: object) -> None:
+    def _call(self, deadline: float, function: str, *arguments: object) -> None:
         if self._stream is None:
             raise TransferLost(f"{function}: no stream")
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         call = getattr(self._library, function)
-        self._wait(call(*arguments, self._held(), stream), ends, function)
+        self._wait(call(*arguments, self._open_communicator(), stream), deadline, function)
 
-    def _wait(self, code: int, ends: float, what: str) -> None:
+    def _wait(self, code: int, deadline: float, what: str) -> None:
         state = ctypes.c_int(code)
         while state.value == _IN_PROGRESS:
-            _check(self._library, self._library.ncclCommGetAsyncError(self._held(), ctypes.byref(state)))
-            self._in_time(ends, what, lambda: state.value != _IN_PROGRESS)
+            _check(self._library, self._library.ncclCommGetAsyncError(self._open_communicator(), ctypes.byref(state)))
+            self._pause(deadline, what, lambda: state.value != _IN_PROGRESS)
         _check(self._library, state.value)
 
-    def _until_done(self, ends: float) -> None:
+    def _wait_for_stream(self, deadline: float) -> None:
         event = self._cuda.Event()
         event.record()
         while not event.query():
             state = ctypes.c_int()
-            _check(self._library, self._library.ncclCommGetAsyncError(self._held(), ctypes.byref(state)))
+            _check(self._library, self._library.ncclCommGetAsyncError(self._open_communicator(), ctypes.byref(state)))
             if state.value not in (_SUCCESS, _IN_PROGRESS):
                 _check(self._library, state.value)
-            self._in_time(ends, "broadcast", event.query)
+            self._pause(deadline, "broadcast", event.query)
 
-    def _held(self) -> ctypes.c_void_p:
+    def _open_communicator(self) -> ctypes.c_void_p:
         if self._communicator is None:
             raise TransferLost("the communicator was aborted")
         return self._communicator
 
-    def _in_time(self, ends: float, what: str, done: Callable[[], bool]) -> None:
+    def _pause(self, deadline: float, what: str, done: Callable[[], bool]) -> None:
         if not done():
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 raise TransferLost(f"{what}: not done within {self._deadline_s:g} s")
-            time.sleep(_POLL_S)  # NCCL offers nothing to wait on
+            time.sleep(_POLL_S)  # NCCL has no event to wait for
 
 
 def _library() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libnccl.so.2")  # torch for CUDA has loaded it
+        return ctypes.CDLL("libnccl.so.2")  # loaded by torch for CUDA
     except OSError as error:
         raise TransferLost(f"NCCL: {error}; route nccl needs torch for CUDA") from None
 

@@ -1,4 +1,4 @@
-"""Which tensors a transfer brings, as both ends see them. Must never send any."""
+"""The table of the tensors of a transfer, which both ends share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proto.messages import TransferParameter
 
 
 def described(tensors: Mapping[str, Tensor]) -> list[TransferParameter]:
-    """One row for each of `tensors`, in order. Raises WireError for a dtype that cannot travel."""
+    """Return one row for each of `tensors`, in order. Raises WireError for a dtype that cannot be sent."""
     return [
         TransferParameter(name, dtypes.by_name(str(each.dtype).removeprefix("torch.")).name, list(each.shape))
         for name, each in tensors.items()
@@ -20,14 +20,14 @@ def described(tensors: Mapping[str, Tensor]) -> list[TransferParameter]:
 
 
 def room_for(parameters: Sequence[TransferParameter]) -> dict[str, Tensor]:
-    """Uninitialised host memory for `parameters`, in order. Raises WireError for an unknown dtype."""
+    """Return uninitialised host memory for `parameters`, in order. Raises WireError for an unknown dtype."""
     return {
         each.name: torch.empty(each.shape, dtype=getattr(torch, dtypes.by_name(each.dtype).name)) for each in parameters
     }
 
 
 def nbytes(parameters: Sequence[TransferParameter]) -> int:
-    """Bytes of all of them."""
+    """Return the total bytes of `parameters`."""
     total = 0
     for each in parameters:
         size = dtypes.by_name(each.dtype).itemsize

@@ -18,13 +18,13 @@ STORE = [
         """\
         try:
             files.entomb(self.index.entomb(request.tasks))
-        except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
+        except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
-        self._ended.take(self.index.clear(request.tasks))
+        self._retirement.take(self.index.clear(request.tasks))
 """,
         """\
         fresh = self.index.entomb(request.tasks)
-        self._ended.take(self.index.clear(request.tasks))
+        self._retirement.take(self.index.clear(request.tasks))
         try:
             files.entomb(fresh)
         except OSError as error:

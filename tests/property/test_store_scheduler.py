@@ -254,7 +254,7 @@ class Both(RuleBasedStateMachine):
             return error.code
         assert nbytes == put.nbytes == self.granted[put_id]
         try:
-            new = self.store.adds(put_id, put.table)
+            new = self.store.has_new_shards(put_id, put.table)
         except RpcError as error:
             self.retire([self.store.abandon(put_id)])
             return error.code

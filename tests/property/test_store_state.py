@@ -192,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.state.to_seal(put_id) == nbytes
         code, new = "", False
         try:
-            new = self.state.adds(put_id, table)
+            new = self.state.has_new_shards(put_id, table)
         except RpcError as error:
             code = error.code
         assert code == (ErrorCode.COLLECTED if late else ErrorCode.CONFLICT if clash else "")

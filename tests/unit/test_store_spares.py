@@ -78,7 +78,7 @@ class Store:
         write_block(descriptor, layout)
         os.close(descriptor)
         table = self.files.read_table(f"{put_id}.tmp")
-        assert self.index.adds(put_id, table)
+        assert self.index.has_new_shards(put_id, table)
         self.files.seal(put_id)
         self.index.seal(put_id, table)
         return self.files.path(f"{put_id}.blk")
@@ -180,7 +180,7 @@ def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: P
     layout = Layout([("train/0/0", 1, {"w": VALUES})])
     more = np.resize(VALUES, len(VALUES) + 1024)
     store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
-    store.index._spares._most_bytes = store.index.limits[Place.MEMORY]
+    store.index._spares._max_bytes = store.index.limits[Place.MEMORY]
     store.put("train/0/0", VALUES)
     store.clear("train/0/0")
     assert not store.index.lacks_room("f" * 32, layout.file_bytes)

@@ -25,7 +25,7 @@ def sealed(state: StoreState, put_id: str, task_ids: list[str], fence: int = 1) 
     layout = Layout([(task_id, fence, {"a": np.zeros(1)}) for task_id in task_ids])
     state.begin(put_id, layout.file_bytes, [PutTask(task_id, fence) for task_id in task_ids], 0.0)
     table = blockfile.parse(layout.head([1] * len(task_ids)), layout.file_bytes)
-    assert state.adds(put_id, table)
+    assert state.has_new_shards(put_id, table)
     state.seal(put_id, table)
 
 
@@ -81,7 +81,7 @@ def test_put_that_holds_other_tasks_than_were_granted_is_refused() -> None:
     layout = Layout([("t/0/1", 1, {"a": np.zeros(1)})])
     state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
     with pytest.raises(RpcError, match="other tasks") as caught:
-        state.adds("0" * 32, blockfile.parse(layout.head([1]), layout.file_bytes))
+        state.has_new_shards("0" * 32, blockfile.parse(layout.head([1]), layout.file_bytes))
     assert caught.value.code == ErrorCode.BAD_REQUEST
 
 
@@ -147,7 +147,7 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
         put_id = f"{number:032x}"
         state.begin(put_id, layout.file_bytes, [PutTask(name, 1) for name in names], 0.0)
         files[f"{put_id}.blk"] = blockfile.parse(layout.head([number] * len(names) * len(keys)), layout.file_bytes)
-        assert state.adds(put_id, files[f"{put_id}.blk"])
+        assert state.has_new_shards(put_id, files[f"{put_id}.blk"])
         state.seal(put_id, files[f"{put_id}.blk"])
         gone = [effect.source for effect in state.supersede(put_id)]
         for name in gone:
@@ -224,7 +224,7 @@ def test_a_shard_that_was_put_twice_is_counted_once(tmp_path: Path) -> None:
         layout = Layout([("train/0/0", 1, {key: np.zeros(100) for key in keys})])
         table = blockfile.parse(layout.head([7] * len(keys)), layout.file_bytes)
         state.begin(put_id, layout.file_bytes, [PutTask("train/0/0", 1)], 0.0)
-        assert state.adds(put_id, table)
+        assert state.has_new_shards(put_id, table)
         state.seal(put_id, table)
         state.supersede(put_id)
         return put_id
