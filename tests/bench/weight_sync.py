@@ -36,7 +36,7 @@ from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
-from tests.bench.bench_quickstart import BenchError
+from tests.bench.cluster_run import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
 
 SEED = 5
