@@ -40,6 +40,7 @@ from proto.messages import (
     Telemetry,
 )
 from services.batch_store.room import RETRY_AFTER_S
+from shared.actor.service import UNUSABLE_STATUS
 from shared.dataplane.client import TaskShards
 from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
@@ -508,5 +509,5 @@ def test_a_disk_too_small_for_the_spill_limit_is_refused_at_start(tmp_path: Path
         _, errors = store.process.communicate(timeout=30)
     finally:
         run.remove_volatile()
-    assert store.process.returncode == 1
+    assert store.process.returncode == UNUSABLE_STATUS
     assert b"services.batch-store.spill_limit is 9437184 bytes" in errors

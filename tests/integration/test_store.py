@@ -40,6 +40,7 @@ from proto.messages import (
 from proto.tensors import Array
 from services.batch_store.room import held_bytes
 from services.batch_store.state import GRANT_S
+from shared.actor.service import UNUSABLE_STATUS
 from shared.batch import Batch, BatchStatus
 from shared.dataplane.client import Receipt, TaskShards
 from shared.rpc.errors import RpcError
@@ -466,7 +467,7 @@ def test_shared_memory_too_small_for_the_limit_is_refused_at_start(tmp_path: Pat
     assert process.process is not None
     try:
         _, errors = process.process.communicate(timeout=30)
-        assert process.process.returncode == 1
+        assert process.process.returncode == UNUSABLE_STATUS
         assert b"services.batch-store.memory is 1125899906842624 bytes, /dev/shm has room for" in errors
         assert b"--shm-size" in errors
     finally:
