@@ -34,7 +34,7 @@ class Estimator:
             self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
 
     def __call__(self, rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-        """Return float32 [N]. Values are not finite if rewards are near float32's limit or a user function says so.
+        """Return float32 [N], with infinities or NaN if rewards are near float32's limit or a user function gives them.
 
         Raises ValueError if a user-defined function does not return N numbers.
         """

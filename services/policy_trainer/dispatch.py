@@ -84,7 +84,7 @@ class WorkerDispatch:
         return messages.WorkerState(step=self._step, driver=self._driver, order=self._order, dirty=dirty)
 
     async def go_on(self, step: int) -> None:
-        """Make workers that refused a call without any change accept calls again. They have to be at `step`.
+        """Make workers accept calls again after they refused one without changing anything. They have to be at `step`.
 
         Raises WorkersLost if one of them is at another step, because it has restarted.
         """
@@ -215,17 +215,17 @@ class WorkerDispatch:
 
     async def _call(self, request: WorkerRequest, reply: type[R]) -> R:
         if not isinstance(request, Divided):
-            return merged(await self._all([request] * len(self._clients), reply))
+            return merged(await self._call_all([request] * len(self._clients), reply))
         slices = slice_batch(request.batch, self._parts)
         parts = [msgspec.structs.replace(request, batch=each.batch) for each in slices]
-        answer = merged(await self._all([parts[place.dp_rank] for place in self._places], reply))
+        answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone):
-            return cast(R, _in_order(answer, request.batch))
+            return cast(R, _in_batch_order(answer, request.batch))
         if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
             return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(slices)))
         return answer
 
-    async def _all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
+    async def _call_all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
         """Send one request to each rank. If ranks fail, raise the error of one that knows the cause."""
         calls = [
             asyncio.ensure_future(client.call(request, reply, deadline_s=COMPUTE_S))
@@ -246,7 +246,7 @@ class WorkerDispatch:
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _in_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
+def _in_batch_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
     """Return `done` with the ranks' handles in the order of `batch`."""
     handles = {task.task_id: task for task in done.meta.tasks}
     tasks = [handles[task.task_id] for task in batch.tasks]

@@ -1,4 +1,4 @@
-"""Work that overlaps the next step: publishing weights and saving checkpoints. Also ends the run.
+"""Publishes weights and saves checkpoints while the next step is under way, and ends the run.
 
 A failure in the background interrupts callers that wait here, so that none waits for weights that never arrive.
 """

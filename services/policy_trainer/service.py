@@ -101,7 +101,7 @@ class PolicyTrainer(Service):
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
         standing = await resume(scheduler, workers, list(self._checkpoints()), store=STORE, whole_rows=deterministic)
-        self._put_aside(standing.committed)
+        self._retire_later_checkpoints(standing.committed)
         publisher = Publisher(
             scheduler,
             workers,
@@ -120,7 +120,7 @@ class PolicyTrainer(Service):
         finally:
             await publisher.cancel()
 
-    def _put_aside(self, committed: int) -> None:
+    def _retire_later_checkpoints(self, committed: int) -> None:
         """Rename checkpoints of later steps, which were taken back: a checkpoint is only begun after its commit."""
         for step in [each for each in self._checkpoints() if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"

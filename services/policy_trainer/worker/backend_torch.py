@@ -95,7 +95,7 @@ class TorchBackend:
 
     def restart(self) -> None:
         """Load the weights of the model directory with fresh optimizer state."""
-        self._back()
+        self._backload_all()
         self._trained.set_weights(self._checked(Replica(self._load()).weights()))
         self._reset()
         self.drop_gradients()
@@ -229,7 +229,7 @@ class TorchBackend:
     @torch.no_grad()
     def load_state(self, state: State) -> None:
         """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
-        self._back()
+        self._backload_all()
         self._trained.set_weights(self._checked(state.weights))
         self._reset()
         for name, master in self._trained.masters.items():
@@ -277,7 +277,7 @@ class TorchBackend:
         """Bring `parts` back and return the bytes moved on this rank."""
         return sum(self._shelves[part].take() for part in sorted(parts))
 
-    def _back(self) -> None:
+    def _backload_all(self) -> None:
         self.backload(frozenset(self._shelves))
 
     def _tensors(self, part: Part) -> list[Tensor]:

@@ -26,12 +26,12 @@ class Replica:
             low = param.dtype in (torch.bfloat16, torch.float16)
             self.masters[name] = nn.Parameter(param.detach().float()) if low else param
             if low:
-                cast(Any, param).register_post_accumulate_grad_hook(self._into(self.masters[name]))
+                cast(Any, param).register_post_accumulate_grad_hook(self._accumulate_into(self.masters[name]))
         self.separate = {name for name, param in self._params.items() if self.masters[name] is not param}
         """Names of weights whose master is a separate tensor."""
 
     @staticmethod
-    def _into(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def _accumulate_into(master: nn.Parameter) -> Callable[[Tensor], None]:
         def move(param: Tensor) -> None:
             if param.grad is None:
                 return

@@ -125,7 +125,7 @@ class WeightsSender:
             offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, tensors)
             sending = loop.run_in_executor(line.thread, line.channel.send, tensors)
         except Exception as error:
-            why = _line(error)
+            why = _one_line(error)
             self._handle(Broke(grant.communicator, why))
             raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
         sending.add_done_callback(functools.partial(self._sent, grant.communicator))
@@ -203,10 +203,10 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._handle(Broke(communicator, _line(error)))
+            self._handle(Broke(communicator, _one_line(error)))
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 

@@ -81,7 +81,7 @@ class MegatronBackend:
     @in_megatron
     def restart(self) -> None:
         """Load the weights of the model directory with fresh optimizer state."""
-        self._back()
+        self._backload_all()
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
 
@@ -188,7 +188,7 @@ class MegatronBackend:
             raise RpcError(
                 ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._source}"
             )
-        self._back()
+        self._backload_all()
         self._trained.set_weights(state.weights.__getitem__)
         self._trained.set_optimizer(state.optimizer)
         self._trained.drop_gradients()
@@ -215,5 +215,5 @@ class MegatronBackend:
         """Bring `parts` back and return the bytes moved on this rank."""
         return sum(self._shelves[part].take() for part in sorted(parts))
 
-    def _back(self) -> None:
+    def _backload_all(self) -> None:
         self.backload(frozenset(self._shelves))
