@@ -1,1 +1,1 @@
-"""The policy trainer: a driver that holds the algorithm and no tensor, and workers that hold the model."""
+"""The policy trainer: a driver that runs the algorithm without tensors, and workers that hold the model."""

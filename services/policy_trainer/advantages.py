@@ -1,8 +1,8 @@
-"""Per-sample advantage estimators: rewards in, advantages out. Never sees a token or a tensor of the model.
+"""Per-sample advantage estimators: functions from rewards to advantages that use no tokens and no model tensors.
 
-Each takes `rewards` float [N] and `groups` int [N] (which task a sample belongs to, counted from 0; only survivors),
-`loss_tokens` int [N] where lengths matter, computes in float64 and returns float64 [N]. `Estimator` picks one by name.
-An advantage is constant over its sample's tokens.
+Each estimator takes `rewards` float [N], `groups` int [N] (the index of each sample's task, counted from 0 over the
+surviving tasks) and, where lengths matter, `loss_tokens` int [N]. It computes in float64 and returns float64 [N].
+`Estimator` selects one by name. All tokens of a sample share its advantage.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from shared.topology.algorithm import Advantage, is_function
 from shared.user_function import find_function
 
 WHITEN_EPSILON = 1e-8
-"""Added to the variance of a whole batch, as verl's masked_whiten does."""
+"""Constant added to the variance of a whole batch, as in verl's masked_whiten."""
 
 
 class Estimator:
-    """The advantage estimator of a topology; a user's own function is found once, at the start."""
+    """The advantage estimator of a topology. A user-defined function is imported once, by the constructor."""
 
     def __init__(self, options: Advantage) -> None:
-        """Raises ValueError, one line, when a user's own function cannot be used.
+        """Raises ValueError with a one-line message if a user-defined function cannot be used.
 
-        It is called as `fn(rewards, groups, loss_tokens, **params)`, all arrays of [N], and returns [N] numbers.
+        The function is called as `fn(rewards, groups, loss_tokens, **params)` with arrays of [N] and returns [N]
+        numbers.
         """
         self._options = options
         self._function: Callable[..., object] | None = None
@@ -33,9 +34,9 @@ class Estimator:
             self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
 
     def __call__(self, rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-        """float32 [N], not always finite: rewards near float32's limit, or a user's own function, see to that.
+        """Return float32 [N], with infinities or NaN if rewards are near float32's limit or a user function gives them.
 
-        Raises ValueError when a user's own function returns something else than N numbers.
+        Raises ValueError if a user-defined function does not return N numbers.
         """
         if not len(rewards):
             return np.zeros(0, dtype=np.float32)
@@ -62,15 +63,15 @@ class Estimator:
             found = reinforce_pp(grpo(values, groups, std_epsilon=None), loss_tokens)
         else:
             raise ValueError(f"advantage {options.name!r}: no such estimator")
-        with np.errstate(over="ignore"):  # whoever asked looks at them
+        with np.errstate(over="ignore"):  # the caller checks for infinite values
             return found.astype(np.float32)
 
 
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
-    """A = (r - mean of its group) / (std of its group + epsilon); with `std_epsilon` None not divided.
+    """A = (r - group mean) / (group std + epsilon), without the division if `std_epsilon` is None.
 
-    The standard deviation is the unbiased one over the group's survivors; a group of one gets 0.
-    Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2; undivided: Dr. GRPO (arXiv 2503.20783), section 3.2.
+    The standard deviation is the unbiased one over the surviving samples of the group; a group of one gets 0.
+    Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without division: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
     counts = np.bincount(groups)
     deviations = rewards - _mean(rewards, groups)[groups]
@@ -83,7 +84,7 @@ def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
 
 
 def rloo(rewards: Array, groups: Array) -> Array:
-    """A = r - mean of the *other* samples of its group = G / (G - 1) (r - group mean); a group of one gets 0.
+    """A = r - mean of the *other* samples of the group = G / (G - 1) (r - group mean); a group of one gets 0.
 
     Source: RLOO (arXiv 2402.14740), the leave-one-out estimator, after Kool et al., "Buy 4 REINFORCE samples, get a
     baseline for free!", 2019.
@@ -94,10 +95,10 @@ def rloo(rewards: Array, groups: Array) -> Array:
 
 
 def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-    """A = r - b with the length-weighted baseline b = sum(l r) / sum(l) of its group, l = sampled tokens.
+    """A = r - b with the length-weighted baseline b = sum(l r) / sum(l) of the group, l = sampled tokens.
 
     Source: OPO, On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585), its practical (length-weighted) optimal
-    baseline. A group without a token gets the plain mean.
+    baseline. The baseline of a group without tokens is the plain mean.
     """
     lengths = loss_tokens.astype(np.float64)
     total = np.bincount(groups, weights=lengths)
@@ -108,12 +109,12 @@ def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
 
 
 def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
-    """A = (r - mean) / sqrt(var + 1e-8), both over all sampled tokens of the step, whatever their group.
+    """A = (r - mean) / sqrt(var + 1e-8), with statistics over all sampled tokens of the step regardless of group.
 
-    A sample counts once a token, the variance is the unbiased one. Given rewards less their group's mean it is the
-    variant with a baseline.
+    Each sample counts once per token, and the variance is the unbiased one. Applied to rewards minus their group's
+    mean, this is the variant with a baseline.
     Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; token-weighted statistics as in verl and
-    OpenRLHF. There the reward is the return-to-go less a KL of each token; here a KL in the reward is the sample's sum.
+    OpenRLHF. There the reward is the return-to-go minus a per-token KL; here a KL in the reward is summed per sample.
     """
     lengths = loss_tokens.astype(np.float64)
     tokens = lengths.sum()

@@ -1,5 +1,6 @@
-"""What becomes of an update whose data is bad: the run stops, or goes on without it. Must never let one pass unseen,
-nor let a run go on that trains on nothing any more.
+"""Policy for updates whose data is bad: stop the run, or skip the update and continue.
+
+Every skipped update is logged, and a run whose steps no longer contain any update is stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 
 MAX_IN_A_ROW = 10
-"""Steps without a single update, after which skipping is no remedy: the weights or the reward are broken for good."""
+"""Number of consecutive steps without an update after which the run stops: weights or reward are broken for good."""
 _SHOWN_TASKS = 64
 
 
@@ -25,19 +26,19 @@ class BadSteps:
         self._log = structlog.get_logger("driver")
 
     def skip(self, step: int, error: RpcError) -> None:
-        """Say what is skipped and why. Raises `error` when the run has to stop, or it tells of something else."""
+        """Log which update is skipped and why. Raises `error` if the run has to stop or the error is not bad data."""
         if error.code != ErrorCode.BAD_DATA:
             raise error
         if self._policy == "stop":
-            raise RpcError(error.code, f"{error}; with run.on_bad_step: skip it is left out", names=error.names)
+            raise RpcError(error.code, f"{error}; with run.on_bad_step: skip, the run leaves it out", names=error.names)
         self._log.warning("update skipped", step=step, cause=str(error), tasks=error.names[:_SHOWN_TASKS])
 
     def ended(self, step: int, updates: int) -> None:
-        """Step `step` is over, with so many updates. Raises RpcError(bad_data) after MAX_IN_A_ROW steps without one."""
+        """Record the end of a step with `updates` updates. Raises RpcError(bad_data) after MAX_IN_A_ROW without any."""
         self._in_a_row = 0 if updates else self._in_a_row + 1
         if self._in_a_row >= MAX_IN_A_ROW:
             raise RpcError(
                 ErrorCode.BAD_DATA,
-                f"step {step}: {self._in_a_row} steps in a row were skipped as bad, the causes are in the log of "
-                "policy-trainer; go back to a checkpoint from before them, or mend reward, loss or optimizer.lr",
+                f"step {step}: {self._in_a_row} steps in a row were skipped as bad, the log of policy-trainer has the "
+                "causes; go back to a checkpoint from before them, or fix the reward, the loss or optimizer.lr",
             )

@@ -1,4 +1,4 @@
-"""What a step's batch must hold before anything is computed from it. Looks at per-sample values; changes nothing."""
+"""Checks of a step's batch, made on per-sample values before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from shared.stages import REFERENCE_SCALAR
 
 
 def check_reference(batch: StepBatch) -> None:
-    """Raises RpcError(conflict) when tasks of one step were scored by different versions of the reference."""
+    """Raises RpcError(conflict) if tasks of one step were scored by different versions of the reference."""
     steps = batch.scalars.get(REFERENCE_SCALAR)
     if steps is not None and len(steps) and (steps != steps[0]).any():
         names = _tasks_of(batch, steps != steps[0])
         raise RpcError(
             ErrorCode.CONFLICT,
-            f"step {batch.step} refused, weights untouched: the reference stood at version {steps[0]:g}, at another "
+            f"step {batch.step} refused, weights untouched: the reference was at version {steps[0]:g}, but at another "
             f"one for {', '.join(names[:8])}",
             names=names,
         )
 
 
 def check_tasks(batch: StepBatch) -> None:
-    """Raises RpcError(bad_data) when there is nothing to train on (`run.deterministic` puts nothing in the place of a
-    dropped task)."""
+    """Raises RpcError(bad_data) if there is nothing to train on (`run.deterministic` does not replace dropped
+    tasks)."""
     if not batch.batch.tasks:
         raise RpcError(
             ErrorCode.BAD_DATA,
             f"step {batch.step} refused, weights untouched: all its {batch.dropped} tasks were dropped and "
-            "run.deterministic puts none in their place; the log of the rollout service has the reasons",
+            "run.deterministic does not replace them; the log of the rollout service has the reasons",
         )
 
 
 def check_rewards(batch: StepBatch, rewards: Array) -> None:
-    """Raises RpcError(bad_data) naming the tasks with a reward that is not finite, before anything is computed.
+    """Raises RpcError(bad_data) naming the tasks with a reward that is not finite.
 
-    `rewards` float [samples]: the batch's own, or what shaping has made of them.
+    `rewards` float [samples] holds the rewards of the batch, before or after shaping.
     """
     _check_finite(batch, rewards, "rewards", "make the reward function return a finite number")
 
 
 def check_advantages(batch: StepBatch, advantages: Array) -> None:
-    """Raises RpcError(bad_data) naming the tasks with an advantage that is not finite. `advantages` float [samples]."""
+    """Raises RpcError(bad_data) naming the tasks that have a non-finite value in `advantages`, float [samples]."""
     remedy = "look at algorithm.advantage.name and at the size of the rewards"
     _check_finite(batch, advantages, "advantages", remedy)
 
@@ -62,6 +62,6 @@ def _check_finite(batch: StepBatch, values: Array, what: str, remedy: str) -> No
 
 
 def _tasks_of(batch: StepBatch, samples: Array) -> list[str]:
-    """The tasks that have one of `samples`, bool [samples]."""
+    """Return the ids of the tasks with at least one sample selected by the mask `samples`, bool [samples]."""
     groups = batches.group_of_sample(batch.batch)
     return [batch.batch.tasks[index].task_id for index in np.unique(groups[samples])]

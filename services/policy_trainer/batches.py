@@ -1,4 +1,4 @@
-"""Which samples belong to which task and mini-batch; metadata only, no data moves."""
+"""Assignment of samples to tasks and mini-batches. Works on metadata only; no data moves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from proto.messages import BatchMeta
 from proto.tensors import Array
 
 ADVANTAGES, WEIGHTS = "advantages", "weights"
-"""Scalars of a batch that `forward_backward` reads."""
+"""Names of the batch scalars that `forward_backward` reads."""
 
 
 def group_of_sample(batch: BatchMeta) -> Array:
-    """int64 [samples]: which task of the batch, counted from 0, each sample belongs to."""
+    """Return int64 [samples]: the index, counted from 0, of each sample's task in the batch."""
     return np.repeat(np.arange(len(batch.tasks)), [task.samples for task in batch.tasks])
 
 
 def split(batch: BatchMeta, tasks: int) -> list[tuple[BatchMeta, slice]]:
-    """Mini-batches of `tasks` tasks in order (the last may be smaller), each with its range of samples."""
+    """Return mini-batches of `tasks` tasks in order (the last may be smaller), each with its range of samples."""
     parts: list[tuple[BatchMeta, slice]] = []
     first = 0
     for begin in range(0, len(batch.tasks), tasks):
@@ -31,5 +31,5 @@ def split(batch: BatchMeta, tasks: int) -> list[tuple[BatchMeta, slice]]:
 
 
 def weighed(batch: BatchMeta, advantages: Array, weights: Array) -> BatchMeta:
-    """`batch` with what a loss needs to know of each sample; both float32 [samples]."""
+    """Return `batch` with the per-sample `advantages` and `weights` of the loss added, both float32 [samples]."""
     return msgspec.structs.replace(batch, scalars=batch.scalars | {ADVANTAGES: advantages, WEIGHTS: weights})

@@ -1,8 +1,8 @@
-"""The driver's view of its workers: one object that trains, whatever it is made of. Shows no rank and no device.
+"""The driver's view of its workers: one object that trains and hides ranks and devices.
 
-Calls run in the order in which they were made, each once: the number given here at the call decides, not the arrival.
-The next call may be made before the last one is awaited. A batch is divided over the data-parallel ranks here, by
-tokens; what travels is handles and per-sample numbers.
+Each call runs once, in the order in which the calls were made: the number assigned here decides, not the arrival. A
+call may be made before the previous one is awaited. Batches are divided over the data-parallel ranks here, by tokens;
+only handles and per-sample numbers are sent.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from shared.rpc.errors import DeadlineExceeded, RpcError
 
 R = TypeVar("R", bound=Message)
 Divided = messages.Forward | messages.ForwardBackward
-"""Calls whose batch is divided over the data-parallel ranks; of all others every rank gets the same."""
+"""Calls whose batch is divided over the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
-"""Deadlines are a worker's: it waited for a store."""
+"""Codes after which a reload helps. DEADLINE is included because workers answer it after waiting for a store."""
 COMPUTE_S = 3600.0
-"""Longest that one call to a worker may take, its place in the queue included."""
+"""Maximum seconds for one call to a worker, including its time in the queue."""
 TAKE_OVER_S = 120.0
-"""A worker that restarts imports its libraries first."""
+"""Deadline in seconds for taking over a worker, which imports its libraries first if it restarts."""
 OTHER_ERRORS_S = 1.0
-"""After a rank has failed: how long to wait for what the others say, one of which may know the cause."""
+"""Seconds to wait for the other ranks' answers after one has failed, because another one may know the cause."""
 _NOT_YET = 0
-"""Of `driver` and `order` in a request that has not been numbered."""
+"""Placeholder for `driver` and `order` in a request that has not been numbered."""
 
 
 class WorkersLost(RpcError):
-    """A worker died, or shards it needed were gone or their store away for too long: the group must be brought back to
-    a known step (`resume`)."""
+    """A worker died, or shards that it needed were gone or their store was away for too long. The group has to be
+    brought back to a known step (`resume`)."""
 
 
 class WorkerDispatch:
-    """Asynchronous calls to the worker group, numbered when they are made; what they return must be awaited.
+    """Asynchronous calls to the worker group, numbered when they are made. The caller has to await their results.
 
-    Any may raise WorkersLost, or RpcError(conflict) for an old driver. The model may be a group of ranks or another
-    dispatch on the bus (`dispatch_service`), which answers like a single rank.
+    Every call may raise WorkersLost, or RpcError(conflict) if the driver was replaced. The workers may be a group of
+    ranks or another dispatch on the bus (`dispatch_service`), which answers like a single rank.
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
-        """`clients`: of the workers' mailboxes, by rank; `driver`: the incarnation that all calls carry."""
+        """`clients` are those of the workers' mailboxes, by rank. `driver` is the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
         self._order = 0
-        """Number of the last call; none is given twice, since an old call may still reach a rank in its next life."""
+        """Number of the last call. Numbers are not reused: an old call may still reach a rank in its next life."""
         self._places = [layout.place(rank) for rank in range(layout.world_size)]
         self._parts = layout.dp
         self._step = -1
-        """The training step that the calls made so far lead to."""
+        """Training step of the workers after all calls made so far."""
         self._updates_left = 0
         self._refused = False
-        """A call failed: the workers refuse what was sent after it until they are taken over again."""
+        """Whether a call has failed. The workers refuse later calls until they are taken over again."""
 
     async def take_over(self) -> messages.WorkerState:
-        """Where the workers stand; calls of other drivers, and earlier ones of this, are refused from here on.
+        """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
-        Ranks that do not stand at the same step are dirty: only a reload makes them one group again.
+        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again.
         """
         states = await self._take_over(self._order)
         self._order = max(state.order for state in states)
@@ -84,15 +84,15 @@ class WorkerDispatch:
         return messages.WorkerState(step=self._step, driver=self._driver, order=self._order, dirty=dirty)
 
     async def go_on(self, step: int) -> None:
-        """Have the workers take calls again if they refused one, with nothing changed: they have to stand at `step`.
+        """Make workers accept calls again after they refused one without changing anything. They have to be at `step`.
 
-        Raises WorkersLost when one of them stands elsewhere: it is in another life.
+        Raises WorkersLost if one of them is at another step, because it has restarted.
         """
         if not self._refused:
             return
         state = await self.take_over()
         if state.step != step:
-            raise WorkersLost(ErrorCode.LOST, f"the workers stand at step {state.step}, not at {step} any more")
+            raise WorkersLost(ErrorCode.LOST, f"the workers are at step {state.step}, no longer at step {step}")
 
     async def _take_over(self, at_least: int) -> list[messages.WorkerState]:
         request = messages.GetWorkerState(driver=self._driver, at_least=at_least)
@@ -102,15 +102,15 @@ class WorkerDispatch:
     # ---- training
 
     def init_model(self) -> Awaitable[messages.WorkerReady]:
-        """The topology's model, step 0, fresh optimizer state."""
+        """Load the topology's model at step 0 with fresh optimizer state."""
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
     def forward(self, batch: BatchMeta, keys: Sequence[str]) -> Awaitable[messages.ForwardDone]:
-        """Per-token values of the present weights, put as shards; `meta` describes the new part.
+        """Compute per-token values with the current weights and put them as shards; `meta` describes the new part.
 
-        `keys`: which; so far ["prox_logprobs"], at the training sampling's temperature. The shards' own key is that
-        with a revision of this call alone: a later call takes the place of its shards.
+        `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature of training. The shards are
+        stored under that key with a revision unique to this call; shards of a later call take their place.
         """
         request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch, keys=list(keys))
         return self._submit(request, messages.ForwardDone)
@@ -120,7 +120,7 @@ class WorkerDispatch:
     ) -> Awaitable[messages.ForwardBackwardDone]:
         """Accumulate the gradient of `loss_weight` * sum(W * loss) over `batch`.
 
-        `batch.scalars` holds `advantages` and `weights`, float32 [samples]. The sums of the answer are over all ranks.
+        `batch.scalars` holds `advantages` and `weights`, float32 [samples]. The sums in the answer are over all ranks.
         """
         if loss_weight != 1.0 and WEIGHTS in batch.scalars:
             scaled = (batch.scalars[WEIGHTS] * np.float32(loss_weight)).astype(np.float32)
@@ -129,17 +129,17 @@ class WorkerDispatch:
         return self._submit(request, messages.ForwardBackwardDone)
 
     def begin_step(self, updates: int) -> None:
-        """The next `updates` optimizer steps make up one training step; without this each is one by itself."""
+        """Make the next `updates` optimizer steps one training step. By default each is a training step of its own."""
         self._updates_left = updates
 
     def optim_step(self) -> Awaitable[messages.OptimStepDone]:
-        """Clip and apply the accumulated gradient: its norm before clipping, and the learning rate."""
+        """Clip and apply the accumulated gradient. The answer has its norm before clipping and the learning rate."""
         step, last = self._next_update()
         request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last)
         return self._submit(request, messages.OptimStepDone)
 
     async def skip_update(self) -> None:
-        """In the place of an optimizer step whose data is bad: its gradient is forgotten, the weights stay."""
+        """Replace an optimizer step whose data is bad: drop its gradient and leave the weights unchanged."""
         step, last = self._next_update()
         await self._submit(
             messages.SkipUpdate(driver=_NOT_YET, order=_NOT_YET, step=step, last=last), messages.WorkerReady
@@ -148,9 +148,9 @@ class WorkerDispatch:
     # ---- state
 
     def publish_weights(self, lineage: int, step: int, *, store: str, fence: int = 1) -> Awaitable[WeightsRef]:
-        """Put the weights of version (lineage, step) into `store`; the reference proves the loading too.
+        """Put the weights of version (lineage, step) into `store`. The reference also allows engines to verify loading.
 
-        `fence`: the first one to use, the next one where the store has collected it.
+        `fence` is the first fence to use; the next one is used if the store has collected it.
         """
         request = messages.Publish(
             driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence
@@ -164,15 +164,15 @@ class WorkerDispatch:
         return published.ref
 
     def save_checkpoint(self, step: int, *, keep_last: int, at_stop: bool = False) -> Awaitable[messages.Saved]:
-        """A durable, verified checkpoint of `step`; older ones past `keep_last` go, which one `at_stop` does not
-        count for."""
+        """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`. A checkpoint made
+        `at_stop` does not count towards that number."""
         request = messages.SaveCheckpoint(
             driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop
         )
         return self._submit(request, messages.Saved)
 
     def load_checkpoint(self, step: int) -> Awaitable[messages.WorkerReady]:
-        """Weights and optimizer state after `step`. RpcError(missing or conflict): not there, or damaged."""
+        """Load weights and optimizer state after `step`. Raises RpcError: missing, or conflict if it is damaged."""
         self._step, self._updates_left = step, 0
         request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step)
         return self._submit(request, messages.WorkerReady)
@@ -182,25 +182,25 @@ class WorkerDispatch:
         return self._submit(messages.SaveModel(driver=_NOT_YET, order=_NOT_YET, path=str(path)), messages.Saved)
 
     def offload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Give back the device memory of `parts`: "parameters", "gradients", "optimizer". Bytes are of all ranks."""
+        """Free the device memory of `parts` ("parameters", "gradients", "optimizer"). Bytes are summed over ranks."""
         return self._move(parts, "host")
 
     def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Bring `parts` back ahead of the call that needs them (which would bring them back itself)."""
+        """Bring `parts` back before the call that needs them, which would otherwise bring them back itself."""
         return self._move(parts, "device")
 
     def _move(self, parts: Sequence[str], to: str) -> Awaitable[messages.Moved]:
         request = messages.Move(driver=_NOT_YET, order=_NOT_YET, parts=list(parts), to=to)
         return self._submit(request, messages.Moved)
 
-    # ---- on the way
+    # ---- relaying
 
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Make the call that somebody else's dispatch made of us; its driver and order are replaced by our own."""
+        """Forward a call made by another dispatch, with its driver and order replaced by those of this one."""
         return self._submit(request, type(request).REPLY)
 
     def _next_update(self) -> tuple[int, bool]:
-        """Which training step the next update belongs to, and whether it is its last."""
+        """Return the training step to which the next update belongs, and whether it is the last of that step."""
         step, last = self._step + 1, self._updates_left <= 1
         self._updates_left = max(self._updates_left - 1, 0)
         if last:
@@ -208,25 +208,25 @@ class WorkerDispatch:
         return step, last
 
     def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
-        """Number `request` now and have every rank do its part; the answer is one of all."""
+        """Number `request` now and send every rank its part. The result is the merged answer."""
         self._order += 1
         numbered = msgspec.structs.replace(request, driver=self._driver, order=self._order)
         return asyncio.ensure_future(self._call(numbered, reply))
 
     async def _call(self, request: WorkerRequest, reply: type[R]) -> R:
         if not isinstance(request, Divided):
-            return merged(await self._all([request] * len(self._clients), reply))
+            return merged(await self._call_all([request] * len(self._clients), reply))
         slices = slice_batch(request.batch, self._parts)
         parts = [msgspec.structs.replace(request, batch=each.batch) for each in slices]
-        answer = merged(await self._all([parts[place.dp_rank] for place in self._places], reply))
+        answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone):
-            return cast(R, _in_order(answer, request.batch))
+            return cast(R, _in_batch_order(answer, request.batch))
         if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
             return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(slices)))
         return answer
 
-    async def _all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
-        """One request for each rank. When ranks fail, the error of one that knows the cause is raised."""
+    async def _call_all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
+        """Send one request to each rank. If ranks fail, raise the error of one that knows the cause."""
         calls = [
             asyncio.ensure_future(client.call(request, reply, deadline_s=COMPUTE_S))
             for client, request in zip(self._clients, requests, strict=True)
@@ -246,15 +246,15 @@ class WorkerDispatch:
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _in_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
-    """The handles that the ranks made, in the order of `batch`."""
+def _in_batch_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
+    """Return `done` with the ranks' handles in the order of `batch`."""
     handles = {task.task_id: task for task in done.meta.tasks}
     tasks = [handles[task.task_id] for task in batch.tasks]
     return msgspec.structs.replace(done, meta=msgspec.structs.replace(done.meta, tasks=tasks))
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """The one error to raise: ranks that only heard of another's failure say LOST."""
+    """Select the error to raise. Ranks that only learned of another rank's failure answer LOST."""
     bad = [each for each in errors if isinstance(each, RpcError) and each.code == ErrorCode.BAD_DATA]
     if bad:  # each rank names its own tasks
         return RpcError(

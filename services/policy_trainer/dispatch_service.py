@@ -1,9 +1,9 @@
-"""The dispatch on the bus: `python -m services.policy_trainer.dispatch_service --run D` instead of the driver.
+"""The dispatch as a service: `python -m services.policy_trainer.dispatch_service --run D` instead of the driver.
 
-It answers the calls that a single worker answers, for the whole group, so that a server of another training API (or
-another algorithm) needs no topology, no rank and no device: a `WorkerDispatch` of one client is all. It trains nothing
-by itself and never stands beside a driver: it has the driver's mailbox, and one caller at a time, the last that took
-over.
+It answers the calls of a single worker on behalf of the whole group, so that a server of another training API (or
+another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices. It
+starts no training by itself and does not run beside a driver, whose mailbox it uses. It has one caller at a time: the
+last one that took over.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REQUESTS: tuple[type[WorkerRequest], ...] = (
 
 
 class DispatchService(Service):
-    """Relays a caller's calls in the caller's order, without waiting for one before it makes the next."""
+    """Relays calls in the caller's order without waiting for one to finish before it makes the next."""
 
     NAME = "policy-trainer"
 
@@ -65,7 +65,7 @@ class DispatchService(Service):
         return DEFERRED
 
     async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
-        """The group stands where its ranks stand; calls under way are refused by the ranks, and answered so."""
+        """Return the state of the group. The ranks refuse calls under way, and their callers are told so."""
         self._lane.take_over(request.driver, request.at_least)
         state = await self._workers.take_over()
         return messages.WorkerState(step=state.step, driver=self._lane.driver, order=self._lane.done, dirty=state.dirty)

@@ -1,4 +1,4 @@
-"""The algorithm: how a policy is trained, step by step. Knows no rank, device or micro-batch and holds no token."""
+"""The training algorithm, step by step. It knows no ranks, devices or micro-batches and holds no tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROX_KEY = PROXIMAL.makes[0]
 
 
 def own_estimator(topology: Topology) -> Estimator:
-    """Raises RpcError(bad_request), one line, when the topology names one that cannot be used."""
+    """Return the topology's advantage estimator. Raises RpcError(bad_request) with one line if it cannot be used."""
     try:
         return Estimator(topology.algorithm.advantage)
     except ValueError as error:
@@ -39,7 +39,7 @@ def own_estimator(topology: Topology) -> Estimator:
 
 
 class Driver:
-    """Trains from `standing` to the topology's last step; a new one is made when the workers had to be reloaded."""
+    """Trains from `standing` to the topology's last step. A new driver is made when the workers had to be reloaded."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Driver:
         on_row: Callable[[dict[str, float]], None],
         stop: Stop | None = None,
     ) -> None:
-        """`on_row` gets every committed step's metrics (telemetry); `stop` may order an early end.
+        """`on_row` receives the metrics of every committed step (telemetry). `stop` may order an early end.
 
-        Raises RpcError(bad_request) as `own_estimator`.
+        Raises RpcError(bad_request) like `own_estimator`.
         """
         self.topology = topology
         self.loss = loss_spec(topology)
@@ -68,9 +68,9 @@ class Driver:
         self._log = structlog.get_logger("driver")
 
     async def train(self) -> None:
-        """Every step up to the last, weights published and checkpoints saved. Raises RpcError.
+        """Run every step up to the last, publishing weights and saving checkpoints. Raises RpcError.
 
-        When the run is stopped, the step that is open is finished, and the committed one is saved.
+        If the run is stopped, finish the open step and save the committed one.
         """
         version, last = self.standing.version, self.topology.run.steps
         if version == self.standing.committed:
@@ -89,7 +89,7 @@ class Driver:
                 row = metrics.row(batch, step_s=time.perf_counter() - began)
                 await self.scheduler.commit(version, row)
                 self.on_row(row)
-            else:  # its row is written already; the log shows that this life of the workers came to the same numbers
+            else:  # its row is already written; the log shows whether the replay gave the same numbers
                 self._log.info("replayed", step=version, **metrics.row(batch, step_s=time.perf_counter() - began))
             if version >= self.standing.committed:
                 ordered = version == self.standing.committed and self.standing.checkpoint_now
@@ -99,16 +99,16 @@ class Driver:
             await self.publisher.stop(version)
 
     async def next_batch(self, step: int) -> StepBatch | None:
-        """The batch of `step`; None when the run is stopped first. A step that was committed before is replayed."""
+        """Return the batch of `step`, or None if the run is stopped first. Committed steps are replayed in any case."""
         work = self.scheduler.next_batch(step)
         return await (work if step <= self.standing.committed else self.stop.unless(work))
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
-        """One training step on the batch of its group samples."""
+        """Run one training step on its batch."""
         mini_batches: list[BatchMeta] = []
         try:
             mini_batches = await self.prepare(batch, metrics)
-        except RpcError as error:  # nothing of the step is left
+        except RpcError as error:  # no update of the step can be made
             await self.skip_update(error, metrics, left=1)
         self.workers.begin_step(updates=len(mini_batches))
         for index, mini_batch in enumerate(mini_batches):
@@ -119,7 +119,7 @@ class Driver:
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
     async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[BatchMeta]:
-        """The mini-batches of all iterations, with what the loss needs to know of each sample."""
+        """Return the mini-batches of all iterations, with the per-sample advantages and weights of the loss."""
         algorithm = self.topology.algorithm
         tasks = batch.batch
         check_tasks(batch)
@@ -142,9 +142,10 @@ class Driver:
         return mini_batches * algorithm.num_iterations
 
     def advantages(self, batch: StepBatch) -> Array:
-        """float32 [samples] of the whole step.
+        """Return the advantages of the whole step, float32 [samples].
 
-        Raises RpcError: bad_data when one or a shaped reward is not finite, bad_request when they cannot be computed.
+        Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
+        computed.
         """
         groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
         try:
@@ -157,7 +158,7 @@ class Driver:
         return advantages
 
     async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
-        """One optimizer step; both calls are on their way at once, the workers keep their order."""
+        """Make one optimizer step. Both calls are sent at once; the workers keep their order."""
         gradient, update = await asyncio.gather(
             self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
         )
@@ -169,9 +170,9 @@ class Driver:
         metrics.add_update(update)
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
-        """Leave out the first of the `left` updates that the step still has; its tasks count as consumed.
+        """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.
 
-        Raises `error` when it tells of something else than bad data, or the run is to stop then.
+        Raises `error` if it is not about bad data, or if bad data stops the run.
         """
         self.bad_steps.skip(metrics.step, error)
         await self.workers.go_on(metrics.step - 1)

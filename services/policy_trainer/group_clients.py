@@ -1,4 +1,4 @@
-"""Where the trainer's ranks are on the bus. The one place that turns a topology into a dispatch."""
+"""Builds the dispatch to the trainer's ranks from a topology."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKER = "policy-trainer-worker"
 
 
 def group_dispatch(topology: Topology, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
-    """A dispatch to the worker group of `topology`; `client` gives that of a service's instance."""
+    """Return a dispatch to the worker group of `topology`. `client` returns the client of a service instance."""
     trainer = topology.services.policy_trainer
     layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
     return WorkerDispatch([client(WORKER, rank) for rank in range(layout.world_size)], layout, driver)

@@ -1,4 +1,4 @@
-"""From the section `algorithm` to the loss that workers apply to single tokens: names and numbers. Decides nothing."""
+"""Translates the topology section `algorithm` into the specification of the per-token loss that workers apply."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from shared.topology.schema import Topology
 
 
 def loss_spec(topology: Topology) -> LossSpec:
-    """The numbers and names of `algorithm` that concern single tokens; what is left out is off.
+    """Return the settings of `algorithm` that concern single tokens. Settings that are absent are off.
 
-    A step of one update needs no forward pass for the proximal policy: the pass that is trained on has its log-probs.
+    A step of one update needs no forward pass for the proximal policy, because the training pass has its log-probs.
     """
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask

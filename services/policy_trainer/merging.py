@@ -1,4 +1,4 @@
-"""What the ranks' answers to one call say together. Pure."""
+"""Merges the ranks' answers to one call. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ R = TypeVar("R", bound=Message)
 
 
 def merged(answers: Sequence[R]) -> R:
-    """One answer of all ranks: sums add up, parts of a batch come together, times are those of the slowest rank.
+    """Merge the answers of all ranks: add up sums, join the parts of a batch, and take the times of the slowest rank.
 
-    Of any other answer rank 0's is everybody's. `answers` by rank, all of one type.
+    For all other replies, return rank 0's. `answers` are ordered by rank and have the same type.
     """
     first = answers[0]
     if isinstance(first, messages.ForwardBackwardDone):
@@ -42,7 +42,7 @@ def _gradient(answers: Sequence[messages.ForwardBackwardDone]) -> messages.Forwa
 
 
 def _forward(answers: Sequence[messages.ForwardDone]) -> messages.ForwardDone:
-    """Tasks in the ranks' order."""
+    """Concatenate the tasks in the order of the ranks."""
     meta = answers[0].meta
     tasks = [task for answer in answers for task in answer.meta.tasks]
     return messages.ForwardDone(

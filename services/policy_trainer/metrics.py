@@ -1,4 +1,4 @@
-"""The driver's part of a row of metrics.jsonl. Means are built from sums that add up over workers and calls."""
+"""The driver's part of a row of metrics.jsonl. Means are computed from sums over workers and calls."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from services.policy_trainer.sums import add_up
 from shared.stages import REFERENCE_SCALAR
 
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
-"""Of the syncs that brought the weights with which the step's samples were made."""
+"""Scalars that describe the syncs of the weights with which the step's samples were made."""
 SUMS = (
     *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
 )
-"""What a worker sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
-whether a ratio mask left the token out, |anchor - rollout| log-prob (and the largest), the version that sampled the
-token; and the mismatch apart for tokens sampled by the version that is trained and for those of earlier versions."""
+"""Sums of a worker over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
+whether a ratio mask excluded the token, |anchor - rollout| log-prob (and its maximum), and the version that sampled the
+token. The mismatch is also kept separately for tokens sampled by the trained version and by earlier versions."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
-"""Reasons for which a task is dropped that somebody may want to mend."""
+"""Drop reasons that point to a problem which can be fixed."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
-"""Of a batch all of whose tasks were dropped, which says nothing of any sample."""
+"""Scalars of a batch whose tasks were all dropped, which has no values for any sample."""
 
 
 @dataclass
 class StepMetrics:
-    """Collects what happens in one training step. Times in seconds.
+    """The measurements of one training step. Times are in seconds.
 
-    `publish_s`, `checkpoint_s`: of the last version published and checkpoint saved before this row; both overlap the
-    step after their own, whose row they appear in (0: none since the row before).
+    `publish_s` and `checkpoint_s` are those of the last version published and the last checkpoint saved before this
+    row. Both overlap the step after their own and appear in its row (0 if there was none since the previous row).
     """
 
     step: int
@@ -45,14 +45,14 @@ class StepMetrics:
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
     imbalance: float = 1.0
-    """Tokens of the fullest data-parallel rank over the mean of all, in the step's least balanced mini-batch."""
+    """Tokens of the fullest data-parallel rank divided by the mean, in the step's least balanced mini-batch."""
     skipped: int = 0
-    """Updates that were left out for their data; what their samples would have added to `sums` is left out too."""
+    """Number of updates skipped because of bad data. `sums` does not include their samples either."""
     sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
 
     def add_gradient(self, done: ForwardBackwardDone) -> None:
-        """One `forward_backward`: see `worker.loss` for the names of its sums."""
+        """Add the results of one `forward_backward`. `worker.loss` documents the names of its sums."""
         add_up(self.sums, done.sums)
         self.forward_backward_s += done.seconds
         self.imbalance = max(self.imbalance, done.imbalance)
@@ -62,7 +62,7 @@ class StepMetrics:
         self.optim_s += done.seconds
 
     def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
-        """The flat row, keys as documented for metrics.jsonl. `step_s`: wall time since the last commit."""
+        """Return the flat row with the documented keys of metrics.jsonl. `step_s` is the time since the last commit."""
         row = batch_row(batch)
         updates = max(len(self.updates), 1)
         sums = dict.fromkeys(SUMS, 0.0) | self.sums
@@ -98,7 +98,7 @@ class StepMetrics:
 
 
 def batch_row(batch: StepBatch) -> dict[str, float]:
-    """What the batch alone tells; all that is known of a step that another driver's life trained."""
+    """Return the metrics of the batch alone: all that is known of a step that an earlier driver trained."""
     scalars = _NO_SAMPLES | batch.scalars
     rewards = scalars["reward"]
     row = {
@@ -130,13 +130,13 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
 
 
 def _named(scalars: Mapping[str, Array]) -> dict[str, float]:
-    """Parts of dict rewards and metrics of workflows: the mean over the samples that have a value."""
+    """Return parts of dict rewards and workflow metrics, each averaged over the samples that have a value."""
     found = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
     return {name: float(values.mean(dtype=np.float64)) for name, values in found.items() if len(values)}
 
 
 def _zero_variance(batch: StepBatch, rewards: Array) -> float:
-    """The share of groups whose rewards are all equal, those that the filter took included; 0 without groups."""
+    """Return the fraction of groups with equal rewards, including filtered groups; 0 if there are no groups."""
     sizes = [task.samples for task in batch.batch.tasks]
     groups = [group for group in np.split(rewards, np.cumsum(sizes))[: len(sizes)] if len(group) > 1]
     filtered = batch.drops.get(DropReason.FILTERED, 0)

@@ -1,6 +1,6 @@
-"""What follows a step while the next one is under way: publishing its weights, saving a checkpoint, ending the run.
+"""Publishes weights and saves checkpoints while the next step is under way, and ends the run.
 
-Must never lose a failure: whoever waits here is interrupted by one, so that no one waits for weights that never come.
+A failure in the background interrupts callers that wait here, so that none waits for weights that never arrive.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Publisher:
         earlier: int = 0,
         on_stop: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`earlier`: so many versions before the first one are published again (deterministic mode: tasks that were
-        lost are sampled with the version they were first sampled with); `on_stop` is told which step is saved because
-        the run stops."""
+        """`earlier` is the number of versions before the first one that are published again (deterministic mode:
+        lost tasks are sampled again with the version that sampled them first). `on_stop` is called with the step that
+        is being saved because the run stops."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -53,9 +53,9 @@ class Publisher:
         self._saving: asyncio.Task[float] | None = None
 
     def begin(self, version: int, *, checkpoint_now: bool = False) -> None:
-        """Publish `version`, and save it when a checkpoint is due (or the scheduler needs one to make room).
+        """Publish `version`, and save it if a checkpoint is due (or the scheduler needs one to make room).
 
-        The workers must hold it when this is called.
+        The workers have to hold `version` when this is called.
         """
         self._publishing = asyncio.create_task(self._publish(version))
         due = version % self._checkpoint.every == 0 or version == self._last_step
@@ -64,7 +64,7 @@ class Publisher:
             self._saving = asyncio.create_task(self._save(version, after=self._saving))
 
     async def collect(self, metrics: StepMetrics) -> None:
-        """Wait for the publication under way (a checkpoint may go on); note the seconds of what has ended."""
+        """Wait for the current publication, but not for a checkpoint, and record the seconds of finished work."""
         if self._publishing is not None:
             metrics.publish_s = await self._publishing
             self._publishing = None
@@ -73,7 +73,7 @@ class Publisher:
             self._saving = None
 
     async def watch(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, unless something in the background fails first: then its exception."""
+        """Return the result of `work`. If background work fails first, raise its exception."""
         task = asyncio.create_task(work)
         try:
             waiting = {task, *self._background()}
@@ -86,14 +86,14 @@ class Publisher:
             task.cancel()
 
     async def finish(self, version: int) -> None:
-        """Wait for the evaluations of `version`, the last one, export the model, declare the run complete."""
+        """Wait for the evaluations of `version`, the last one, export the model and declare the run complete."""
         await self.watch(self._scheduler.wait_evals(version))
         await asyncio.gather(*self._background())
         await self._workers.save_hf_model(self._export)
         await self._scheduler.finish()
 
     async def stop(self, version: int) -> None:
-        """The run ends early at `version`, which the workers hold: return once the scheduler knows its checkpoint."""
+        """End the run early at `version`, which the workers hold. Return once the scheduler knows its checkpoint."""
         if version > max(self._newest_checkpoint, 0):
             self._newest_checkpoint = version
             self._saving = asyncio.create_task(self._save(version, after=self._saving, at_stop=True))
@@ -103,7 +103,7 @@ class Publisher:
             await self._saving
 
     async def cancel(self) -> None:
-        """Give up what is under way."""
+        """Cancel the background work."""
         tasks = self._background()
         for task in tasks:
             task.cancel()
@@ -115,7 +115,7 @@ class Publisher:
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
         first, self._earlier = max(0, version - self._earlier), 0
-        # all asked for before the next step's calls: one of those may be refused, and what comes after it with it
+        # Request all versions before the next step's calls: if one of those is refused, so are all calls after it.
         versions = range(first, version + 1)
         asked = [self._workers.publish_weights(self._lineage, each, store=self._store) for each in versions]
         for ref in await asyncio.gather(*asked):

@@ -1,8 +1,8 @@
-"""Where a driver begins: what the journal says against where the workers stand. The one place that decides a reload.
+"""Decides where a driver begins by comparing the journal with the workers' state, and reloads workers if necessary.
 
-Workers are trusted when they stand at the committed step, or have finished the one journaled step. Anything else
-(fresh, behind, half a step taken) is reloaded from a checkpoint and replays the journaled steps; where their tasks are
-gone, the scheduler takes those steps back.
+Workers are trusted if they are at the committed step or have finished the one journaled step. In any other state
+(fresh, behind, within a step) they are reloaded from a checkpoint and replay the journaled steps. If the tasks of those
+steps are gone, the scheduler takes the steps back.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ INITIAL_STEP = 0
 
 @dataclass(frozen=True)
 class Standing:
-    """`version`: what the workers hold; steps up to `committed` are to be replayed from there, without a commit."""
+    """The state in which a driver begins: the workers hold `version`, and replay up to `committed` without commits."""
 
     version: int
     committed: int
     lineage: int
     checkpoint: int
-    """Newest checkpoint that the scheduler knows; -1 when there is none."""
+    """Newest checkpoint that the scheduler knows, or -1 if there is none."""
     checkpoint_now: bool
-    """The stores have no room left: save `committed` as soon as the workers hold it."""
+    """Whether `committed` has to be saved as soon as the workers hold it, because the stores have no room left."""
 
 
 async def resume(
@@ -42,25 +42,25 @@ async def resume(
     store: str,
     whole_rows: bool = False,
 ) -> Standing:
-    """Bring workers and journal to agree. `checkpoints`: steps of those on disk, whichever were announced; `store`:
-    where weights are put.
+    """Bring the workers into agreement with the journal.
 
-    `whole_rows`: rather replay than commit a step whose sums are gone (deterministic mode: rows are the same too).
-    Raises RpcError when another driver has taken over, or nothing can be loaded.
+    `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`. With
+    `whole_rows`, a step whose sums are gone is replayed instead of committed (deterministic mode: rows are the same
+    too). Raises RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
     state = await workers.take_over()
     if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
-        # the step was taken, only its commit was lost with the driver: what the workers summed for its row is gone
+        # The workers took the step, but the driver died before its commit, so the sums for its row are lost.
         await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))
         info = await scheduler.run_info()
     if not state.dirty and state.step == info.committed_step:
-        log.info("workers go on", step=state.step)
+        log.info("workers continue", step=state.step)
         return _standing(state.step, info)
     usable = [step for step in checkpoints if step <= info.committed_step]
     loaded = await _load(workers, usable)
-    if info.committed_step > INITIAL_STEP:  # version 0 is the model directory itself: the same bits in any life
+    if info.committed_step > INITIAL_STEP:  # version 0 is the model directory and has the same bits in every life
         info = await scheduler.reloaded(loaded)
     if 0 < info.reference_step != loaded:
         await _publish_again(info.reference_step, scheduler, workers, info.lineage, store)
@@ -72,7 +72,7 @@ async def resume(
 async def _publish_again(
     step: int, scheduler: SchedulerCalls, workers: WorkerDispatch, lineage: int, store: str
 ) -> None:
-    """The version that the reference stands at was lost with its store: it comes from its checkpoint, which is kept."""
+    """Publish the reference's version, which was lost with its store, from its checkpoint, which is kept."""
     structlog.get_logger("driver").info("reference's version published again", step=step)
     await workers.load_checkpoint(step)
     await scheduler.publish(await workers.publish_weights(lineage, step, store=store))
@@ -83,7 +83,7 @@ def _standing(version: int, info: RunInfo) -> Standing:
 
 
 async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:
-    """The newest checkpoint that loads, or else the model the run began with."""
+    """Load the newest intact checkpoint, or else the initial model, and return its step."""
     log = structlog.get_logger("driver")
     for step in sorted(checkpoints, reverse=True):
         try:
@@ -91,6 +91,6 @@ async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:
         except RpcError as error:
             if error.code not in (ErrorCode.MISSING, ErrorCode.CONFLICT):
                 raise
-            log.warning("checkpoint refused, trying the one before", step=step, error=str(error))
+            log.warning("checkpoint refused, trying the previous one", step=step, error=str(error))
             await workers.take_over()
     return (await workers.init_model()).step

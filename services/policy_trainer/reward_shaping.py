@@ -1,6 +1,6 @@
-"""What happens to rewards between the reward functions and the advantage estimator. Per sample; sees no token.
+"""Per-sample processing of rewards between the reward functions and the advantage estimator.
 
-In this order: normalised over the step, punished for length, less the KL to the reference.
+The order is: normalisation over the step, overlong penalty, subtraction of the KL to the reference.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from shared.topology import Topology
 
 NORMALISE_EPSILON = 1e-8
 KL_SCALAR = "kl"
-"""Name of the per-sample scalar that the reference brings when the KL belongs to the reward."""
+"""Name of the per-sample scalar that the reference provides when the KL is part of the reward."""
 
 
 def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
-    """float64 [N] from the batch's scalars: `reward`, `length`, and `kl` when the KL is in the reward.
+    """Return float64 [N] from the batch scalars `reward`, `length`, and `kl` if the KL is part of the reward.
 
-    Raises ValueError when the scalar `kl` is needed and missing.
+    Raises ValueError if the scalar `kl` is needed and missing.
     """
     algorithm, kl = topology.algorithm, topology.algorithm.kl
     rewards = scalars["reward"].astype(np.float64)
@@ -35,16 +35,16 @@ def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
 
 
 def normalised(rewards: Array) -> Array:
-    """(r - mean) / (std + 1e-8) over all samples of the step; equal rewards become 0.
+    """Return (r - mean) / (std + 1e-8) over all samples of the step; equal rewards become 0.
 
-    Statistics of one step only: a running mean would be state that a restarted driver has to find again.
+    The statistics are those of one step: a running mean would be state that a restarted driver has to recover.
     """
     found: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
     return found
 
 
 def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
-    """0 up to `max_new_tokens - tokens`, from there falling linearly to -1 at `max_new_tokens`; float64 [N].
+    """Return float64 [N]: 0 up to length `max_new_tokens - tokens`, then linear down to -1 at `max_new_tokens`.
 
     Source: soft overlong punishment of DAPO (arXiv 2503.14476), equation 13, with L_max = max_new_tokens and
     L_cache = `tokens`.

@@ -1,4 +1,4 @@
-"""What the driver asks of the scheduler, patient while the scheduler restarts. It decides nothing."""
+"""The driver's calls to the scheduler, which are retried while the scheduler restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shared.rpc.errors import RpcError
 R = TypeVar("R", bound=Message)
 
 POLL_S = 20.0
-"""One long poll; the scheduler answers NOT_READY shortly before."""
+"""Seconds of one long poll. The scheduler answers NOT_READY shortly before its end."""
 PATIENCE_S = 120.0
-"""How long the scheduler may be away before the driver gives up (it is restarted within seconds)."""
+"""Maximum seconds of the scheduler's absence before the driver gives up (it is restarted within seconds)."""
 _AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
 
 
 class SchedulerCalls:
-    """Every call carries the driver's incarnation; RpcError(conflict) means that another driver has taken over."""
+    """Calls that carry the driver's incarnation. RpcError(conflict) means that another driver has taken over."""
 
     def __init__(self, client: Client, driver: int) -> None:
         self._client = client
@@ -31,19 +31,19 @@ class SchedulerCalls:
         self._log = structlog.get_logger("driver")
 
     async def run_info(self) -> messages.RunInfo:
-        """Where the run stands."""
+        """Return the state of the run."""
         return await self._ask(messages.GetRunInfo(driver=self._driver), messages.RunInfo)
 
     async def reloaded(self, step: int) -> messages.RunInfo:
-        """Begin a new lineage of weights: the workers loaded checkpoint `step` (0: the initial model).
+        """Begin a new lineage of weights after the workers loaded checkpoint `step` (0 is the initial model).
 
-        Where the run stands then: back at `step` when what was committed after it cannot be replayed.
+        Return the state of the run, which is back at `step` if the steps committed after it cannot be replayed.
         """
         request = messages.GetRunInfo(driver=self._driver, reload=True, loaded_step=step)
         return await self._ask(request, messages.RunInfo)
 
     async def next_batch(self, step: int) -> messages.StepBatch:
-        """The journaled batch of `step`, waiting until there is one."""
+        """Wait for the journaled batch of `step` and return it."""
         return await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
 
     async def commit(self, step: int, metrics: dict[str, float]) -> None:
@@ -56,14 +56,14 @@ class SchedulerCalls:
         await self._ask(messages.CheckpointSaved(driver=self._driver, step=step, kept=kept, at_stop=at_stop), Ack)
 
     async def wait_evals(self, step: int) -> messages.EvalsDone:
-        """The evaluations of version `step`, waiting until they are done."""
+        """Wait until the evaluations of version `step` are done and return them."""
         return await self._poll(messages.WaitEvals(driver=self._driver, step=step), messages.EvalsDone)
 
     async def finish(self) -> None:
         await self._ask(messages.FinishRun(driver=self._driver), Ack)
 
     async def _poll(self, request: Request, reply: type[R]) -> R:
-        """Ask again as long as the scheduler says that there is nothing yet."""
+        """Repeat the request while the scheduler answers NOT_READY."""
         while True:
             try:
                 return await self._ask(request, reply)
@@ -81,5 +81,5 @@ class SchedulerCalls:
             except RpcError as error:
                 if error.code not in _AWAY or loop.time() >= give_up:
                     raise
-                self._log.warning("scheduler away, asking again", request=type(request).__name__, error=str(error))
-                await asyncio.sleep(error.retry_after_s or 0.2)  # paces the retries, nothing waits on it
+                self._log.warning("scheduler away, trying again", request=type(request).__name__, error=str(error))
+                await asyncio.sleep(error.retry_after_s or 0.2)  # only paces the retries

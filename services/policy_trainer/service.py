@@ -1,7 +1,7 @@
-"""The driver as an actor: resumes, trains, and resumes again when a worker was lost. Touches no tensor.
+"""The driver as an actor: resumes, trains, and resumes again after the loss of a worker.
 
-When the run is stopped it saves the committed step before it ends; when it alone is told to end it just ends, because
-the workers keep what they hold.
+When the whole run is stopped, the driver saves the committed step before it ends. When only the driver is stopped, it
+ends at once, because the workers keep their state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shared.topology import Topology, stop_limit_s
 
 STORE = service_name("batch-store", 0)
 MAX_RECOVERIES = 5
-"""Times in a row that workers may be lost before one more step is committed."""
+"""Maximum number of consecutive losses of workers without a committed step in between."""
 SUPERVISOR_S = 2.0
-"""Seconds to wait for the supervisor's answer; one that was killed gives none."""
+"""Seconds to wait for the supervisor's answer. A killed supervisor gives none."""
 
 
 class PolicyTrainer(Service):
-    """`python -m services.policy_trainer`: ends with status 0 when the run is complete."""
+    """The service `python -m services.policy_trainer`. It ends with status 0 when the run is complete."""
 
     NAME = "policy-trainer"
 
@@ -40,10 +40,10 @@ class PolicyTrainer(Service):
         self._stop = Stop()
         self._ending = False
         self._trains = False
-        """Whether the workers hold something that may be worth saving."""
+        """Whether the workers may hold a step that has to be saved."""
 
     async def start(self) -> None:
-        """Find the advantage estimator, which nothing later in the run could mend."""
+        """Import the advantage estimator, so that the service fails at start-up if it cannot be used."""
         own_estimator(topologies.load(self.run.topology))
 
     def request_stop(self) -> None:
@@ -54,7 +54,7 @@ class PolicyTrainer(Service):
             super().request_stop()
 
     async def _end(self) -> None:
-        """End once the committed step is saved, within the limit that the launcher knows too, if the whole run ends."""
+        """If the whole run ends, first save the committed step within the time limit that the launcher also uses."""
         if not await self._run_ends():
             super().request_stop()
             return
@@ -67,7 +67,7 @@ class PolicyTrainer(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """What the supervisor says; no when it is gone itself, because then everything ends at once."""
+        """Ask the supervisor. Return False if it is gone, because all services end at once in that case."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)
@@ -81,7 +81,7 @@ class PolicyTrainer(Service):
         workers = group_dispatch(topology, self.client, self.incarnation)
         lost_at, losses = -1, 0
         if (await scheduler.run_info()).stopping:
-            return  # an earlier life finished the run
+            return  # an earlier life of the driver finished the run
         while True:
             try:
                 await self._train(topology, scheduler, workers)
@@ -101,7 +101,7 @@ class PolicyTrainer(Service):
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
         standing = await resume(scheduler, workers, list(self._checkpoints()), store=STORE, whole_rows=deterministic)
-        self._put_aside(standing.committed)
+        self._retire_later_checkpoints(standing.committed)
         publisher = Publisher(
             scheduler,
             workers,
@@ -120,8 +120,8 @@ class PolicyTrainer(Service):
         finally:
             await publisher.cancel()
 
-    def _put_aside(self, committed: int) -> None:
-        """A checkpoint is begun after its commit: one of a later step belongs to steps that were taken back."""
+    def _retire_later_checkpoints(self, committed: int) -> None:
+        """Rename checkpoints of later steps, which were taken back: a checkpoint is only begun after its commit."""
         for step in [each for each in self._checkpoints() if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"
             with contextlib.suppress(FileNotFoundError):

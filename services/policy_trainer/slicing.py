@@ -1,7 +1,7 @@
-"""Divides a batch over data-parallel ranks by tokens, metadata only. Never splits a task.
+"""Divides the metadata of a batch over data-parallel ranks by tokens, without splitting tasks.
 
-The unit is the task, not the sample: handles and fetches are per task (one mapped file range), and the samples of a
-task share their prompt, which a rank computes once. Splitting a group would pay for the prompt on every rank.
+The unit is the task rather than the sample: handles and fetches are per task (one mapped file range), and the samples
+of a task share a prompt that a rank computes once. Splitting a group would repeat the prompt on every rank.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from proto.tensors import Array
 
 @dataclass(frozen=True)
 class Slice:
-    """One data-parallel rank's tasks in batch order, maybe none, with their samples' scalars; `samples` int64: where
-    their samples stand in all."""
+    """The tasks of one data-parallel rank in batch order, possibly none, with the scalars of their samples. `samples`
+    int64 holds the positions of these samples in the whole batch."""
 
     batch: BatchMeta
     samples: Array
@@ -27,10 +27,10 @@ class Slice:
 
 
 def longest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `sizes` for each of `parts`, each ascending: the largest goes first, always to the emptiest part.
+    """Return the ascending indices of `sizes` for each part. The largest size is assigned first, to the emptiest part.
 
-    Longest processing time first (Graham, 1969): at most 4/3 - 1/(3 parts) times the best possible maximum.
-    Deterministic: ties go to the lower index and the lower part.
+    This is longest processing time first (Graham, 1969): the maximum is at most 4/3 - 1/(3 parts) times the optimum.
+    It is deterministic: ties go to the lower index and the lower part.
     """
     chosen: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
@@ -45,7 +45,7 @@ def longest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def slice_batch(batch: BatchMeta, parts: int) -> list[Slice]:
-    """`batch` for each of `parts` ranks; together they hold every task once."""
+    """Return one slice of `batch` for each of `parts` ranks. Every task is in exactly one slice."""
     counts = np.array([task.samples for task in batch.tasks], dtype=np.int64)
     first = np.cumsum(counts) - counts
     if parts == 1:
@@ -64,6 +64,6 @@ def slice_batch(batch: BatchMeta, parts: int) -> list[Slice]:
 
 
 def imbalance(slices: Sequence[Slice]) -> float:
-    """Tokens of the fullest rank over the mean of all; 1.0 is perfect, also for a batch without tokens."""
+    """Return the tokens of the fullest rank divided by the mean. 1.0 is perfect, and the value without tokens."""
     total = sum(each.tokens for each in slices)
     return max(each.tokens for each in slices) * len(slices) / total if total else 1.0

@@ -1,4 +1,4 @@
-"""The order to end the run after the step that is open. Once given it stands."""
+"""The order to end the run after the open step. It cannot be withdrawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Stop:
-    """Belongs to one event loop."""
+    """An order to stop that tasks of one event loop can wait for."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -24,7 +24,7 @@ class Stop:
         return self._asked.is_set()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`; None when the order came first, and then `work` is cancelled."""
+        """Return the result of `work`, or cancel it and return None if the order comes first."""
         if self.asked:
             work.close()
             return None

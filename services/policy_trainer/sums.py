@@ -1,4 +1,4 @@
-"""Puts together what micro-batches, ranks and calls counted of their tokens. Never divides, knows no metric's name."""
+"""Adds up the token statistics of micro-batches, ranks and calls, without normalising them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import SupportsFloat
 
 LARGEST = "_max"
-"""The ending of a name whose values are not added up: the largest counts."""
+"""Suffix of names whose values are combined by taking the maximum instead of the sum."""
 
 
 def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
-    """Add `part`, of other tokens, to `totals`; names that end in `_max` take the larger value."""
+    """Add `part`, which covers other tokens, to `totals`. Names that end in `_max` take the larger value."""
     for name, value in part.items():
         if name.endswith(LARGEST):
             totals[name] = max(totals.get(name, 0.0), float(value))

@@ -1,7 +1,7 @@
-"""How much each token counts in the loss: one number a sample, from the whole optimizer batch before it is split.
+"""Weights of tokens in the loss: one number per sample, computed from the whole optimizer batch before it is split.
 
-W of a token is its sample's number times its mask; every rank sums W * loss over the tokens it holds and nobody
-normalises again. That is why a gradient does not depend on ranks or micro-batches (DESIGN promise 7).
+W of a token is its sample's number times its mask. Every rank sums W * loss over its tokens, and nothing is normalised
+afterwards, so gradients do not depend on ranks or micro-batches (docs/architecture.md, promise 7).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from proto.tensors import Array
 
 
 def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
-    """int [N]: tokens of each sample that count in the loss; with `overlong` "mask" none of a truncated sample.
+    """Return int [N]: each sample's tokens that count in the loss; 0 for truncated samples if `overlong` is "mask".
 
-    Masked before N and B are counted, so that what is left out thins nothing: overlong filtering of DAPO (arXiv
-    2503.14476), section 3.4.
+    Samples are masked before N and B are counted, so that they do not dilute the others: overlong filtering of DAPO
+    (arXiv 2503.14476), section 3.4.
     """
     tokens = scalars["loss_tokens"]
     return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens
 
 
 def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
-    """float32 [N] for N samples of one optimizer batch; `loss_tokens` int [N] counts each sample's masked-in tokens.
+    """Return float32 [N] for the N samples of one optimizer batch. `loss_tokens` int [N] counts their masked-in tokens.
 
-    With n_i = loss_tokens, B = samples that have any, M = all samples, L = `max_new_tokens`:
+    With n_i = loss_tokens, B = number of samples with n_i > 0, M = number of all samples, L = `max_new_tokens`:
 
     | aggregation | weight of a token of sample i |
     |---|---|

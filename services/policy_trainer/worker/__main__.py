@@ -9,5 +9,5 @@ from shared.actor.process import run_process
 status = run_process(PolicyTrainerWorker, "policy_trainer.worker")
 sys.stdout.flush()
 sys.stderr.flush()
-# not sys.exit: a collective that waits for a dead rank holds its thread, and gloo's own threads abort at teardown
+# Not sys.exit: a collective that waits for a dead rank blocks its thread, and gloo's own threads abort at teardown.
 os._exit(status)

@@ -1,10 +1,10 @@
-"""What a training library must do to serve as a backend: the one contract of `backend_torch` and `backend_megatron`.
+"""The interface of training backends, implemented by `backend_torch` and `megatron.backend`.
 
-Every method runs on the compute thread of every rank, in the same order: each is a collective, even for a rank that
-has no samples. A backend knows no bus, no store, no advantage and no loss function; it never normalises: gradients are
-the plain *sum* of dL over all ranks, L being the sum over all ranks of what `TokenLoss` returns (DESIGN promise 7).
+Every method runs on the compute thread of every rank in the same order: each is a collective, even for a rank without
+samples. Backends know no bus, stores, advantages or loss functions and do not normalise: gradients are the plain *sum*
+of dL over all ranks, where L is the sum of what `TokenLoss` returns on them (docs/architecture.md, promise 7).
 
-State has one form whatever the layout: full tensors under their Hugging Face names.
+State has the same form in every layout: full tensors under their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
 
 OPTIMIZER_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
-"""Keys of `State.optimizer` are `<slot>/<parameter>`; `master` only where weights have fewer than 32 bits."""
+"""Slots in the keys `<slot>/<parameter>` of `State.optimizer`. `master` exists only for weights below 32 bits."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The samples of this data-parallel rank (the same on all its tp, pp and cp ranks), maybe none at all.
+    """The samples of this data-parallel rank, possibly none. They are the same on all its tp, pp and cp ranks.
 
-    `token_ids` int [T], `lengths` int [S] summing to T, `loss_mask` [T] of 0 and 1: never 1 at a first token.
+    `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1, which is 0 at each first token.
     """
 
     token_ids: Array
@@ -39,12 +39,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LocalScores:
-    """Masked-in tokens of one micro-batch that *this rank* holds, possibly none (M = 0).
+    """The masked-in tokens of one micro-batch on *this rank*, possibly none (M = 0).
 
     `scores.tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up
-    there, so that nothing is shifted twice. `sum_over_sequence_ranks` adds up a detached tensor over the ranks among
-    which these sequences are cut (cp); without cp it gives back what it gets. Must not be used on a tensor with a
-    gradient. All sequences of a micro-batch are whole when those ranks are taken together.
+    there, so that nothing is shifted twice. `sum_over_sequence_ranks` adds up a detached tensor over the ranks that
+    share these sequences (cp); without cp it returns its argument. It must not be used on a tensor with a gradient.
+    Together, those ranks hold every sequence of a micro-batch completely.
     """
 
     scores: Scores
@@ -52,16 +52,16 @@ class LocalScores:
 
 
 TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
-"""(sum of W * loss over the given tokens, a scalar with a gradient; additive detached sums for metrics).
+"""Returns the sum of W * loss over the given tokens, a scalar with a gradient, and additive detached sums for metrics.
 
-Called once a micro-batch on every rank with `place.counts`, with M = 0 too; for a micro-batch that exists only because
-another data-parallel rank has more of them it is not called on any rank.
+It is called once per micro-batch on every rank with `place.counts`, also with M = 0. It is not called for padding
+micro-batches, which a rank runs only because another data-parallel rank has more of them.
 """
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did: norm of the whole gradient before clipping, and the learning rate."""
+    """The result of an optimizer step: the norm of the whole gradient before clipping, and the learning rate."""
 
     grad_norm: float
     lr: float
@@ -69,11 +69,11 @@ class Update:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a later life needs to go on with the same bits.
+    """Everything that a later life of the worker needs to continue with the same bits.
 
     `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU, tied weights once (as
     `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape,
-    `step` a float32 scalar (number of updates). Copies: training may go on while they are written.
+    `step` a float32 scalar (number of updates). All are copies, so training may continue while they are written.
     """
 
     weights: dict[str, Tensor]
@@ -87,74 +87,75 @@ class Backend(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What is called once a micro-batch."""
+        """The module that is called once per micro-batch."""
         ...
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters of the whole model, a tied one once."""
+        """Number of elements of all parameters of the whole model, with tied ones counted once."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
 
     def restart(self) -> None:
-        """The weights of the model directory, fresh optimizer state, no gradient."""
+        """Load the weights of the model directory with fresh optimizer state and no gradient."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """float32 [T]: log p(token) of logits / temperature where the mask is 1, else 0; no gradient.
+        """Return float32 [T] without a gradient: log p(token) of logits / temperature where the mask is 1, else 0.
 
-        Complete on every rank: rank 0, which publishes, leads nothing when the model is cut into pipeline stages.
+        The result is complete on every rank, because rank 0, which publishes, may belong to a stage without logits.
         """
         ...
 
     def forward_backward(
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
-        """Add the gradient of the loss over all micro-batches; returns the sums of `loss`.
+        """Add the gradient of the loss over all micro-batches and return the sums of `loss`.
 
-        Ranks without `place.counts` return {}: adding up the answers of all ranks gives the sums of the batch.
+        Ranks without `place.counts` return {}, so adding up the answers of all ranks gives the sums of the batch.
         """
         ...
 
     def step(self, step: int) -> Update:
-        """Clip by the norm of the whole gradient, update, drop the gradient; `step` (from 1) sets the warm-up.
+        """Clip by the norm of the whole gradient, update, and drop the gradient. `step` (from 1) sets the warm-up.
 
-        Raises RpcError(bad_data), on every rank alike, when the norm is not finite: nothing is changed then.
+        Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
         """
         ...
 
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Full weights as in `State.weights`: on rank 0; {} elsewhere. May share memory with the model."""
+        """Return full weights like `State.weights` on rank 0 and {} elsewhere. They may share the model's memory."""
         ...
 
     def state(self) -> State:
-        """On rank 0; empty elsewhere."""
+        """Return the state on rank 0 and an empty one elsewhere."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Take over a `State` that every rank read, whatever layout and backend wrote it; drops gradients.
+        """Load a `State` that every rank has read, written by any layout and backend, and drop gradients.
 
-        Raises RpcError(conflict), before anything is changed, when it is of another model.
+        Raises RpcError(conflict), before anything is changed, if the state belongs to another model.
         """
 
     def export(self, folder: Path) -> None:
-        """Write config.json and safetensors of the Hugging Face model into `folder`, on rank 0 (no tokenizer)."""
+        """Write config.json and safetensors of the Hugging Face model into `folder` on rank 0 (no tokenizer)."""
 
     def offload(self, parts: frozenset[Part]) -> int:
-        """Free the device memory of `parts`, all bits kept; returns bytes freed on this rank. Idempotent."""
+        """Free the device memory of `parts`, keep their bits, and return the bytes freed on this rank. Idempotent."""
         ...
 
     def backload(self, parts: frozenset[Part]) -> int:
-        """Bring `parts` back; returns bytes moved on this rank. Idempotent."""
+        """Bring `parts` back and return the bytes moved on this rank. Idempotent."""
         ...
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """`max_tokens`: of one micro-batch on one data-parallel rank; `scratch`: a folder for what is offloaded on CPU."""
+    """Options of a backend. `max_tokens` limits a micro-batch on one data-parallel rank. Parts that are offloaded on a
+    CPU go to the folder `scratch`."""
 
     max_tokens: int
     threads: int

@@ -1,6 +1,6 @@
-"""The torch backend: any Hugging Face causal language model, data and context parallel. Knows no bus and no loss.
+"""The torch backend: any Hugging Face causal language model, with data and context parallelism.
 
-One rank holds the whole model (`replica`); several hold pieces of it (`shards`, FSDP2).
+A single rank holds the whole model (`replica`); several ranks hold pieces of it (`shards`, FSDP2).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
-"""What a rank runs through the model while others still have samples: it must join their collectives."""
+"""Input of a rank that has no samples left while others have some, because it has to join their collectives."""
 
 
 class TorchBackend:
-    """See `backend.Backend`."""
+    """The `backend.Backend` for models of the transformers library."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TorchBackend:
         place: Place,
         load: Callable[[Path, str], nn.Module] = load_model,
     ) -> None:
-        """Raises RpcError(bad_request) when the model cannot be loaded, ValueError for a layout it cannot have."""
+        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout is not supported."""
         cpu.set_up(options.threads)
         self.place = place
         self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
@@ -94,8 +94,8 @@ class TorchBackend:
         )
 
     def restart(self) -> None:
-        """The weights of the model directory and fresh optimizer state."""
-        self._back()
+        """Load the weights of the model directory with fresh optimizer state."""
+        self._backload_all()
         self._trained.set_weights(self._checked(Replica(self._load()).weights()))
         self._reset()
         self.drop_gradients()
@@ -106,7 +106,7 @@ class TorchBackend:
 
     @property
     def model(self) -> nn.Module:
-        """What runs; its parameters are pieces when there are several ranks."""
+        """The module that runs. Its parameters are pieces if there are several ranks."""
         return self._trained.model
 
     @property
@@ -118,7 +118,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """float32 [T], complete on every rank."""
+        """Return float32 [T], complete on every rank."""
         result = torch.zeros(len(sequences.token_ids), dtype=torch.float32, device=self._options.device)
 
         def keep(scores: Scores) -> None:
@@ -131,7 +131,7 @@ class TorchBackend:
     def forward_backward(
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
-        """Micro-batches never change the gradient: each adds its plain share."""
+        """Add the gradients of all micro-batches. The result does not depend on how the batch is split into them."""
         totals: dict[str, float] = {}
 
         def back(scores: Scores) -> None:
@@ -153,7 +153,7 @@ class TorchBackend:
         on_scores: Callable[[Scores], None],
         on_idle: Callable[[Scores], None],
     ) -> None:
-        """As many passes as the rank with the most micro-batches makes."""
+        """Run as many passes as the rank with the most micro-batches needs."""
         scorer = self._trained.scorer
 
         def plan(each: Sequences) -> list[Any]:
@@ -171,9 +171,9 @@ class TorchBackend:
     # ---- updates
 
     def step(self, step: int) -> Update:
-        """Clip, step, zero the gradients; training step `step` (from 1) sets the warm-up's learning rate.
+        """Clip, step, and zero the gradients. Training step `step` (from 1) sets the learning rate of the warm-up.
 
-        Raises RpcError(bad_data) when the gradient is not finite: weights and optimizer state stay as they are.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
         """
         masters = list(self._trained.masters.values())
         norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)
@@ -194,12 +194,12 @@ class TorchBackend:
         return Update(grad_norm, lr)
 
     def learning_rate(self, step: int) -> float:
-        """Linear from lr / warmup_steps at step 1 up to lr at step warmup_steps, then constant."""
+        """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
         warmup = self._optimizer_options.warmup_steps
         return self._optimizer_options.lr * (min(1.0, step / warmup) if warmup else 1.0)
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         if self._shelves["gradients"].holds:
             self.backload(frozenset(["gradients"]))
         for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
@@ -208,11 +208,11 @@ class TorchBackend:
     # ---- state
 
     def weights(self) -> dict[str, Tensor]:
-        """On rank 0 the weights as they are; {} elsewhere."""
+        """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
     def state(self) -> State:
-        """Copies of weights and AdamW's state on rank 0."""
+        """Return copies of the weights and AdamW's state on rank 0."""
         speaks = self.place.rank == 0
         weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
         optimizer: dict[str, Tensor] = {}
@@ -228,8 +228,8 @@ class TorchBackend:
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
-        """Take over a checkpoint. Raises RpcError(conflict) when it is of another model."""
-        self._back()
+        """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
+        self._backload_all()
         self._trained.set_weights(self._checked(state.weights))
         self._reset()
         for name, master in self._trained.masters.items():
@@ -256,28 +256,28 @@ class TorchBackend:
         return weights
 
     def export(self, folder: Path) -> None:
-        """Configuration and weights as the model's own library writes them, on rank 0; every rank must call."""
+        """Write configuration and weights with the model's own library on rank 0. Every rank has to call this."""
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model
             model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
-            # it has written the dtype of what it trains, which is float32 where several ranks hold pieces
+            # save_pretrained has written the dtype in training, which is float32 if several ranks hold pieces.
             model.config.dtype = self._dtype
             model.config.save_pretrained(folder)
 
     # ---- memory
 
     def offload(self, parts: frozenset[Part]) -> int:
-        """Bytes freed on this rank."""
+        """Offload `parts` and return the bytes freed on this rank."""
         return sum(
             self._shelves[part].put(self._tensors(part)) for part in sorted(parts) if not self._shelves[part].holds
         )
 
     def backload(self, parts: frozenset[Part]) -> int:
-        """Bytes moved on this rank."""
+        """Bring `parts` back and return the bytes moved on this rank."""
         return sum(self._shelves[part].take() for part in sorted(parts))
 
-    def _back(self) -> None:
+    def _backload_all(self) -> None:
         self.backload(frozenset(self._shelves))
 
     def _tensors(self, part: Part) -> list[Tensor]:

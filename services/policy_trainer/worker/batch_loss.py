@@ -1,6 +1,6 @@
-"""Binds the loss to one mini-batch: looks the tokens that a micro-batch holds up in the flat arrays of the mini-batch.
+"""Binds the loss to one mini-batch: looks up the tokens of a micro-batch in the flat arrays of the mini-batch.
 
-The only place where a backend's log-probs meet advantages, weights and old log-probs.
+A backend's log-probs are combined with advantages, weights and old log-probs here.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class BatchLoss:
         own: PolicyLoss | None = None,
         version: int = -1,
     ) -> None:
-        """`flat`: the joined shards; `advantages`, `weights` float [T]; `version`: see `token_loss`.
+        """`flat` holds the joined shards. `advantages` and `weights` are float [T]. For `version` see `token_loss`.
 
-        Raises RpcError(bad_request) for the spec.
+        Raises RpcError(bad_request) if `spec` is not supported.
         """
         self._spec = spec
         self._version = version
         self._policy = losses.check(spec, own)
         self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
-        """What the backend must compute besides log-probs."""
+        """The form of entropy that the backend has to compute in addition to log-probs."""
 
         def on_device(values: Array) -> Tensor:
             return to_torch(values).to(device)

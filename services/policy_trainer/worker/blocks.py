@@ -13,7 +13,7 @@ from shared.model import attention
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Modules of the classes that the model declares not to be split; empty when it declares none."""
+    """Return the modules of the classes that the model declares unsplittable, or an empty list if it names none."""
     names = set(cast(Any, model)._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -21,7 +21,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def recompute_blocks(model: nn.Module) -> None:
     """Keep only each block's input for the backward pass and run the block again there (activation checkpointing).
 
-    The block keeps its name and its place, so that weights are found as before. Raises ValueError when none is found.
+    Blocks keep their names and places, so weights are found as before. Raises ValueError if there are no blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -31,7 +31,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` under the attention of now: the second run happens when the first one's block `using` has ended."""
+    """Run `forward` with the current attention, also in the second run, which follows the first's `using` block."""
     name = cast(Any, model).config._attn_implementation
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What each of the driver's calls does on a rank: get ready, meet the other ranks, compute, answer.
+"""Execution of the driver's calls on one rank: prepare, meet the other ranks, compute, answer.
 
-A call can fail alone only before the ranks have met; from there on all of them fail alike, or the group ends.
+A call can fail on a single rank only before the ranks have met. After that it fails on all of them, or the group ends.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FETCH_S = 60.0
-"""One attempt."""
+"""Maximum seconds of one attempt to fetch shards."""
 AGAIN_S = 0.25
 PUT_S = 120.0
 STORE = service_name("batch-store", 0)
 MAX_PREFETCHED = 2
-"""Mini-batches whose shards are looked up before their turn; they are mapped, so they cost address space only."""
+"""Maximum number of mini-batches whose shards are fetched ahead. They are mapped and cost only address space."""
 
 
 class Calls:
-    """State of one rank between calls: model, step, what is prefetched, what is being written. Event loop only."""
+    """The state of one rank between calls: model, step, prefetched shards, unfinished writes. Event loop only."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Calls:
         compute: ThreadPoolExecutor,
         service: Service,
     ) -> None:
-        """`compute`: the one thread that owns model, device and collectives; `service`: who takes turns on devices."""
+        """`compute` is the one thread that owns model, device and collectives. `service` takes turns on devices."""
         self.step = -1
         self.dirty = False
         self._run = run
@@ -80,23 +80,23 @@ class Calls:
         self._earlier: EarlierVersions
         self._own_loss: PolicyLoss | None = None
         self._pristine = True
-        """The weights are those of the model directory, with fresh optimizer state."""
+        """Whether the weights are those of the model directory, with fresh optimizer state."""
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
         self.on_published: Callable[[messages.WeightsRef], None] = lambda ref: None
-        """Told on rank 0 of each version that was put, before the driver is."""
+        """Called on rank 0 with each version that was put, before the driver is answered."""
         self.progress = 0
-        """Micro-batches and calls done; the compute thread counts."""
+        """Number of finished micro-batches and calls, counted by the compute thread."""
         self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
         self._patience_s = topology.services.policy_trainer.collective_s / 2
-        """How long a store may be away: the other ranks wait for this one meanwhile."""
+        """Maximum seconds of a store's absence, during which the other ranks wait for this one."""
         self._refusals = 0
-        """How often all calls so far were refused."""
+        """Number of times that all waiting calls were refused."""
         self._putting: asyncio.Future[Any] | None = None
-        """Weights on their way into a store: no optimizer step before they are there."""
+        """The put of weights into a store under way. No optimizer step begins before its end."""
         self._saving: set[asyncio.Task[None]] = set()
         self._accumulated: list[str] = []
-        """Tasks whose gradients wait for the next update, on this data-parallel rank."""
+        """Tasks of this data-parallel rank whose gradients wait for the next update."""
         self._log = structlog.get_logger("policy-trainer-worker")
 
     # ---- life
@@ -110,7 +110,7 @@ class Calls:
         self.devices.loaded(self._backend)
 
     def _load(self) -> None:
-        # imported on the compute thread, so that the mailbox answers during the seconds it takes
+        # Imported on the compute thread, so that the mailbox answers during the seconds that the imports take.
         from services.policy_trainer.worker.earlier import EarlierVersions
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.publish import Canaries
@@ -126,14 +126,14 @@ class Calls:
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
         rollout = self._topology.services.rollout
-        # An embedded engine on a CPU takes the mapped arrays as its parameters: it shows that without reading them.
+        # An embedded engine on a CPU uses the mapped arrays as its parameters and can show this without digests.
         mapped = rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards"
         self._canaries = Canaries(
             self._backend, Path(policy.model), policy.dtype, self._topology.run.seed, with_digests=not mapped
         )
 
     async def close(self) -> None:
-        """Finish the checkpoints being written."""
+        """Wait for unfinished checkpoints and release all resources."""
         if self._saving:
             await asyncio.wait(self._saving)
         self.forget_prefetched()
@@ -145,16 +145,16 @@ class Calls:
         self.progress += 1
 
     async def drop_gradients(self) -> None:
-        """Forget what was accumulated, and of which tasks it was."""
+        """Drop the accumulated gradients and the list of their tasks."""
         self._accumulated = []
         await self.devices.drop_gradients()
 
     async def run(self, request: WorkerRequest, call: Call) -> Message | Deferred:
-        """Do `request`: its answer, or DEFERRED when it is answered later. Raises RpcError, GroupEnded."""
+        """Run `request` and return its answer, or DEFERRED if it is answered later. Raises RpcError, GroupEnded."""
         return await RUNNERS[type(request)](self, request, call)
 
     def refuse(self, request: Message, call: Call, error: Exception) -> None:
-        """Answer with what went wrong; a defect goes to the log with its trace."""
+        """Answer with the error. Unexpected exceptions are also logged with their traceback."""
         if isinstance(error, RpcError):
             call.fail(error)
             return
@@ -173,9 +173,9 @@ class Calls:
         return await asyncio.get_running_loop().run_in_executor(self._compute, counted)
 
     async def _ready(self, request: WorkerRequest, preparation: Awaitable[T]) -> T:
-        """The result of `preparation` once every rank has its own, and what the call needs is on the device.
+        """Return the result of `preparation` once all ranks have theirs and what the call needs is on the device.
 
-        Raises RpcError when this rank or another one failed: then no rank goes on.
+        Raises RpcError on all ranks if the preparation of any rank failed.
         """
         name = f"{type(request).__name__} {request.driver:x}/{request.order}"
         try:
@@ -193,18 +193,18 @@ class Calls:
         return NEEDS[type(request)]
 
     async def _together(self, name: str, work: Callable[[], T]) -> T:
-        """Run collective `work`, which every rank has begun. An RpcError is raised on all ranks alike (`Backend`)."""
+        """Run the collective `work` on every rank. If it raises RpcError, it does so on all ranks (`Backend`)."""
         return await self._group.together(name, self._on_compute_thread(work))
 
     # ---- shards
 
     def prefetch(self, request: WorkerRequest) -> None:
-        """Begin to read the shards of a call that waits for its turn."""
+        """Begin to read the shards of a queued call."""
         if isinstance(request, messages.Forward | messages.ForwardBackward) and len(self._prefetched) < MAX_PREFETCHED:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
-        """Calls that were waiting are refused: drop what was read for them, and wait for no store any more."""
+        """Drop the shards read for queued calls, which are refused, and stop waiting for stores."""
         self._refusals += 1
         for task in self._prefetched.values():
             task.cancel()
@@ -229,7 +229,7 @@ class Calls:
         return await asyncio.to_thread(samples.join, tasks, keys)
 
     async def _fetched(self, batch: BatchMeta, keys: list[str]) -> list[dict[str, Array]]:
-        """Shards of `batch`, once its stores answer. Raises RpcError, also when one is away for `_patience_s`."""
+        """Return the shards of `batch`. Raises RpcError, also if a store does not answer within `_patience_s`."""
         loop, refusals = asyncio.get_running_loop(), self._refusals
         until = loop.time() + self._patience_s
         while True:
@@ -240,7 +240,7 @@ class Calls:
                     raise
                 self._log.warning("shards: trying again", code=error.code, error=str(error))
                 self._service.telemetry.emit("waiting", {"for": "shards", "why": str(error)[:200]})
-                await asyncio.sleep(AGAIN_S)  # paces the retries, nothing waits on it
+                await asyncio.sleep(AGAIN_S)  # only paces the retries
 
     # ---- calls, in order
 
@@ -275,7 +275,7 @@ class Calls:
         return self._standing_at(request.step)
 
     def _record(self, step: int) -> None:
-        """Deterministic mode: keep this version; on every rank, as part of a collective."""
+        """Keep this version in deterministic mode. Called on every rank as part of a collective."""
         if self._topology.run.deterministic:
             self._earlier.record(step, self._backend.weights(), self._canaries.current())
 
@@ -289,7 +289,7 @@ class Calls:
         async def known() -> samples.Tokens:
             if request.keys != [samples.PROX_KEY]:
                 wanted = ", ".join(request.keys) or "nothing"
-                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it makes {samples.PROX_KEY}")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it computes only {samples.PROX_KEY}")
             return await self._tokens(request)
 
         tokens = await self._ready(request, known())
@@ -298,7 +298,7 @@ class Calls:
         ends = tokens.tokens_of_task.cumsum()
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
-        # of this call alone: an earlier life may have put other bits for these tasks under the same fences
+        # The key is unique to this call: an earlier life may have put other bits for these tasks and fences.
         key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
@@ -323,7 +323,7 @@ class Calls:
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
                 device = self._topology.services.policy_trainer.device
-                # With anchor rollout the trainer's log-probs are the present ones, after an update of no version.
+                # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
                 version = -1 if self.dirty and request.loss.anchor == "rollout" else self.step
                 return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss, version)
 
@@ -355,7 +355,7 @@ class Calls:
         except GroupEnded:
             raise
         except RpcError as error:
-            self.dirty = was_dirty  # refused before anything was changed
+            self.dirty = was_dirty  # the step was refused before anything changed
             named, self._accumulated = self._accumulated, []
             some = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
             raise RpcError(error.code, f"{error}; its tasks: {some}", names=named) from None
@@ -392,7 +392,7 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Gathering and canary run in order; the bytes travel beside the canary and the next gradient."""
+        """Gather weights and run the canary in order. The bytes are sent during the canary and the next gradient."""
         from services.policy_trainer.worker.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
@@ -433,7 +433,7 @@ class Calls:
                 receipt, found = await asyncio.gather(put[0], digests[0])
                 ref = weights_ref(receipt, self._canaries, canary, found, request)
             except Exception as error:
-                # the weights are as they were: later calls may go on
+                # The weights have not changed, so later calls may proceed.
                 self.refuse(request, call, error)
             else:
                 self.on_published(ref)
@@ -443,13 +443,13 @@ class Calls:
         return DEFERRED
 
     async def _weights_put(self) -> None:
-        """Wait until no weights are being read: they are about to change."""
+        """Wait until weights are no longer being read, so that they may change."""
         if self._putting is not None:
             await self._putting
             self._putting = None
 
     async def _save_checkpoint(self, request: messages.SaveCheckpoint, call: Call) -> Message | Deferred:
-        """State is gathered in order; writing goes on beside the next step."""
+        """Gather the state in order and write it during the next step."""
         from services.policy_trainer.worker import checkpoint
 
         async def settled() -> None:
@@ -518,7 +518,7 @@ def _sequences(tokens: samples.Tokens) -> Any:
 def _scalar(batch: BatchMeta, name: str) -> Array:
     if name not in batch.scalars:
         known = ", ".join(sorted(batch.scalars)) or "none"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"batch without {name} of its samples (scalars: {known}); put them in")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"batch without {name} of its samples (scalars: {known}); add them")
     return batch.scalars[name]
 
 

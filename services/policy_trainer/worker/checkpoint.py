@@ -1,11 +1,11 @@
-"""Checkpoints on disk: safetensors and JSON under `step-<n>/`. One is either whole or not there, whenever a kill comes.
+"""Checkpoints on disk: safetensors and JSON under `step-<n>/`. A kill leaves a checkpoint either whole or absent.
 
     model.safetensors      weights under their Hugging Face names
     optimizer.safetensors  <slot>/<parameter>
-    earlier.safetensors    <version>/<parameter> of versions before it (run.deterministic with a staleness above 0)
+    earlier.safetensors    <version>/<parameter> of earlier versions (run.deterministic with a staleness above 0)
     state.json             layout version, step, and size and xxh3-64 of these files
 
-Written into a temporary folder, synced, read back against the checksums, renamed. Nothing here is ever unpickled.
+Files are written into a temporary folder, synced, read back against the checksums and renamed. None is a pickle.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a worker needs to go on after `step` (see `backend.State`, `earlier.EarlierVersions`)."""
+    """Everything a worker needs to continue after `step` (see `backend.State`, `earlier.EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     earlier: dict[str, Tensor] = field(default_factory=dict)
     at_stop: bool = False
-    """Made because the run stopped, out of turn."""
+    """Whether it was made because the run stopped, outside the regular interval."""
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints under `folder`, ascending."""
+    """Return the steps of the checkpoints under `folder` in ascending order."""
     names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def _write(partial: Path, state: Snapshot) -> None:
-    """Everything of a checkpoint, durable and verified."""
+    """Write all files of a checkpoint durably and verify them."""
     save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
     save_file(state.optimizer, partial / OPTIMIZER)
     if state.earlier:
@@ -71,12 +71,13 @@ def _write(partial: Path, state: Snapshot) -> None:
 
 
 def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
-    """Write `folder/step-<n>`, replacing one of the same step, then delete all but the newest `keep_last` and the
-    multiples of `keep_every`; later steps than this one go too.
+    """Write `folder/step-<n>`, replacing one of the same step. Then delete all later steps, and all earlier ones except
+    the newest `keep_last` and the multiples of `keep_every`.
 
-    One made `at_stop` takes the place of no other: it counts beside `keep_last`, and is deleted after the next save.
+    A checkpoint made `at_stop` displaces no other: it does not count towards `keep_last` and is deleted after the next
+    save.
 
-    Returns the path once everything is durable and verified. Raises OSError (disk full).
+    Return the path once everything is durable and verified. Raises OSError (disk full).
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
@@ -86,15 +87,15 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     try:
         _write(partial, state)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk others need what it has taken
+        shutil.rmtree(partial, ignore_errors=True)  # free the space, which others need if the disk is full
         raise
     if target.exists():
-        _exchange(partial, target)  # what it replaces may be the only one there is: never a moment without it
+        _exchange(partial, target)  # atomic, because the replaced checkpoint may be the only one
     else:
         partial.rename(target)
     _sync(folder)
     here = steps(folder)
-    newer = [step for step in here if step > state.step]  # of steps that were taken back: never to be loaded again
+    newer = [step for step in here if step > state.step]  # of steps that were taken back
     in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{_PREFIX}{step}")]
     older = [step for step in here if step < state.step and step not in in_turn[-keep_last:]]
     for step in (*newer, *older):
@@ -105,7 +106,7 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
 
 
 def _made_at_stop(path: Path) -> bool:
-    """Whether the manifest says so; a damaged checkpoint is like any other."""
+    """Return whether the manifest has `at_stop` set. False for a damaged checkpoint."""
     try:
         return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
     except (OSError, ValueError, AttributeError):
@@ -113,7 +114,7 @@ def _made_at_stop(path: Path) -> bool:
 
 
 def load(folder: Path, step: int) -> Snapshot:
-    """The checkpoint of `step`. Raises RpcError: missing, or conflict when a file is not what was written."""
+    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file is not what was written."""
     path = folder / f"{_PREFIX}{step}"
     if not path.is_dir():
         there = ", ".join(map(str, steps(folder))) or "none"
@@ -129,7 +130,7 @@ def load(folder: Path, step: int) -> Snapshot:
 
 
 def _verify(path: Path) -> dict[str, Any]:
-    """The manifest, when every file has its size and checksum. Raises RpcError(conflict)."""
+    """Check the size and checksum of every file and return the manifest. Raises RpcError(conflict)."""
     try:
         manifest = json.loads((path / STATE).read_text())
         if manifest["layout"] != LAYOUT:
@@ -167,7 +168,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step (Linux renameat2). Raises OSError where the file system cannot."""
+    """Swap two folders atomically (Linux renameat2). Raises OSError if the file system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
@@ -175,6 +176,6 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what an interrupted save or removal left behind; their names begin with a dot."""
+    """Remove the folders, with a leading dot in their names, that an interrupted save or removal left behind."""
     for leftover in folder.glob(f".{_PREFIX}*"):
         shutil.rmtree(leftover)

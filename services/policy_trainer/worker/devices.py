@@ -1,8 +1,8 @@
-"""What of this rank's training state is on the device, and when it has to leave because others compute there too.
+"""Residency of this rank's training state on a device that other services may share.
 
-Moves are whole parts, bit for bit, on the compute thread, between calls only. Where the devices are the trainer's own
-nothing ever has to leave. On CUDA an offloaded part is in host memory; on a CPU, where that would free nothing, it is a
-file of the run's directory, which is not in any process's memory.
+Whole parts are moved, bit for bit, on the compute thread and only between calls. Nothing has to leave devices that
+belong to the trainer alone. On CUDA an offloaded part is in host memory; on a CPU, where that would free nothing, it is
+a file in the run's directory and thus in no process's memory.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Devices:
-    """Of one rank; belongs to the event loop. `load` comes before everything else."""
+    """The devices of one rank. Belongs to the event loop. Call `loaded` before everything but `share` and `room`."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
-        """`on_compute` runs on the compute thread; `settled` waits until nobody reads the weights any more."""
+        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read."""
         self._on_compute = on_compute
         self._settled = settled
         self._turns: Turns = OwnDevices()
         self._residency = Residency()
         self._backend: Backend | None = None
         self._drop_later = False
-        """A gradient that nobody needs any more lies on the host, and goes once it is back."""
+        """Whether a gradient on the host is no longer needed and has to be dropped once it is back."""
 
     def share(self, service: Service) -> None:
-        """Others compute on the same devices: take turns from now on."""
+        """Take turns from now on, because other services compute on the same devices."""
         self._turns = take_turns(service, self._leave)
 
     async def room(self) -> None:
-        """Wait until a model may be loaded."""
+        """Wait for a turn in which the model may be loaded."""
         await self._turns.acquire(device_parts(frozenset({"parameters"})))
 
     def loaded(self, backend: Backend) -> None:
-        """`backend` has its model on the device."""
+        """Register `backend`, whose model is on the device, and end the turn of `room`."""
         self._backend = backend
         self._turns.done()
 
     async def bring(self, parts: frozenset[Part]) -> int:
-        """Have `parts` on the device, in use until `after`; returns bytes moved."""
+        """Bring `parts` to the device, where they stay in use until `after`. Return the bytes moved."""
         await self._turns.acquire(device_parts(parts))
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0
@@ -62,7 +62,7 @@ class Devices:
         return moved
 
     async def send_away(self, parts: frozenset[Part]) -> int:
-        """Take `parts` off; returns bytes freed."""
+        """Take `parts` off the device and return the bytes freed."""
         moving = self._residency.offload(parts)
         backend, freed = self._backend, 0
         if moving and backend is not None:
@@ -70,22 +70,22 @@ class Devices:
         return freed
 
     async def drop_gradients(self) -> None:
-        """Forget what was accumulated: a driver takes over, no step is under way."""
+        """Drop the accumulated gradients, because a driver takes over and no step is under way."""
         if self._backend is None:
-            return  # the model is being loaded, in a turn that is not this caller's to end
+            return  # the model is being loaded, in a turn that its loader ends
         if "gradients" in self._residency.on_host:
-            self._drop_later = True  # the devices may be somebody else's
+            self._drop_later = True  # another service may have its turn
         else:
             await self._on_compute(self._backend.drop_gradients)
         self._turns.done()
 
     def renewed(self) -> None:
-        """State was loaded anew: all of it is on the device, no gradient is left."""
+        """Record that the state was loaded anew: all of it is on the device, without gradients."""
         self._residency.forget()
         self._drop_later = False
 
     def after(self, request: WorkerRequest, *, followed: bool) -> None:
-        """`request` has ended. The devices stay in use through a step, and for a call that waits already."""
+        """End the turn after `request`, unless a step is under way or the next call is already waiting."""
         in_step = isinstance(request, messages.Forward | messages.ForwardBackward) or (
             isinstance(request, messages.OptimStep | messages.SkipUpdate) and not request.last
         )
@@ -93,17 +93,17 @@ class Devices:
             self._turns.done()
 
     async def _leave(self, parts: Parts) -> Parts:
-        """Others need the room."""
+        """Send `parts` away because another service needs the memory."""
         await self._settled()
         await self.send_away(own_parts(parts))
         return parts
 
 
 def device_parts(parts: frozenset[Part]) -> Parts:
-    """As `shared.devices` names them."""
+    """Return the names of `parts` in `shared.devices`."""
     return frozenset(f"policy.{part}" for part in parts)
 
 
 def own_parts(parts: Parts) -> frozenset[Part]:
-    """What `device_parts` made of them."""
+    """Return the trainer's parts among `parts`: the inverse of `device_parts`."""
     return frozenset(part for part in PARTS if f"policy.{part}" in parts)

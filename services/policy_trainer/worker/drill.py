@@ -1,10 +1,10 @@
-"""The start-up drill as the trainer makes it: a perturbed copy of the model, the noise of each weight large enough to
-be seen in the log-probs, and what engines must answer. Must never touch the model in training, nor keep its own copy.
+"""The trainer's side of the start-up drill: a copy of the model whose weights carry enough noise to show in the
+log-probs, and the expected answers of engines. The copy is separate from the model in training and is not kept.
 
-How much is enough follows from one backward pass over the perturbed copy: to first order, a weight that kept its old
-values changes the sum of c_t * logprob_t by <gradient, noise>, with signs c_t drawn at random, hence a log-prob by
-<gradient, noise> / sqrt(T) in the mean (root of squares). Where that is less than `SEEN` tolerances the noise grows, up
-to `MAX_FACTOR` times: a weight that is left out then shows in the canary, not only in the digests.
+The amount of noise follows from one backward pass over the perturbed copy. To first order, a weight that kept its old
+values changes the sum of c_t * logprob_t by <gradient, noise>, with random signs c_t, and hence a log-prob by
+<gradient, noise> / sqrt(T) (root mean square). If that is less than `SEEN` tolerances, the noise is increased by a
+factor of up to `MAX_FACTOR`, so that an omitted weight shows in the canary and not only in the digests.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shared.model.logprobs import token_logprobs
 from shared.tensors_torch import to_numpy, to_torch
 
 SEEN = 16.0
-"""Tolerances by which a weight that is left out should show."""
+"""Number of tolerances by which an omitted weight should change a log-prob."""
 MAX_FACTOR = 16.0
-"""Of the noise: 0.8 of a weight's mean at most."""
+"""Maximum factor of the noise, which is then at most 0.8 of a weight's mean."""
 BACKWARD_LIMIT_S = 30.0
-"""Seconds that the backward pass may take; estimated as three forward passes."""
+"""Maximum seconds for the backward pass, estimated as the time of three forward passes."""
 
 
 @dataclass(frozen=True)
 class Drill:
-    """`factors` of the noise and `digests` (empty unless asked for) in the order of the sorted names; `logprobs` of the
-    perturbed weights, `true_logprobs` of the model directory's: float32 [T - 1]."""
+    """A drill: `factors` of the noise and `digests` (empty unless requested) in the order of the sorted names, and the
+    float32 [T - 1] `logprobs` of the perturbed weights and `true_logprobs` of the model directory's weights."""
 
     factors: list[float]
     logprobs: Array
@@ -50,7 +50,7 @@ class Drill:
 def make_drill(
     model_dir: Path, dtype: str, text: Sequences, seed: int, *, tolerance: float, with_digests: bool
 ) -> Drill:
-    """`tolerance`: the narrowest that a log-prob may be judged by."""
+    """Return the drill of a model. `tolerance` is the narrowest one by which its log-probs may be judged."""
     model = load_model(model_dir, dtype)
     began = time.perf_counter()
     true_logprobs = _logprobs(model, text)
@@ -70,7 +70,7 @@ def make_drill(
         )
     _perturb(model, seed, factors)
     logprobs = _logprobs(model, text)
-    if not np.isfinite(logprobs).all():  # float16 ends at 65504
+    if not np.isfinite(logprobs).all():  # float16 overflows above 65504
         factors, model = noise_factors(factors, []), load_model(model_dir, dtype)
         _perturb(model, seed, factors)
         logprobs = _logprobs(model, text)
@@ -85,7 +85,7 @@ def make_drill(
 
 @torch.no_grad()
 def _perturb(model: nn.Module, seed: int, factors: dict[str, float]) -> dict[str, float]:
-    """In place; returns the standard deviation of each weight's noise."""
+    """Add noise to the weights in place and return its standard deviation for each weight."""
     scales: dict[str, float] = {}
     for name, tensor in named_weights(model).items():
         values = to_numpy(tensor)
@@ -96,7 +96,7 @@ def _perturb(model: nn.Module, seed: int, factors: dict[str, float]) -> dict[str
 
 
 def _effects(model: nn.Module, text: Sequences, seed: int, scales: dict[str, float]) -> dict[str, float]:
-    """What each weight's noise makes of a log-prob, to first order. Gradients go as soon as they were used."""
+    """Return the first-order effect of each weight's noise on a log-prob. Each gradient is freed after its use."""
     effects: dict[str, float] = {}
     tokens = int(text.loss_mask.sum())
 

@@ -1,8 +1,8 @@
-"""The last few policy versions, kept beside the one in training (`run.deterministic`). Never trained, never changed.
+"""Read-only copies of the last few policy versions, kept beside the one in training (`run.deterministic`).
 
-Step s is sampled with version s - 1 - staleness. Whoever goes back to the checkpoint of step c and has lost what was
-sampled needs the versions from c - staleness on, which no later training makes again: so they are kept here, go into
-the checkpoint, and are published again.
+Step s is sampled with version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples
+needs the versions from c - staleness on, which later training does not reproduce. They are therefore kept here, saved
+in the checkpoint, and published again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NAME = re.compile(r"(\d+)/(.+)")
 
 @dataclass(frozen=True)
 class Version:
-    """Weights by Hugging Face name, on the CPU, and the log-probs that prove their loading."""
+    """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs that verify their loading."""
 
     weights: dict[str, Tensor]
     canary: Canary
 
 
 class EarlierVersions:
-    """At most `depth` versions before the newest, and the newest. Filled on rank 0, empty elsewhere."""
+    """The newest version and at most `depth` versions before it. Filled on rank 0, empty elsewhere."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -40,14 +40,14 @@ class EarlierVersions:
         return self._versions.get(step)
 
     def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
-        """Copies `weights`. A step that is not the one after the newest begins anew."""
+        """Store a copy of `weights` as version `step`. Versions from `step` on or out of depth are dropped."""
         if weights and self._depth:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
             self._versions = {old: each for old, each in self._versions.items() if step - self._depth <= old < step}
             self._versions[step] = Version(copies, canary)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """For the checkpoint of `step`: `<version>/<name>` and `<version>/canary` of the versions before it."""
+        """Return `<version>/<name>` and `<version>/canary` of the versions before `step`, for its checkpoint."""
         found: dict[str, Tensor] = {}
         for old, version in self._versions.items():
             if old < step:
@@ -56,7 +56,7 @@ class EarlierVersions:
         return found
 
     def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
-        """The inverse of `tensors`; what is here goes."""
+        """Replace all versions by those in `tensors`: the inverse of the method `tensors`."""
         weights: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             found = _NAME.fullmatch(key)

@@ -1,4 +1,4 @@
-"""Exports the policy as a Hugging Face folder that loads like the one it came from. Never pickles weights."""
+"""Exports the policy as a Hugging Face folder that loads like the original one. Weights are not pickled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 
 
 def export(backend: Backend, policy_dir: Path, target: Path) -> None:
-    """Write model, configuration and the tokenizer files of `policy_dir` to `target` in one move, replacing it.
+    """Write model, configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing it.
 
-    Every rank must call; rank 0 writes. Raises OSError (no room, no permission).
+    Every rank has to call this; rank 0 writes. Raises OSError (no space, no permission).
     """
     partial, replaced = (target.parent / f".{target.name}.{end}" for end in ("partial", "replaced"))
     if backend.place.rank == 0:
@@ -29,7 +29,7 @@ def export(backend: Backend, policy_dir: Path, target: Path) -> None:
         if source.is_file() and not written.exists() and not source.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(source, written)
     for path in partial.iterdir():
-        path.chmod(0o644)  # safetensors writes 0600: unreadable to another user's engine
+        path.chmod(0o644)  # safetensors writes 0600, which another user's engine cannot read
         with path.open("rb") as file:
             os.fsync(file.fileno())
     if target.exists():

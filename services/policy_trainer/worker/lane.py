@@ -1,4 +1,4 @@
-"""Calls of one driver in the order it gave them, each once. Decides who may call; runs nothing itself."""
+"""Queue of one driver's calls, which yields each call once and in the driver's order, and refuses other drivers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from shared.rpc.mailbox import Call
 
 
 class Lane:
-    """The queue between mailbox and compute thread; belongs to the event loop.
+    """The queue between mailbox and compute thread. Belongs to the event loop.
 
-    A driver takes the lane over with its incarnation. From then on others are refused, and so is every call after one
-    that failed: a step must not be taken with a gradient that is not complete.
+    A driver takes over the lane with its incarnation. From then on other drivers are refused, and so is every call
+    after a failed one: a step must not be taken with an incomplete gradient.
     """
 
     def __init__(self) -> None:
         self.driver = 0
         self.done = 0
-        """Order of the last call taken from the lane."""
+        """Number of the last call taken from the lane."""
         self.epoch = 0
-        """Counts take-overs."""
+        """Number of take-overs."""
         self._retired: set[int] = set()
         self._waiting: dict[int, tuple[WorkerRequest, Call]] = {}
         self._failed = ""
         self._arrived = asyncio.Event()
 
     def take_over(self, driver: int, at_least: int = 0) -> None:
-        """`driver` commands from now on and numbers its calls from above `at_least`; what waits is refused.
+        """Make `driver` the only caller, whose numbers begin above `at_least`, and refuse all waiting calls.
 
-        Raises RpcError(conflict) for a driver that was replaced.
+        Raises RpcError(conflict) if `driver` was replaced earlier.
         """
         if driver in self._retired:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
@@ -45,11 +45,11 @@ class Lane:
         self.done = max(self.done, at_least)
 
     def add(self, request: WorkerRequest, call: Call) -> None:
-        """Queue a call. Raises RpcError: conflict for another driver or an order that was used, lost for a call that
-        cannot be trusted to build on the ones before it (new life of the worker, earlier failure)."""
+        """Queue a call. Raises RpcError: conflict for another driver or a number that was used, lost for a call whose
+        predecessors are missing or failed (new life of the worker, earlier failure)."""
         name = type(request).__name__
         if not self.driver:
-            raise RpcError(ErrorCode.LOST, f"{name}: this life of the worker knows no driver yet; take it over first")
+            raise RpcError(ErrorCode.LOST, f"{name}: this life of the worker has no driver yet; take it over first")
         if request.driver != self.driver:
             raise RpcError(
                 ErrorCode.CONFLICT, f"{name} of driver {request.driver:x} refused: {self.driver:x} has taken over"
@@ -62,7 +62,7 @@ class Lane:
         self._arrived.set()
 
     async def next(self) -> tuple[WorkerRequest, Call]:
-        """The next call in order, waiting for those before it."""
+        """Wait for the next call in order and return it."""
         while self.done + 1 not in self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -71,11 +71,11 @@ class Lane:
 
     @property
     def followed(self) -> bool:
-        """Whether the next call in order is here already."""
+        """Whether the next call in order is already waiting."""
         return self.done + 1 in self._waiting
 
     def fail(self, cause: str, *, epoch: int) -> None:
-        """A call begun in `epoch` failed: refuse what was sent after it, until the driver takes over again."""
+        """Refuse the calls after one that failed in `epoch`, until the driver takes over again."""
         if epoch != self.epoch:
             return
         self._failed = cause

@@ -1,12 +1,12 @@
-"""The loss of each token, put together from its named terms, and the sums that metrics are made of. Never normalises.
+"""The loss of each token, composed of named terms, and the sums from which metrics are computed. Nothing is normalised.
 
-With r = exp(cur - anchor), W the token's weight and A its sample's advantage, P the policy loss of `losses.policy`:
+With r = exp(cur - anchor), W the token's weight, A its sample's advantage and P the policy loss of `losses.policy`:
 
     anchor proximal: l = sg[1[kept] min(exp(prox - rollout), C)] P(r, A) + kl_coef KL - entropy_coef H
-    anchor present:  the same with prox = sg[cur], which it is while nothing was updated since the step began
+    anchor present:  the same with prox = sg[cur], which holds until the first update of the step
     anchor rollout:  l = P(r, A) + kl_coef KL - entropy_coef H
 
-and the gradient is that of sum(W l). What is kept or truncated never changes W.
+The gradient is that of sum(W l). Masking and truncation do not change W.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RATIO_MASKS = ("", "token", "sequence", "geometric")
 
 
 def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
-    """The policy loss that `spec` names; `own`: the topology's function, for the name that is an import path.
+    """Return the policy loss that `spec` names. `own` is the topology's function if the name is an import path.
 
-    Raises RpcError(bad_request) for a loss that this module does not compute.
+    Raises RpcError(bad_request) if this module does not support the loss.
     """
     found = own if own is not None and ":" in spec.name else POLICY_LOSSES.get(spec.name)
     wrong = (
@@ -56,16 +56,16 @@ def token_loss(
     *,
     version: int = -1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of W * loss over the tokens (a scalar with a gradient), and detached additive sums.
+    """Return the sum of W * loss over the tokens (a scalar with a gradient) and detached additive sums.
 
-    `cur` [M]: log-probs with a gradient; `entropy` [M], with a gradient when `spec.entropy_coef` is not 0;
-    `policy_loss`: what `check` found, default the one `spec` names; `version`: the one that the trainer's log-probs are
-    of, -1 when the model has moved on from it. Sums, each over the tokens: `tokens` 1, `policy`
-    W * policy term, `kl` W * KL (without its coefficient), `loss` W * loss, `clipped` whether the ratio was clipped,
-    `masked` whether the ratio mask left it out, `entropy`, `mismatch` |anchor or cur at the first update - rollout|
-    (0 for cross_entropy, whose tokens no engine sampled), `version`; and of the mismatch, with the numbers of their
-    tokens, `engine` for tokens sampled by `version` itself, where engine and trainer should agree, and `lag` for tokens
-    sampled by earlier versions.
+    `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
+    is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
+    trainer's log-probs, or -1 if the model was updated since that version. Sums, each over the tokens: `tokens` 1,
+    `policy` W * policy term, `kl` W * KL (without its coefficient), `loss` W * loss, `clipped` whether the ratio was
+    clipped, `masked` whether the ratio mask excluded the token, `entropy`, `mismatch` |anchor or cur at the first
+    update - rollout| (0 for cross_entropy, whose tokens no engine sampled), and `version`. The mismatch is also summed,
+    with the number of tokens, as `engine` over tokens sampled by `version` itself, where engine and trainer should
+    agree, and as `lag` over tokens sampled by earlier versions.
     """
     if spec.anchor == "present":
         data = replace(data, prox=cur.detach())
@@ -86,7 +86,7 @@ def token_loss(
         loss_sum = loss_sum - spec.entropy_coef * (data.weights * entropy).sum()
     with torch.no_grad():
         own = cur if spec.anchor == "rollout" else anchor
-        # Supervised tokens were sampled by nobody.
+        # No engine sampled supervised tokens.
         mismatches = (own - data.rollout).abs() * (spec.name != "cross_entropy")
         known = version >= 0 and spec.name != "cross_entropy"
         same, earlier = (data.versions == version) & known, (data.versions < version) & known

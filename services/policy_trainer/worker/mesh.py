@@ -1,5 +1,5 @@
-"""The process groups of the torch backend and the few sums that go over them. Never sums anything with a gradient:
-`all_reduce` in place is invisible to autograd, and a reduced loss must not be taken backward.
+"""The process groups of the torch backend and the sums over them. All sums are without a gradient, because autograd
+does not see an in-place `all_reduce`: `backward` must not be called on a reduced loss.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from shared.ranks.layout import Place
 
 
 class Mesh:
-    """Groups of a layout without tensor or pipeline ranks; every rank must make its Mesh at the same time."""
+    """The groups of a layout without tensor and pipeline ranks. All ranks have to create it at the same time."""
 
     def __init__(self, place: Place, device: str) -> None:
-        """Raises ValueError for tp or pp above 1: only backend megatron splits layers."""
+        """Raises ValueError if tp or pp is above 1, because only the megatron backend splits layers."""
         layout = place.layout
         if layout.tp * layout.pp > 1:
             raise ValueError(f"tp {layout.tp}, pp {layout.pp}: backend torch has dp and cp only; use backend megatron")
         self.place = place
         self._context: ContextRank | None = None
         if layout.cp > 1:
-            for first in range(0, layout.world_size, layout.cp):  # every rank makes every group
+            for first in range(0, layout.world_size, layout.cp):  # every rank has to create every group
                 group = dist.new_group(list(range(first, first + layout.cp)))
                 if first == place.dp_rank * layout.cp:
                     self._context = ContextRank(place.cp_rank, layout.cp, group)
@@ -34,11 +34,11 @@ class Mesh:
 
     @property
     def context(self) -> ContextRank | None:
-        """The ranks that sequences are cut over; None without context parallelism."""
+        """The ranks over which sequences are split, or None without context parallelism."""
         return self._context
 
     def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
-        """Elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
+        """Return the elementwise sum of a detached tensor over the ranks that share the same sequences."""
         if self._context is None:
             return values
         total = values.detach().clone()
@@ -46,7 +46,7 @@ class Mesh:
         return total
 
     def most(self, count: int) -> int:
-        """The largest `count` of all ranks."""
+        """Return the largest `count` of all ranks."""
         if self.shard_mesh is None:
             return count
         value = torch.tensor([count])
@@ -55,7 +55,7 @@ class Mesh:
 
     @torch.no_grad()
     def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Scalar: sum of `values` where `mask` over all tokens of all ranks; no gradient."""
+        """Return a scalar without a gradient: the sum of `values` over the masked-in tokens of all ranks."""
         total = torch.where(mask.bool(), values, torch.zeros_like(values)).sum().detach().clone()
         if self.shard_mesh is not None:
             dist.all_reduce(total)
@@ -63,9 +63,9 @@ class Mesh:
 
     @torch.no_grad()
     def masked_mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Scalar: mean of `values` over all masked-in tokens of all ranks, 0 if there are none; no gradient.
+        """Return a scalar without a gradient: the mean of `values` over the masked-in tokens of all ranks, or 0.
 
-        A mean of each rank's mean would be wrong wherever ranks hold different numbers of tokens.
+        The mean of the ranks' means would be wrong if ranks hold different numbers of tokens.
         """
         count = self.masked_sum(mask.to(values.dtype), mask)
         return self.masked_sum(values, mask) / count.clamp(min=1.0)

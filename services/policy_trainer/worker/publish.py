@@ -1,5 +1,5 @@
-"""Puts a policy version into a store, with the log-probs and digests that prove its loading. Must never see weights
-change."""
+"""Puts a policy version into a store, with the log-probs and digests that verify its loading. The weights must not
+change meanwhile."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
 
 TOLERANCE = 1e-4
-"""Largest absolute difference of a canary log-prob between trainer and engine, of float32 weights: eight times the
-largest over 20 canaries of the quickstart's model between the trainer's scoring and transformers' own prefill and
+"""Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights: eight times the
+largest one, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own prefill and
 token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
-"""Least tolerance, for the median difference, that an engine calibrates for weights of 16 bits: eight and three times
-the median between the same passes of that model. Larger models differ more, hence the calibration."""
+"""Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight and three times the
+median between the same passes of that model. Larger models differ more, hence the calibration."""
 MEDIAN = 0.5
 SIGNAL = 2.0
-"""The drill must move the median log-prob by so many tolerances at least: this bounds what may be calibrated."""
+"""Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
 PUT_S = 300.0
 MAX_FENCES = 16
-"""Lives of a driver that may have put one version and died before announcing it."""
+"""Maximum number of fences to try: each life of a driver may have put the version and died before announcing it."""
 
 
 class Canaries:
-    """The fixed sequence of a run and the start-up drill that goes with it. Compute thread only."""
+    """The fixed sequence of a run and its start-up drill. Compute thread only."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
-        """`seed`: the run's. Rank 0 makes the drill from the model directory's weights. `with_digests`: every version
-        is published with the digests of its weights."""
+        """`seed` is that of the run. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
+        is true, every version is published with the digests of its weights."""
         self._backend = backend
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
         self._floor = FLOOR.get(dtype, 0.0)
@@ -54,7 +54,7 @@ class Canaries:
         self.drill: Canary | None = None
         self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
-            # all tokens, however large the model: the drill, which happens once, has to see each parameter by itself
+            # The drill runs once and uses all tokens for any size of model, because it has to detect each parameter.
             text = _sequence(backend.vocab_size, seed, canary_length(0, dtype))
             narrowest = self._floor or TOLERANCE
             drill = make_drill(model_dir, dtype, text, seed + 1, tolerance=narrowest, with_digests=with_digests)
@@ -64,9 +64,9 @@ class Canaries:
             self.drill = self._canary(text, drill.logprobs, drill.digests)
 
     def current(self) -> Canary:
-        """The canary of the weights as they are now; every rank must call, the answer of rank 0 counts."""
+        """Return the canary of the current weights. Every rank has to call this; rank 0's result is used."""
         model = self._backend.model
-        if is_plain(model):  # then this rank has all of it
+        if is_plain(model):  # this rank then holds the whole model
             with torch.inference_mode():
                 ids = torch.from_numpy(self._text.token_ids.astype(np.int64))
                 return self.of(to_numpy(PlainDecoder(model, few_rows.linear).logprobs(ids)))
@@ -75,13 +75,13 @@ class Canaries:
         return self.of(logprobs[1:].astype(np.float32))
 
     def of(self, logprobs: Array) -> Canary:
-        """The canary of a version whose log-probs (from the second token on) are known."""
+        """Return the canary of a version with known log-probs (from the second token on)."""
         return self._canary(self._text, logprobs, [])
 
     def digests(self, weights: dict[str, Tensor]) -> list[int]:
-        """Of a version, in the order of the sorted names; none when engines take the arrays themselves.
+        """Return the digests of a version in the order of the sorted names; none if engines use the arrays themselves.
 
-        On any thread: reads as much as the weights are large, where they are.
+        May run on any thread. Reads all weights on the device where they are.
         """
         return [as_int(digest_whole(weights[name])) for name in sorted(weights)] if self._with_digests else []
 
@@ -98,16 +98,15 @@ class Canaries:
 
 def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
     mask = np.ones(length, np.uint8)
-    mask[0] = 0  # nothing predicts the first token
+    mask[0] = 0  # the first token has no prediction
     return Sequences(canary_tokens(vocab_size, seed, length), np.array([length], np.int32), mask)
 
 
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish) -> Receipt:
-    """One put of all `weights` under `weights/<lineage>/<step>`, on rank 0. Raises as `DataClient.put`.
+    """Put all `weights` under `weights/<lineage>/<step>` on rank 0. Raises the errors of `DataClient.put`.
 
-    They must not change until this returns; reading them (for their canary) may go on beside it. The fences are tried
-    here and not by the caller: to publish once more it would have to ask again, and by then the weights may be those
-    of the next step.
+    The weights must not change until this returns, but may be read (for their canary). Fences are tried here rather
+    than by the caller, who would have to make another request, by which time the weights may be those of the next step.
     """
     shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
@@ -116,7 +115,7 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
         try:
             (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
         except RpcError as error:
-            # an earlier life put this version and never announced it, so the store swept it up
+            # An earlier life put this version without announcing it, so the store has collected it.
             if error.code != ErrorCode.COLLECTED or fence + 1 >= request.fence + MAX_FENCES:
                 raise
             fence += 1
@@ -127,7 +126,7 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
 def weights_ref(
     receipt: Receipt, canaries: Canaries, canary: Canary, digests: list[int], request: Publish
 ) -> WeightsRef:
-    """What engines are told of the version that was put."""
+    """Return the reference by which engines find and verify the version that was put."""
     if canaries.drill is None:
         raise ValueError("weights are published by rank 0 only")
     return WeightsRef(

@@ -1,5 +1,5 @@
-"""A whole model on one rank, and what the optimizer trains of it. Weights of 16 bits have float32 masters: an update of
-1e-6 vanishes in bfloat16, and so does a micro-batch's gradient in a long sum.
+"""A whole model on one rank, with the parameters that the optimizer trains. 16-bit weights have float32 masters: an
+update of 1e-6 vanishes in bfloat16, and so does a micro-batch's gradient in a long sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.model.logprobs import Scorer
 
 
 class Replica:
-    """`scorer` runs the model; `masters` are the parameters of the optimizer, by Hugging Face name."""
+    """A model on one rank. `scorer` runs it; `masters` are the optimizer's parameters by Hugging Face name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -26,12 +26,12 @@ class Replica:
             low = param.dtype in (torch.bfloat16, torch.float16)
             self.masters[name] = nn.Parameter(param.detach().float()) if low else param
             if low:
-                cast(Any, param).register_post_accumulate_grad_hook(self._into(self.masters[name]))
+                cast(Any, param).register_post_accumulate_grad_hook(self._accumulate_into(self.masters[name]))
         self.separate = {name for name, param in self._params.items() if self.masters[name] is not param}
-        """Names whose master is another tensor than the weight."""
+        """Names of weights whose master is a separate tensor."""
 
     @staticmethod
-    def _into(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def _accumulate_into(master: nn.Parameter) -> Callable[[Tensor], None]:
         def move(param: Tensor) -> None:
             if param.grad is None:
                 return
@@ -42,32 +42,32 @@ class Replica:
         return move
 
     def after_inference(self) -> None:
-        """Nothing stays behind of a pass without a gradient."""
+        """Do nothing: a pass without a gradient leaves nothing to free."""
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """The weights follow their masters."""
+        """Copy the masters to their weights."""
         for name in self.separate:
             self._params[name].copy_(self.masters[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """The live weights; they change with the next update."""
+        """Return the live weights, which change with the next update."""
         return named_weights(self.model)
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy in full weights of the same names and shapes; masters follow."""
+        """Copy full weights of the same names and shapes into the model and its masters."""
         for name, tensor in named_weights(self.model).items():
             tensor.copy_(weights[name])
         for name in self.separate:
             self.masters[name].copy_(self._params[name])
 
     def whole(self, part: Tensor) -> Tensor:
-        """A copy on the host of the full tensor that `part`, shaped like a master, is this rank's part of."""
+        """Return a host copy of the full tensor of which `part`, shaped like a master, is this rank's part."""
         return part.detach().to("cpu", copy=True)
 
     def part(self, whole: Tensor, master: nn.Parameter) -> Tensor:
-        """This rank's part of a full tensor, as `master` is split."""
+        """Return this rank's part of a full tensor, split like `master`."""
         return whole.to(master.device, master.dtype, copy=True)
 
     @property
@@ -76,7 +76,7 @@ class Replica:
         return {name: tensor.shape for name, tensor in named_weights(self.model).items()}
 
     def whole_scalar(self, value: Tensor) -> float:
-        """A scalar over all masters as a number."""
+        """Return a scalar over all masters as a number."""
         return float(value)
 
     @property
@@ -85,9 +85,9 @@ class Replica:
         return [master.shape for master in self.masters.values()]
 
     def own_masters(self) -> list[Tensor]:
-        """Masters that are tensors of their own."""
+        """Return the masters that are separate tensors."""
         return [self.masters[name] for name in sorted(self.separate)]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the model on this rank."""
+        """Return all tensors of the model on this rank."""
         return [*self.model.parameters(), *self.model.buffers()]

@@ -1,6 +1,6 @@
-"""Which parts of the training state are on the device: a pure state machine. Moves nothing and touches no tensor.
+"""A pure state machine that tracks which parts of the training state are on the device. It moves no tensors itself.
 
-What a call needs is declared once, here, and brought back before it runs: nobody has to remember to backload.
+The parts that each call needs are declared here and brought back before it runs, so callers need not backload.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proto.messages import ErrorCode, WorkerRequest
 from shared.rpc.errors import RpcError
 
 Part = Literal["parameters", "gradients", "optimizer"]
-"""What a backend can move; float32 masters belong to `optimizer` where they are tensors of their own."""
+"""A part that a backend can move. float32 masters belong to `optimizer` if they are separate tensors."""
 
 PARTS: frozenset[Part] = frozenset({"parameters", "gradients", "optimizer"})
 _PARAMETERS: frozenset[Part] = frozenset({"parameters"})
@@ -33,34 +33,34 @@ NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
         messages.Move: frozenset(),
     }
 )
-"""A gradient on the host is added to on the device, so `ForwardBackward` needs what was accumulated before."""
+"""Parts that each call needs on the device. `ForwardBackward` adds to gradients there, so it needs earlier ones."""
 
 
 class Residency:
-    """Where each part is. All parts begin on the device."""
+    """The location of each part. All parts begin on the device."""
 
     def __init__(self) -> None:
         self.on_host: frozenset[Part] = frozenset()
 
     def offload(self, parts: frozenset[Part]) -> frozenset[Part]:
-        """Those of `parts` that are still on the device, to be taken off; they count as being on the host."""
+        """Mark `parts` as on the host and return those that still have to be moved there."""
         moving = parts - self.on_host
         self.on_host |= parts
         return moving
 
     def backload(self, parts: frozenset[Part]) -> frozenset[Part]:
-        """Those of `parts` that are on the host, to be brought back."""
+        """Mark `parts` as on the device and return those that still have to be moved there."""
         moving = parts & self.on_host
         self.on_host -= parts
         return moving
 
     def forget(self) -> None:
-        """Everything is on the device again (state was loaded anew)."""
+        """Mark all parts as on the device, after the state was loaded anew."""
         self.on_host = frozenset()
 
 
 def parts_named(names: list[str]) -> frozenset[Part]:
-    """The parts of a request. Raises RpcError(bad_request) for one that does not exist."""
+    """Return the parts named in a request. Raises RpcError(bad_request) for an unknown name."""
     unknown = sorted(set(names) - PARTS)
     if unknown:
         raise RpcError(ErrorCode.BAD_REQUEST, f"part {unknown[0]!r}: use {', '.join(sorted(PARTS))}")

@@ -1,4 +1,4 @@
-"""Joins the shards of a batch's tasks into flat arrays, and spreads per-sample numbers over tokens. Copies once."""
+"""Joins the shards of a batch's tasks into flat arrays with one copy and spreads per-sample numbers over tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DTYPES = {
     PROX_KEY: np.float32,
     REF_KEY: np.float32,
 }
-"""Of the keys, for a rank that has no task to look at."""
+"""dtypes of the keys, for a rank without any task from which to infer them."""
 
 
 def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
-    """Each of `keys` and the key that its shards have in the stores.
+    """Return a dict from `keys` to the keys of their shards in the stores.
 
-    Proximal log-probs are put under a key of the call that made them: what other weights or another number of ranks
-    gave for the same tasks before is never taken for them. Raises RpcError(bad_request) when the batch has none.
+    Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
+    ones of other weights or another number of ranks. Raises RpcError(bad_request) if the batch has none.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
@@ -45,7 +45,7 @@ def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """All sequences of a batch: `flat[key]` is [T] (or [S] for `lengths`), tasks one after the other."""
+    """All sequences of a batch, ordered by task: `flat[key]` is [T] (or [S] for `lengths` and `sample_index`)."""
 
     flat: dict[str, Array]
     tokens_of_task: Array
@@ -53,7 +53,7 @@ class Tokens:
 
 
 def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
-    """`tasks`: the shards of each task, all with `keys`, among them `lengths`; no task gives arrays of length 0."""
+    """Join the shards of `tasks`, which all have `keys`, including `lengths`. Without tasks, arrays have length 0."""
     if not tasks:
         nothing = np.zeros(0, dtype=np.int64)
         return Tokens({key: np.zeros(0, dtype=_DTYPES[key]) for key in keys}, nothing, nothing)
@@ -65,9 +65,9 @@ def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
 
 
 def check(handles: Sequence[TaskHandle], tasks: Sequence[dict[str, Array]]) -> None:
-    """Refuse shards that cannot belong together, or hold log-probs that are no numbers, before any of them is used.
+    """Refuse shards with inconsistent lengths or non-finite values before any of them is used.
 
-    Raises RpcError(bad_data) naming the tasks and the first shard that is wrong.
+    Raises RpcError(bad_data) naming the tasks and the first invalid shard.
     """
     wrong: list[str] = []
     cause = ""
@@ -94,7 +94,7 @@ def _problem(task: dict[str, Array], samples: int) -> str:
             return f"{key} has shape {list(values.shape)}, its lengths say [{wanted}] ({of})"
     index = task.get("sample_index")
     if index is not None and ((index < 0) | (index >= samples)).any():
-        return f"sample_index goes from {index.min()} to {index.max()}, of {samples} samples"
+        return f"sample_index goes from {index.min()} to {index.max()}, but there are {samples} samples"
     for key, values in task.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = ~np.isfinite(values)
@@ -103,9 +103,9 @@ def _problem(task: dict[str, Array], samples: int) -> str:
 
 
 def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Array:
-    """[T]: each token's sample's entry of `values` [samples], through `sample_index`.
+    """Return [T]: for each token, the entry of `values` [samples] for its sample, found through `sample_index`.
 
-    Raises RpcError(bad_request) when the shards hold more samples than the batch says.
+    Raises RpcError(bad_request) if the shards hold more samples than the batch states.
     """
     first = np.cumsum(samples_of_task) - np.asarray(samples_of_task)
     index = tokens.flat["sample_index"].astype(np.int64)
@@ -123,5 +123,5 @@ def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Arr
 
 
 def trained(loss_mask: Array, weights: Array) -> Array:
-    """[T]: `loss_mask` without the tokens of weight 0 (samples that are masked out): scoring them is for nothing."""
+    """Return [T]: `loss_mask` without tokens of weight 0 (of masked-out samples), which need no scoring."""
     return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

@@ -1,6 +1,6 @@
-"""The worker as an actor: takes the driver's calls and runs them one by one. The loop never computes.
+"""The worker as an actor: accepts the driver's calls and runs them one by one, off the event loop.
 
-One of `world_size` ranks; they join a group before anything else, and end together when one of them is gone.
+It is one of `world_size` ranks, which join a group before anything else and end together when one of them is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.topology import Topology, stop_limit_s
 
 
 class PolicyTrainerWorker(Service):
-    """`python -m services.policy_trainer.worker`: owns the model; knows nothing of the algorithm."""
+    """The service `python -m services.policy_trainer.worker`, which owns the model but not the algorithm."""
 
     NAME = "policy-trainer-worker"
 
@@ -63,7 +63,7 @@ class PolicyTrainerWorker(Service):
         self.mailbox.handle(messages.Meet, self._group.on_meet)
 
     def _send_weights(self, topology: Topology, deadline_s: float) -> None:
-        """Engines may ask this rank for weights."""
+        """Let engines request weights from this rank."""
         policy, rollout = topology.policy, topology.services.rollout
         sender = self._sender = WeightsSender(
             self.run,
@@ -81,7 +81,7 @@ class PolicyTrainerWorker(Service):
     # ---- life
 
     async def start(self) -> None:
-        """Join the group, then import torch and load the model: the driver's first call finds it there."""
+        """Join the group, then import torch and load the model before the driver's first call."""
         with ends_with_its_peers(self):
             await self._group.join()
             await self._group.until_ended(self._calls.load())
@@ -112,7 +112,7 @@ class PolicyTrainerWorker(Service):
                 self._calls.devices.after(request, followed=self._lane.followed)
 
     async def drain(self) -> None:
-        """A checkpoint being written is finished; a computation is not waited for."""
+        """Finish a checkpoint that is being written, but do not wait for a computation."""
         if self._sender is not None:
             self._sender.close()
         await self._calls.close()
@@ -126,10 +126,10 @@ class PolicyTrainerWorker(Service):
         return DEFERRED
 
     async def _state(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
-        """Where the worker stands once what runs has ended; gradients of an unfinished update are forgotten."""
+        """Wait for the running call, drop gradients of an unfinished update, and return the worker's state."""
         self._lane.take_over(request.driver, request.at_least)
         self._calls.forget_prefetched()
-        with suppress(RpcError):  # an ended group shows in what is answered below, or ends this process
+        with suppress(RpcError):  # an ended group shows in the answer below or ends this process
             await self._group.withdraw("a driver takes over")
         async with self._running:
             await self._calls.drop_gradients()

@@ -1,5 +1,5 @@
-"""A model whose parameters lie in pieces on all ranks of data and context parallelism (FSDP2). Gradients are *summed*
-over the ranks, never averaged: every rank's loss is its plain share of the whole (DESIGN promise 7).
+"""A model whose parameters are split over all data- and context-parallel ranks (FSDP2). Gradients are *summed* over the
+ranks instead of averaged: every rank's loss is its plain share of the whole (docs/architecture.md, promise 7).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Shards:
-    """As `Replica`, in pieces. The pieces are float32 when the weights have 16 bits; the pass itself runs in 16."""
+    """Like `Replica`, in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
         dtype = next(model.parameters()).dtype
@@ -35,7 +35,7 @@ class Shards:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
         for block in blocks_of(self.model):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        # the root's pieces are freed after forward too: a pass without backward would keep weights that then go stale
+        # The root is resharded after forward, too: a pass without backward would keep weights that become stale.
         fully_shard(self.scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
@@ -46,17 +46,17 @@ class Shards:
         self._rank = mesh.get_rank()
 
     def after_inference(self) -> None:
-        """Free what a pass without a gradient gathered."""
+        """Free the weights that a pass without a gradient has gathered."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def write_back(self) -> None:
-        """The pieces are the masters: the next pass gathers them anew."""
+        """Do nothing: the pieces are the masters, and the next pass gathers them anew."""
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Full weights on the host, on rank 0; {} elsewhere. Every rank must call."""
+        """Return full weights on the host on rank 0 and {} elsewhere. Every rank has to call this."""
         live = dict(cast(Any, self.model).named_parameters(remove_duplicate=False))
         live |= dict(self.model.named_buffers())
         found: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ class Shards:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy in full weights of the same names and shapes; each rank keeps its pieces."""
+        """Copy this rank's pieces from full weights of the same names and shapes."""
         live = dict(cast(Any, self.model).named_parameters(remove_duplicate=False))
         live |= dict(self.model.named_buffers())
         for name in self._dtypes:
@@ -76,19 +76,19 @@ class Shards:
             target.copy_(self.part(weights[name], target))
 
     def whole(self, part: Tensor) -> Tensor:
-        """The full tensor of `part` on the host; of rank 0 only, elsewhere what is returned means nothing."""
+        """Return the full tensor of `part` on the host of rank 0. The result of other ranks is meaningless."""
         full = part.full_tensor() if isinstance(part, DTensor) else part
         return full.detach().to("cpu", copy=True) if self._rank == 0 else full.new_empty(0)
 
     def part(self, whole: Tensor, master: Tensor) -> Tensor:
-        """This rank's piece of a full tensor that every rank has."""
+        """Return this rank's piece of a full tensor that every rank has."""
         moved = whole.to(master.device, master.dtype)
         if not isinstance(master, DTensor):
             return moved.clone()
         return distribute_tensor(moved, master.device_mesh, master.placements, src_data_rank=None)
 
     def whole_scalar(self, value: Tensor) -> float:
-        """A scalar over all masters as a number, the same on every rank. Every rank must call."""
+        """Return a scalar over all masters as a number, equal on every rank. Every rank has to call this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property
@@ -97,9 +97,9 @@ class Shards:
         return [master.shape for master in self.masters.values()]
 
     def own_masters(self) -> list[Tensor]:
-        """None: the pieces are the masters."""
+        """Return an empty list, because the pieces are the masters."""
         return []
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the model on this rank."""
+        """Return all tensors of the model on this rank."""
         return [*self.model.parameters(), *self.model.buffers()]

@@ -1,4 +1,4 @@
-"""Brings a rank's device, process group and backend up, from the topology. The one place that knows which backend."""
+"""Sets up a rank's device, process group and backend according to the topology, and selects the backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.topology import Topology
 
 
 def make_backend(run: RunDir, topology: Topology, place: Place, generation: int) -> Backend:
-    """The model of the topology on this rank; with several ranks, their process group `generation` is open then."""
+    """Return this rank's backend with the topology's model. With several ranks, open process group `generation`."""
     options = topology.services.policy_trainer
     device = own_device(options.device, place.rank)
     if place.layout.world_size > 1:
@@ -28,6 +28,6 @@ def make_backend(run: RunDir, topology: Topology, place: Place, generation: int)
     policy = topology.policy
     if options.backend == "torch":
         return TorchBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)
-    from services.policy_trainer.worker.megatron.backend import MegatronBackend  # an extra that not everybody installs
+    from services.policy_trainer.worker.megatron.backend import MegatronBackend  # an optional extra
 
     return MegatronBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)

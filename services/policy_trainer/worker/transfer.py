@@ -1,8 +1,8 @@
-"""Sends policy versions to engines over collectives, one communicator and one thread an engine, on the rank that puts
-them. Must never make training wait, nor one engine for another.
+"""Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
+and thread, so neither training nor other engines wait for it.
 
-What is sent is read from where the version was put: it is the same bytes as the other route's, and any version that
-the store still has can be sent, however far training has gone since.
+Versions are read from the store: the bytes are the same as those of the other route, and every version that the store
+still has can be sent, however far training has advanced.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 8
-"""Published versions that are remembered; the store has deleted older ones, or will."""
+"""Number of published versions to remember. The store has deleted older ones, or will."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
 @dataclass
 class _Line:
-    """A communicator, and the thread that alone waits on it."""
+    """A communicator, and the only thread that waits on it."""
 
     channel: Channel
     thread: ThreadPoolExecutor
 
 
 class WeightsSender:
-    """Answers AskTransfer and EndTransfer. Belongs to the event loop, which it never blocks."""
+    """Answers AskTransfer and EndTransfer. Belongs to the event loop, which it does not block."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class WeightsSender:
         perturbed: Callable[[WeightsRef], dict[str, Tensor]],
         emit: Emit,
     ) -> None:
-        """`device`: what this rank computes on; `perturbed(ref)`: the weights of the start-up drill,
-        computed anew; `emit(topic, values)`: telemetry."""
+        """`device` is the one on which this rank computes. `perturbed(ref)` computes the weights of the start-up drill.
+        `emit(topic, values)` sends telemetry."""
         self._run = run
         self._data = data
         self._route: WeightsRoute = route
@@ -84,20 +84,20 @@ class WeightsSender:
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
         self._drill_taken = False
-        """An engine has had it in time. One that has not asks again."""
+        """Whether the drill's weights were handed out. An engine that did not get them in time asks again."""
         self._timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("transfer")
 
     def published(self, ref: WeightsRef) -> None:
-        """Engines will ask for this version."""
+        """Remember a version for which engines will ask."""
         self._published[ref.lineage, ref.step] = ref
         while len(self._published) > KEPT:
             self._published.popitem(last=False)
         if self._drill_taken:
-            self._drill = None  # engines that start later make another
+            self._drill = None  # for engines that start later it is computed again
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
-        """Begin to send what is asked for. Raises RpcError: missing, conflict."""
+        """Begin to send the requested version. Raises RpcError: missing, conflict."""
         from shared.transfer.table import described
 
         if request.host_id != self._run.host_id:
@@ -125,14 +125,14 @@ class WeightsSender:
             offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, tensors)
             sending = loop.run_in_executor(line.thread, line.channel.send, tensors)
         except Exception as error:
-            why = _line(error)
+            why = _one_line(error)
             self._handle(Broke(grant.communicator, why))
             raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
         sending.add_done_callback(functools.partial(self._sent, grant.communicator))
         return offer
 
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
-        """The engine has it all, or will never."""
+        """Record that the engine has received everything, or has failed."""
         self._handle(
             Ended(request.instance, request.incarnation, request.communicator, request.number, request.failure)
         )
@@ -142,7 +142,7 @@ class WeightsSender:
         return messages.Ack()
 
     def close(self) -> None:
-        """Let every communicator go; threads that still send end with this process, or at their deadline."""
+        """Close every communicator. Threads that are still sending end with the process or at their deadline."""
         if self._timer is not None:
             self._timer.cancel()
         for communicator in list(self._lines):
@@ -161,7 +161,7 @@ class WeightsSender:
             if self._drill is None or (self._drill.done() and self._drill.exception() is not None):
                 self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref))
                 self._drill_taken = False
-            drill = await asyncio.shield(self._drill)  # who asked may give up meanwhile
+            drill = await asyncio.shield(self._drill)  # the caller may give up meanwhile
             self._drill_taken = True
             return drill
         (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
@@ -170,7 +170,7 @@ class WeightsSender:
     # ---- decisions
 
     def _handle(self, event: Event) -> Grant | None:
-        """Do what follows from `event`, but for the sending. Raises RpcError(conflict)."""
+        """Apply the effects of `event` except for the sending. Raises RpcError(conflict)."""
         granted: Grant | None = None
         loop = asyncio.get_running_loop()
         for effect in self._transfers.handle(event, loop.time()):
@@ -198,20 +198,20 @@ class WeightsSender:
         line.thread.shutdown(wait=False, cancel_futures=True)
 
     def _sent(self, communicator: int, sending: asyncio.Future[None]) -> None:
-        """That it was sent says nothing: the engine says when it has it."""
+        """Handle a failed send. A successful one means nothing until the engine confirms it."""
         if sending.cancelled():
             return
         error = sending.exception()
         if error is not None:
-            self._handle(Broke(communicator, _line(error)))
+            self._handle(Broke(communicator, _one_line(error)))
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def perturbed_weights(model_dir: Path, dtype: str, ref: WeightsRef) -> dict[str, Tensor]:
-    """The weights of a model directory as the start-up drill of `ref` has them, by parameter name."""
+    """Return the weights of a model directory, perturbed as in the start-up drill of `ref`, by parameter name."""
     from shared.drill import noise_factors, perturb
     from shared.model.load import load_model, named_weights
     from shared.tensors_torch import to_numpy, to_torch

@@ -1,5 +1,6 @@
-"""How one communicator to one engine is opened, used and closed, by route. Must never decide when, nor be used by two
-threads at once but for `close`.
+"""Channels for each route: how a communicator to one engine is opened, used and closed. The caller decides when.
+
+Except for `ended` and `close`, a channel must not be used by two threads at once.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ if TYPE_CHECKING:
 
 
 class Channel(Protocol):
-    """One communicator. All but `ended` and `close` run on its thread and may raise TransferLost."""
+    """A communicator. All methods but `ended` and `close` run on its thread and may raise TransferLost."""
 
     def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        """`offer` with what the engine needs to join, or to find `tensors`."""
+        """Return `offer` with the data that the engine needs to join the communicator or to find `tensors`."""
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """To all ranks of the engine, joining them first; ends at the deadline by itself."""
+        """Join all ranks of the engine and send them `tensors`. Gives up at the deadline."""
 
     def ended(self) -> None:
-        """The engine has all of it."""
+        """Record that the engine has received everything."""
 
     def close(self) -> None:
-        """The communicator is no more; whoever is in `send` comes out of it, at its deadline the latest."""
+        """Destroy the communicator. A thread in `send` returns from it by its deadline at the latest."""
 
 
 def open_channel(route: WeightsRoute, meeting: Path, ranks: int, *, device: str, deadline_s: float) -> Channel:
-    """Not joined yet. `meeting`: a new file, for gloo; `ranks`: the engine's and this one; `device`: this one's."""
+    """Return a channel that is not joined yet. `meeting` is a new file for gloo, `ranks` counts those of the engine and
+    this one, and `device` belongs to this rank."""
     if route == "gloo":
         return GlooChannel(meeting, ranks, deadline_s)
     if route == "nccl":
@@ -63,10 +65,10 @@ class GlooChannel:
         self._group.broadcast(tensors.values())
 
     def ended(self) -> None:
-        self._meeting.unlink(missing_ok=True)  # not before: this end may have met while another one still reads
+        self._meeting.unlink(missing_ok=True)  # not earlier: another rank may read it after this one has joined
 
     def close(self) -> None:
-        self._group = None  # its sockets close once nobody is in it
+        self._group = None  # its sockets close once no thread uses it
         self._meeting.unlink(missing_ok=True)
 
 
@@ -91,7 +93,7 @@ class NcclChannel:
             self._group.broadcast(tensors.values())
 
     def ended(self) -> None:
-        """The communicator stays."""
+        """Do nothing: the communicator is reused."""
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -100,7 +102,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC: nothing is sent, a copy lies on the GPU that both processes use until the engine has taken it."""
+    """CUDA IPC: nothing is sent. A copy stays on the GPU that both processes use until the engine has taken it."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -113,7 +115,7 @@ class MemoryChannel:
         return msgspec.structs.replace(offer, memory=exported(self._copy))
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """It lies there."""
+        """Do nothing: the engine reads the copy."""
 
     def ended(self) -> None:
         self.close()

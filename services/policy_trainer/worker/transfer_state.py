@@ -1,9 +1,9 @@
-"""Who is sent which version over which communicator: the trainer's side of weight transfers. Pure. Must never let one
-engine's trouble touch another's transfer, nor send over a communicator that may hold half of something.
+"""The trainer's side of weight transfers as a pure state machine: which engine gets a version over which communicator.
 
-An engine has one communicator. It belongs to one life (incarnation) of that engine, carries one transfer at a time, and
-is over with the first that fails or is late. Missing on purpose: a way to mend one. The engine asks again and gets a
-new one; until a version is proved it holds none, so the scheduler gives it nothing to sample.
+A failing engine does not affect the transfers of others. An engine has one communicator, which belongs to one life
+(incarnation) of that engine, carries one transfer at a time, and is closed at the first failure or missed deadline.
+There is deliberately no way to repair one, because it may hold half a transfer. The engine asks again and gets a new
+one. Until a version is verified the engine holds none, so the scheduler gives it nothing to sample.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An engine's life asks for a transfer; `communicator`: the one it holds, 0 for none."""
+    """A life of an engine asks for a transfer. `communicator` is the one it holds, or 0 for none."""
 
     engine: int
     incarnation: int
@@ -23,7 +23,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An engine's life says how transfer `number` ended there."""
+    """A life of an engine reports how transfer `number` ended there."""
 
     engine: int
     incarnation: int
@@ -34,7 +34,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """This end could not open `communicator`, or not send over it."""
+    """The trainer could not open `communicator` or send over it."""
 
     communicator: int
     why: str
@@ -47,7 +47,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Send transfer `number` over `communicator` of `engine`, opening it first if it is `new`."""
+    """Send transfer `number` over `communicator` of `engine`, after opening it if it is `new`."""
 
     engine: int
     communicator: int
@@ -57,7 +57,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Close `communicator`; whatever it carries is lost."""
+    """Close `communicator`. A transfer under way is lost."""
 
     engine: int
     communicator: int
@@ -66,7 +66,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The asking life was replaced by a later one: it gets nothing."""
+    """Refuse a life of an engine that was replaced by a later one."""
 
     why: str
 
@@ -77,7 +77,7 @@ Effect = Grant | Abort | Refuse
 
 @dataclass
 class _Line:
-    """What leads to one engine. `deadline` of the transfer under way; None: none is."""
+    """The communicator of one engine. `deadline` is that of the transfer under way, or None if there is none."""
 
     incarnation: int
     communicator: int
@@ -87,17 +87,17 @@ class _Line:
 
 @dataclass
 class Transfers:
-    """`new_communicator` names communicators, never twice; `deadline_s`: joining and transfer together."""
+    """All transfers. `new_communicator` returns unique ids; `deadline_s` covers joining and transfer together."""
 
     new_communicator: Callable[[], int]
     deadline_s: float
     _lines: dict[int, _Line] = field(default_factory=dict)
     _replaced: dict[int, set[int]] = field(default_factory=dict)
-    """Lives of each engine that were followed by another."""
+    """Lives of each engine that were replaced by later ones."""
     _lives: dict[int, int] = field(default_factory=dict)
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
-        """What is to be done, in order."""
+        """Return the effects of `event` in order."""
         match event:
             case Asked():
                 return self._ask(event, now)
@@ -113,7 +113,7 @@ class Transfers:
                 return [self._abort(engine, f"no end within {self.deadline_s:g} s") for engine in late]
 
     def next_deadline(self) -> float | None:
-        """When `Passed` has something to do; None: nothing is under way."""
+        """Return the time at which `Passed` is due next, or None if no transfer is under way."""
         return min((line.deadline for line in self._lines.values() if line.deadline is not None), default=None)
 
     def _ask(self, event: Asked, now: float) -> Sequence[Effect]:
@@ -130,7 +130,7 @@ class Transfers:
             line is not None
             and line.incarnation == event.incarnation
             and line.communicator == event.communicator
-            and line.deadline is None  # else the engine gave up what was under way
+            and line.deadline is None  # otherwise the engine has given up the transfer under way
         )
         if line is None or not usable:
             if line is not None:

@@ -1,1 +1,1 @@
-"""The terms of the loss, a family a file. Small pure functions of tensors; none sums, normalises or keeps anything."""
+"""The terms of the loss, one family per file: small pure functions of tensors that neither sum nor normalise."""

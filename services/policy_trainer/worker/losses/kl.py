@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from one sampled token, differentiable in `cur`. Never sums tokens."""
+"""Per-token estimators of KL(policy || reference) from one sampled token, differentiable in `cur`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def k2(cur: Tensor, ref: Tensor) -> Tensor:
 
 
 def k3(cur: Tensor, ref: Tensor) -> Tensor:
-    """exp(ref - cur) - (ref - cur) - 1: unbiased, never negative.
+    """exp(ref - cur) - (ref - cur) - 1: unbiased and non-negative.
 
     Sources: Schulman, "Approximating KL divergence", 2020, estimator k3; GRPO (arXiv 2402.03300), equation 4.
     """
@@ -27,4 +27,4 @@ def k3(cur: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType({"k2": k2, "k3": k3})
-"""k1, cur - ref, is missing: as a term of the loss its expected gradient is zero (E[grad log p] = 0)."""
+"""Estimators by name. k1, cur - ref, is absent: its expected gradient in a loss is zero (E[grad log p] = 0)."""

@@ -1,7 +1,7 @@
-"""What the difference between the engine's log-probs and the trainer's does to the policy loss. Changes no denominator.
+"""Corrections of the policy loss for differences between the engine's log-probs and the trainer's.
 
-Not with `anchor: rollout`: the trainer's own log-probs of the step's start (`prox`) stand beside the engine's
-(`rollout`). Both are fixed, so nothing here carries a gradient.
+They compare the trainer's log-probs at the start of the step (`prox`) with the engine's (`rollout`), and do not apply
+to `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.policy_trainer.worker.losses.tokens import TokenData, ratio
 
 @torch.no_grad()
 def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
-    """[M]: min(exp(prox - rollout), C), C = `tis_cap`; not truncated when it is 0.
+    """Return [M]: min(exp(prox - rollout), C) with C = `tis_cap`, not truncated if C is 0.
 
     Sources: decoupled PPO (arXiv 2110.00641), the decoupled objective; truncation: Yao et al., "Your efficient RL
     framework secretly brings you off-policy RL training", 2025.
@@ -26,11 +26,11 @@ def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
 
 @torch.no_grad()
 def kept(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
-    """bool [M]: whether a token's policy loss counts, its ratio exp(prox - rollout) being within [low, high].
+    """Return bool [M]: whether a token's ratio is within [low, high], so that its policy loss counts.
 
-    `ratio_mask` token: the token's own ratio (IcePop: "Every Step Evolves", arXiv 2510.18855, equations 1 and 2);
-    sequence: the product over its sequence (as TRL's sequence_mask); geometric: the geometric mean over its sequence
-    (as verl's geometric rejection). "": all.
+    The ratio exp(prox - rollout) depends on `ratio_mask`. token: the token's own ratio (IcePop: "Every Step Evolves",
+    arXiv 2510.18855, equations 1 and 2); sequence: the product over its sequence (like TRL's sequence_mask); geometric:
+    the geometric mean over its sequence (like verl's geometric rejection). With "" all tokens count.
     """
     difference = prox - data.rollout
     if spec.ratio_mask == "":

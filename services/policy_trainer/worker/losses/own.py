@@ -1,4 +1,4 @@
-"""A policy loss of the user's own, found once when a worker starts. Never takes a path from a message."""
+"""User-defined policy losses, imported once when a worker starts. Import paths in messages are not followed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shared.user_function import find_function
 
 
 def own_policy_loss(options: Loss) -> PolicyLoss | None:
-    """The function `options` names by import path, or None for a builtin.
+    """Return the function that `options` names by import path, or None for a builtin loss.
 
-    Raises RpcError(bad_request), one line, when it cannot be imported or called as `fn(cur, anchor, tokens, **params)`.
+    Raises RpcError(bad_request) with one line if it cannot be imported or called as
+    `fn(cur, anchor, tokens, **params)`.
     """
     if not is_function(options.name):
         return None
@@ -30,10 +31,10 @@ def own_policy_loss(options: Loss) -> PolicyLoss | None:
 
 
 def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> PolicyLoss:
-    """`function` as a policy loss: `fn(cur, anchor, tokens, **params)` with `tokens: TokenData` returns the loss [M].
+    """Wrap `function` as a policy loss. `fn(cur, anchor, tokens, **params)` with `tokens: TokenData` returns [M].
 
-    Its result is weighed, masked and truncated like any other loss. Raises RpcError(bad_request) when it is no tensor
-    of [M].
+    The result is weighted, masked and truncated like any other loss. The loss raises RpcError(bad_request) if the
+    result is not a tensor of [M].
     """
 
     def loss(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:

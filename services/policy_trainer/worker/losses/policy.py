@@ -1,7 +1,7 @@
-"""The policy loss of each token, by name: `(loss [M], whether the ratio was clipped [M])`. Never weighs or sums tokens.
+"""Policy losses by name. Each returns unweighted `(loss [M], whether the ratio was clipped [M])` for M tokens.
 
-`cur` [M] are the present log-probs (with a gradient), `anchor` [M] those the ratio r = exp(cur - anchor) is taken
-against, A the advantages.
+`cur` [M] are the current log-probs (with a gradient), `anchor` [M] those of the denominator of the ratio
+r = exp(cur - anchor), and A the advantages.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ PolicyLoss = Callable[[LossSpec, Tensor, Tensor, TokenData], Terms]
 
 
 def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), -r A with a high of 0; with `dual_clip` c, -max(that, c A) where A < 0.
+    """-g with g = min(r A, clip(r, 1 - low, 1 + high) A), or g = r A if high is 0.
 
-    Sources: PPO (arXiv 1707.06347), equation 7; low and high apart: DAPO (arXiv 2503.14476), equation 10; dual clip:
+    With `dual_clip` c, the loss is -max(g, c A) where A < 0.
+
+    Sources: PPO (arXiv 1707.06347), equation 7; separate low and high: DAPO (arXiv 2503.14476), equation 10; dual clip:
     Ye et al. (arXiv 1912.09729), the dual-clip objective.
     """
     return _clipped(spec, ratio(cur - anchor), data.advantages)
 
 
 def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """The clipped loss with one ratio a sequence, s = exp(mean of log r over the sequence's tokens).
+    """The clipped loss with one ratio per sequence, s = exp(mean of log r over the sequence's tokens).
 
-    The sum over the sequence carries no gradient; each token gets it through sg[s] exp(cur - sg[cur]), which under
-    seq_mean_token_mean is the gradient of s itself. The paper knows one response, which is one sequence; of a sample of
-    several (a workflow that begins new contexts) each has a ratio of its own, because each is a likelihood given its
-    own context, and the sample's loss is their mean weighted by their trained tokens.
+    The sum over the sequence carries no gradient. Each token gets its gradient through sg[s] exp(cur - sg[cur]), which
+    under seq_mean_token_mean is the gradient of s itself. In the paper a response is one sequence. If a sample has
+    several (a workflow that begins new contexts), each has its own ratio, because it is a likelihood given its own
+    context, and the sample's loss is the mean over sequences, weighted by their trained tokens.
     Source: GSPO (arXiv 2507.18071), equations 5 (the objective) and 7 (s); the token form is its GSPO-token.
     """
     log_s = data.sequence_mean(cur - anchor) + cur - cur.detach()
@@ -42,10 +44,10 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
 
 
 def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-sg[clamp(r)] A cur: every token keeps a gradient, however far its ratio is off.
+    """-sg[clamp(r)] A cur: every token keeps a gradient, however far its ratio is from 1.
 
-    `clamp` upper: to at most 1 + high (TRL, whose epsilon_high is our 1 + high); both: to [1 - low, 1 + high] (verl);
-    with a high of 0 r is not clamped.
+    With `clamp` upper, r is clamped to at most 1 + high (TRL, whose epsilon_high is our 1 + high); with both, to
+    [1 - low, 1 + high] (verl). If high is 0, r has no upper limit.
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
     """
     r = ratio(cur - anchor).detach()
@@ -70,7 +72,7 @@ def sapo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
 
 
 def importance_sampling(_spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-r A, whose gradient is that of -sg[r] A cur: the policy gradient, corrected for who sampled.
+    """-r A, whose gradient is that of -sg[r] A cur: the policy gradient, corrected for the sampling policy.
 
     Source: the off-policy policy gradient, as in equation 6 of PPO (arXiv 1707.06347).
     """
@@ -78,7 +80,7 @@ def importance_sampling(_spec: LossSpec, cur: Tensor, anchor: Tensor, data: Toke
 
 
 def cross_entropy(_spec: LossSpec, cur: Tensor, _anchor: Tensor, _data: TokenData) -> Terms:
-    """-cur: maximum likelihood of the tokens, whatever their advantage (supervised fine-tuning)."""
+    """-cur: maximum likelihood of the tokens regardless of their advantage (supervised fine-tuning)."""
     return -cur, _none(cur)
 
 

@@ -1,4 +1,4 @@
-"""What every term of the loss is computed from: the masked-in tokens of one micro-batch. Decides nothing."""
+"""The data from which every term of the loss is computed: the masked-in tokens of one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut at +-20 before exp: past float32's range an unselected branch would turn a gradient into NaN."""
+"""Bound of log-ratios before exp. Beyond float32's range an unselected branch would turn a gradient into NaN."""
 
 
 def _alone(sums: Tensor) -> Tensor:
@@ -18,10 +18,10 @@ def _alone(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Masked-in tokens of one micro-batch, each [M] float32 (`versions` int32); `prox`, `ref` if the loss uses them.
+    """Masked-in tokens of one micro-batch, each [M] float32 (`versions` int32). `prox` and `ref` are set if needed.
 
-    `sequences` int64 [M]: which of `sequence_count` sequences a token belongs to; all tokens of a sequence are in the
-    micro-batch, except those that other ranks hold: `add_up` sums a tensor over these ranks (context parallelism).
+    `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch has all tokens
+    of a sequence, except those on other ranks, over which `add_up` sums a tensor (context parallelism).
     """
 
     rollout: Tensor
@@ -36,12 +36,12 @@ class TokenData:
 
     @torch.no_grad()
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """[M]: for each token the sum of `values` [M] over its whole sequence; without a gradient."""
+        """Return [M] without a gradient: for each token, the sum of `values` [M] over its whole sequence."""
         return self._sums(values.detach())[self.sequences]
 
     @torch.no_grad()
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """[M]: likewise the mean over the sequence's masked-in tokens."""
+        """Return [M] without a gradient: for each token, the mean over its sequence's masked-in tokens."""
         sums, counts = self._sums(values.detach()), self._sums(torch.ones_like(values))
         return (sums / counts.clamp(min=1.0))[self.sequences]
 
@@ -50,5 +50,5 @@ class TokenData:
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), cut at exp(+-20)."""
+    """Return exp(log_ratio), clamped to exp(+-20)."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

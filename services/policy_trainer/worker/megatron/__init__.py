@@ -1,1 +1,1 @@
-"""The megatron backend: a model of `shared.megatron` in training."""
+"""The megatron backend, which trains a model of `shared.megatron`."""

@@ -1,7 +1,7 @@
-"""The megatron backend: Llama, Qwen2 and Qwen3 over tp, pp, cp and dp. Knows no bus and no loss, and never normalises.
+"""The megatron backend: Llama, Qwen2 and Qwen3 with tp, pp, cp and dp. It does not normalise gradients.
 
-Transformer Engine is used where it is installed beside CUDA, and brings sequence parallelism when tp > 1; both choose
-themselves. On CPU the same layers run on gloo through `cpu_shims`.
+Transformer Engine is used automatically if it is installed and CUDA is available, and with it sequence parallelism if
+tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shared.topology.algorithm import Optimizer
 
 
 class MegatronBackend:
-    """See `backend.Backend`."""
+    """The `backend.Backend` for models of megatron-core."""
 
     @in_megatron
     def __init__(
         self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
     ) -> None:
-        """Raises RpcError(bad_request) for a model it cannot load, ValueError for degrees that do not divide it."""
+        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the degrees do not divide it."""
         cpu.set_up(options.threads)
         self.place = place
         self._options, self._optimizer_options = options, optimizer
@@ -70,7 +70,7 @@ class MegatronBackend:
 
     @property
     def model(self) -> nn.Module:
-        """Megatron's wrapper around this rank's pieces."""
+        """Megatron's wrapper of this rank's pieces."""
         wrapped: nn.Module = self._trained.model
         return wrapped
 
@@ -80,8 +80,8 @@ class MegatronBackend:
 
     @in_megatron
     def restart(self) -> None:
-        """The weights of the model directory and fresh optimizer state."""
-        self._back()
+        """Load the weights of the model directory with fresh optimizer state."""
+        self._backload_all()
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
 
@@ -90,7 +90,7 @@ class MegatronBackend:
     @in_megatron
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """float32 [T], complete on every rank: rank 0, which publishes, may be of a stage without a head."""
+        """Return float32 [T], complete on every rank: rank 0, which publishes, may be in a stage without a head."""
         ids, lengths, mask = sequences.token_ids, sequences.lengths, sequences.loss_mask
         return to_numpy(self._pieces.logprobs(ids, lengths, mask, temperature, self._trained.model))
 
@@ -98,7 +98,7 @@ class MegatronBackend:
     def forward_backward(
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
-        """Micro-batches never change the gradient: each adds its plain share to the buffers; ranks meet in `step`."""
+        """Add the plain share of every micro-batch to the gradient buffers. `step` sums them over the ranks."""
         totals: dict[str, float] = {}
 
         def shared_loss(scores: Scores) -> Tensor:
@@ -117,7 +117,7 @@ class MegatronBackend:
         return totals
 
     def _on_every_rank(self, scores: Scores, loss: TokenLoss, totals: dict[str, float]) -> Tensor:
-        """A scalar whose gradient is that of `loss`, which only one rank of a tensor-parallel group computes."""
+        """Return a scalar with the gradient of `loss`, which only one rank of a tensor-parallel group computes."""
         outputs = [scores.logprobs]
         if scores.entropy is not None and scores.entropy.requires_grad:
             outputs.append(scores.entropy)
@@ -139,9 +139,9 @@ class MegatronBackend:
 
     @in_megatron
     def step(self, step: int) -> Update:
-        """Sum over ranks, clip, step, zero the gradients; training step `step` (from 1) sets the warm-up.
+        """Sum over ranks, clip, step, and zero the gradients. Training step `step` (from 1) sets the warm-up.
 
-        Raises RpcError(bad_data) when the gradient is not finite: weights and optimizer state stay as they are.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
         """
         self._trained.reduce()
         grad_norm = self._trained.norm()
@@ -158,13 +158,13 @@ class MegatronBackend:
         return Update(grad_norm, lr)
 
     def learning_rate(self, step: int) -> float:
-        """Linear from lr / warmup_steps at step 1 up to lr at step warmup_steps, then constant."""
+        """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
         warmup = self._optimizer_options.warmup_steps
         return self._optimizer_options.lr * (min(1.0, step / warmup) if warmup else 1.0)
 
     @in_megatron
     def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self.backload(frozenset(["gradients"]))
         self._trained.drop_gradients()
 
@@ -172,30 +172,30 @@ class MegatronBackend:
 
     @in_megatron
     def weights(self) -> dict[str, Tensor]:
-        """On rank 0 the full weights; {} elsewhere."""
+        """Return the full weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
     @in_megatron
     def state(self) -> State:
-        """Copies of weights and AdamW's state on rank 0."""
+        """Return copies of the weights and AdamW's state on rank 0."""
         return self._trained.state()
 
     @in_megatron
     def load_state(self, state: State) -> None:
-        """Take over a checkpoint. Raises RpcError(conflict) when it is of another model."""
+        """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
         strange = self._pieces.strange({name: tuple(each.shape) for name, each in state.weights.items()})
         if strange:
             raise RpcError(
                 ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._source}"
             )
-        self._back()
+        self._backload_all()
         self._trained.set_weights(state.weights.__getitem__)
         self._trained.set_optimizer(state.optimizer)
         self._trained.drop_gradients()
 
     @in_megatron
     def export(self, folder: Path) -> None:
-        """Configuration and weights, on rank 0; every rank must call."""
+        """Write configuration and weights on rank 0. Every rank has to call this."""
         weights = self._trained.weights()
         if self.place.rank == 0:
             files.write(folder, self._pieces.config, weights, self._pieces.dtype)
@@ -203,7 +203,7 @@ class MegatronBackend:
     # ---- memory
 
     def offload(self, parts: frozenset[Part]) -> int:
-        """Bytes freed on this rank."""
+        """Offload `parts` and return the bytes freed on this rank."""
         tensors: dict[Part, Callable[[], list[Tensor]]] = {
             "parameters": self._trained.tensors,
             "gradients": self._trained.gradient_buffers,
@@ -212,8 +212,8 @@ class MegatronBackend:
         return sum(self._shelves[part].put(tensors[part]()) for part in sorted(parts) if not self._shelves[part].holds)
 
     def backload(self, parts: frozenset[Part]) -> int:
-        """Bytes moved on this rank."""
+        """Bring `parts` back and return the bytes moved on this rank."""
         return sum(self._shelves[part].take() for part in sorted(parts))
 
-    def _back(self) -> None:
+    def _backload_all(self) -> None:
         self.backload(frozenset(self._shelves))

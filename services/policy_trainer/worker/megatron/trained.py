@@ -1,5 +1,6 @@
-"""The model, its gradient buffers and megatron-core's distributed optimizer, and their whole state under Hugging Face
-names. Adds no scaling anywhere: gradients are sums over data and context ranks.
+"""The model, its gradient buffers and megatron-core's distributed optimizer, with their state under Hugging Face names.
+
+Gradients are unscaled sums over data and context ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Trained:
-    """All methods that move weights or state are collectives."""
+    """A model in training. All methods that move weights or state are collectives."""
 
     def __init__(self, pieces: Pieces, optimizer: Optimizer) -> None:
         self._pieces = pieces
@@ -36,7 +37,7 @@ class Trained:
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
         for weight in pieces.weights:
-            # megatron-core tells this while initialising; without it a norm leaves out the shards of other ranks
+            # megatron-core sets this during initialisation. Without it a norm omits the shards of other ranks.
             cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
         self.model = DistributedDataParallel(
             config,
@@ -50,9 +51,9 @@ class Trained:
         self.reset()
 
     def reset(self) -> None:
-        """Fresh optimizer state for the weights as they are."""
+        """Create fresh optimizer state for the current weights."""
         options, params = self._settings, [each for each in self._params.values() if each.requires_grad]
-        # every parameter decays, as in the torch backend: megatron's own groups leave out norms and biases
+        # Every parameter decays, as in the torch backend. Megatron's own groups exclude norms and biases.
         group = {"params": params, "is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0}
         inner = torch.optim.AdamW(
             [group],
@@ -85,16 +86,16 @@ class Trained:
     # ---- updates
 
     def reduce(self) -> None:
-        """Sum gradients over data and context ranks (each keeps its part), and over copies of the same parameter."""
+        """Sum gradients over data and context ranks (each keeps its part) and over copies of the same parameter."""
         finalize_model_grads([self.model], None)
 
     def norm(self) -> float:
-        """Norm of the whole gradient, the same on every rank; after `reduce`."""
+        """Return the norm of the whole gradient, equal on every rank. Call it after `reduce`."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def update(self, grad_norm: float, lr: float) -> None:
-        """Clip by `grad_norm` and step; after `norm`."""
+        """Clip by `grad_norm` and step. Call it after `norm`."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -105,16 +106,16 @@ class Trained:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    # ---- out of the layout
+    # ---- from the layout to full tensors
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Full weights on the host, on rank 0; {} elsewhere."""
+        """Return full weights on the host on rank 0 and {} elsewhere."""
         return self._whole(lambda name: self._params[name].detach(), next(iter(self._params.values())).dtype)
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """Full gradients on rank 0 after `reduce`; {} elsewhere."""
+        """Return full gradients on rank 0 and {} elsewhere. Call it after `reduce`."""
         return self._whole(lambda name: self._filled(name, self._grad_part(name), self._grad_dtype), self._grad_dtype)
 
     def _grad_part(self, name: str) -> Tensor | None:
@@ -125,7 +126,7 @@ class Trained:
 
     @torch.no_grad()
     def state(self) -> State:
-        """Copies, on rank 0; empty elsewhere."""
+        """Return a copy of the state on rank 0 and an empty one elsewhere."""
         weights = {name: each.clone() for name, each in self.weights().items()}
         mains = self._mains()
         optimizer: dict[str, Tensor] = {}
@@ -150,12 +151,12 @@ class Trained:
         return State(weights, optimizer)
 
     def _steps(self, main: Tensor) -> float:
-        """Updates so far: torch's optimizer counts a parameter, Transformer Engine's a group."""
+        """Return the number of updates. torch's optimizer counts per parameter, Transformer Engine's per group."""
         inner: Any = self.optimizer.optimizer
         return float(inner.state[main].get("step", inner.param_groups[0].get("step", 0)) if main in inner.state else 0)
 
     def _whole(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Hugging Face tensors on rank 0 of what `read` gives for the name of each parameter of this stage."""
+        """Return Hugging Face tensors on rank 0, assembled from `read(name)` for each parameter of each stage."""
         found: dict[str, Tensor] = {}
         place = self._groups.place
         first = place.tp_rank == place.cp_rank == place.dp_rank == 0
@@ -171,7 +172,7 @@ class Trained:
         return found
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The local parameter `name` of `part`, which each data-parallel rank has a piece of, or none."""
+        """Merge the pieces `part` of parameter `name` over data-parallel ranks, some of which may have none."""
         param = self._params[name]
         flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         where = self._part(param)
@@ -181,14 +182,14 @@ class Trained:
         return flat.view(param.shape)
 
     def _part(self, param: nn.Parameter) -> slice | None:
-        """Which elements of `param` this data-parallel rank trains."""
+        """Return the range of elements of `param` that this data-parallel rank trains, or None."""
         if param not in self.optimizer.model_param_gbuf_map:
             return None
         found = self.optimizer._get_model_param_range_map(param)["param"]
         return slice(found.start, found.end)
 
     def _mains(self) -> dict[nn.Parameter, Tensor]:
-        """What the optimizer trains of each parameter on this rank: its float32 piece."""
+        """Return the float32 piece of each parameter that the optimizer trains on this rank."""
         optimizer = self.optimizer
         pairs = [
             *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
@@ -196,17 +197,17 @@ class Trained:
         ]
         return {param: main for params, mains in pairs for param, main in zip(params, mains, strict=True)}
 
-    # ---- into the layout
+    # ---- from full tensors to the layout
 
     @torch.no_grad()
     def set_weights(self, weights: Callable[[str], Tensor]) -> None:
-        """Take over the full tensors that `weights` gives by Hugging Face name; masters follow, moments go."""
+        """Load the full tensors that `weights` returns by Hugging Face name, update masters and drop moments."""
         self._pieces.copy_in(weights)
         self.reset()
 
     @torch.no_grad()
     def set_optimizer(self, slots: dict[str, Tensor]) -> None:
-        """Take over `State.optimizer`, after `set_weights`."""
+        """Load `State.optimizer`. Call it after `set_weights`."""
         inner: Any = self.optimizer.optimizer
         mains = self._mains()
         for weight in self._pieces.weights:
@@ -233,15 +234,15 @@ class Trained:
     # ---- memory
 
     def tensors(self) -> list[Tensor]:
-        """All weights and constants of this rank."""
+        """Return all weights and constants of this rank."""
         return [*self._params.values(), *self.model.module.buffers()]
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Where gradients are summed."""
+        """Return the buffers in which gradients are summed."""
         return [buffer.grad_data for buffer in self.model.buffers]
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """Moments, step counts, and masters that are tensors of their own."""
+        """Return moments, step counts, and masters that are separate tensors."""
         inner: Any = self.optimizer.optimizer
         found = [each for slots in inner.state.values() for each in slots.values() if isinstance(each, Tensor)]
         return found + (list(self._mains().values()) if self._low else [])
