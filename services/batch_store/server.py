@@ -17,15 +17,15 @@ from proto.ids import check_task_ids
 from proto.messages import (
     Ack,
     Clear,
-    Cleared,
     ErrorCode,
-    GetCleared,
     GetInventory,
     GetStorePlace,
     GetStoreStats,
     Inventory,
+    LineOpened,
     Locate,
     Located,
+    OpenLine,
     OpenStream,
     PutBegin,
     PutGrant,
@@ -42,7 +42,6 @@ from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Place
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_clears import ClearLog
 from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import Kept, pin
 from shared import topology
@@ -59,10 +58,6 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
-ANSWER_S = 1.0
-"""A long poll is answered so long before its caller gives up."""
-LONGEST_POLL_S = 30.0
-"""And after so long whatever its caller says: each takes a place among the requests under way."""
 MOST_STREAM_TASKS = 16384
 """One stream plans for so many, and covers no more."""
 
@@ -90,11 +85,10 @@ class StoreService(Service):
         handle(Clear, self._clear)
         handle(GetInventory, self._inventory)
         handle(GetStoreStats, self._stats)
-        self._clears = ClearLog(self.incarnation)
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
+        handle(OpenLine, self._open_line)
         handle(OpenStream, self._later(self._open_stream))
-        handle(GetCleared, self._cleared)
         handle(GetStorePlace, self._later(self._where))
 
     # ---- life-cycle
@@ -333,7 +327,6 @@ class StoreService(Service):
         except OSError as error:  # a full mount must not stop what makes room: go on with less than a restart needs
             self.log.error("tombstones not written", error=str(error))
         self._ended.take(self.index.clear(request.tasks))
-        self._clears.add(request.tasks)
         try:
             files.compact(self.index.tombstones)
         except OSError as error:  # the long list says the same
@@ -352,6 +345,10 @@ class StoreService(Service):
 
     # ---- readers that share no memory with this store
 
+    async def _open_line(self, request: OpenLine, call: Call) -> LineOpened:
+        await self._ready()
+        return self._streams.open_line()
+
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
         tasks = request.tasks[:MOST_STREAM_TASKS]  # `covered` says so
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
@@ -369,20 +366,12 @@ class StoreService(Service):
                     tasks,
                     request.keys,
                     request.max_bytes,
-                    self._streams.chunk_bytes,
                     self._mappings,
                 )
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the index now says so
                 continue
-            return self._streams.open(source)
-
-    async def _cleared(self, request: GetCleared, call: Call) -> Cleared:
-        await self._ready()
-        if not request.wait:
-            return self._clears.since(request.log, request.serial)
-        until = min(call.deadline - ANSWER_S, self.loop.time() + LONGEST_POLL_S)
-        return await self._clears.later(request.log, request.serial, until)
+            return self._streams.open_stream(request.line_id, source)
 
     async def _where(self, request: GetStorePlace, call: Call) -> StorePlace:
         path = (await self._ready()).path("place")

@@ -41,7 +41,7 @@ from shared.dataplane.landing import Landings
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import Rereads
-from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
+from shared.dataplane.stream import INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 from shared.moved import Moved, nobody
@@ -97,13 +97,12 @@ class DataClient:
         *,
         reach: Reach = Reach.AUTO,
         plain: bool = False,
-        cache_bytes: int = CACHE_BYTES,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
         """`client_of`: as `Service.client`, the bus client of (service, instance).
 
-        The rest is about stores on other hosts. `plain`: take streams in clear too. `cache_bytes`: copies kept for the
-        next fetch. `inflight_bytes`: asked for and not received.
+        The rest is about stores on other hosts. `plain`: take streams in clear too. `inflight_bytes`: asked for and not
+        received.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -118,7 +117,6 @@ class DataClient:
             lambda store: client_of(*parse_service_name(store)),
             self._threads,
             plain=plain,
-            cache_bytes=cache_bytes,
             inflight_bytes=inflight_bytes,
         )
 
