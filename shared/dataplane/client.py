@@ -197,6 +197,10 @@ class DataClient:
             return results
         return [{key: found[key] for key in order} for found in results]
 
+    def is_streamed(self, store: str) -> bool:
+        """Return whether what is fetched from `store` is streamed; False while that is unknown."""
+        return self._reach is Reach.STREAM or self._shares.get(store) is False
+
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
         if store not in self._shares:
             place = await _ask(client, GetStorePlace(), StorePlace, deadline)

@@ -782,7 +782,7 @@ def test_bytes_that_were_not_put_end_the_stream_soon_after_they_come(lines: Line
                 head = Head(Kind.DATA, 1, bulk.MAX_RANGE_BYTES, at)
                 store.sendall(bulk.pack_head(head) + b"\xee" * bulk.MAX_RANGE_BYTES)
                 at += bulk.MAX_RANGE_BYTES
-                until(lambda sent=at: taken.settled or taken.arrival.received == sent)  # type: ignore[misc]
+                until(lambda sent=at: bool(taken.settled) or taken.arrival.received == sent)  # type: ignore[misc]
                 time.sleep(0.01)  # so that the check is not overtaken
         assert taken.outcome() is Outcome.CORRUPT
         assert taken.arrival.received <= stream_line.CHECK_BYTES + (2 << 20)

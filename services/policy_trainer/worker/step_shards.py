@@ -1,10 +1,13 @@
-"""Keeps the shards of the current step, so that its calls share one fetch: a store on another host sends them once."""
+"""Keeps the streamed shards of the current step, so that a store on another host sends them to its calls once.
+
+Shards of stores on this host are mapped anew by every call: that costs little, and kept mappings would pin their files.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
-from proto.messages import BatchMeta, TaskHandle
+from proto.messages import BatchMeta
 from proto.tensors import Array
 from shared.dataplane.client import DataClient
 
@@ -26,17 +29,18 @@ class StepShards:
         """Return the shards `keys` of every task of `batch`. Raises RpcError as `DataClient.fetch` does."""
         async with self._fetching:  # a call that is prepared ahead often wants what the one before it fetches
             kept = self._kept
-            lacking: dict[tuple[str, ...], list[TaskHandle]] = {}
-            for task in batch.tasks:
-                mine = kept.get((task.task_id, task.fence), {})
-                absent = tuple(key for key in keys if key not in mine)
+            found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
+            lacking: dict[tuple[str, ...], list[int]] = {}
+            for at, arrays in enumerate(found):
+                absent = tuple(key for key in keys if key not in arrays)
                 if absent:
-                    lacking.setdefault(absent, []).append(task)
-            for absent, tasks in lacking.items():
-                part = BatchMeta(tasks=tasks, parts=batch.parts, stores=batch.stores)
-                for task, arrays in zip(
-                    tasks, await self._data.fetch(part, absent, deadline_s=deadline_s), strict=True
-                ):
+                    lacking.setdefault(absent, []).append(at)
+            for absent, places in lacking.items():
+                part = BatchMeta(tasks=[batch.tasks[at] for at in places], parts=batch.parts, stores=batch.stores)
+                fetched = await self._data.fetch(part, absent, deadline_s=deadline_s)
+                for at, arrays in zip(places, fetched, strict=True):
+                    found[at].update(arrays)
+            if any(map(self._data.is_streamed, batch.stores)):
+                for task, arrays in zip(batch.tasks, found, strict=True):
                     kept.setdefault((task.task_id, task.fence), {}).update(arrays)
-        found = [kept[task.task_id, task.fence] for task in batch.tasks]
         return [{key: arrays[key] for key in keys} for arrays in found]
