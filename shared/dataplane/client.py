@@ -115,7 +115,6 @@ class DataClient:
         self._rereads = Rereads(self._helper)
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
-            self._threads,
             plain=plain,
             inflight_bytes=inflight_bytes,
         )

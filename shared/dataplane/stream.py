@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -28,11 +28,11 @@ from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
-STREAM_BYTES = 32 << 20
-"""A fetch is cut into streams of at most so many bytes (or one task), of which `STREAMS` of a store run at a time."""
+STREAM_BYTES = 64 << 20
+"""Maximum bytes of a stream of several tasks. A fetch is cut into such streams; `STREAMS` of a store run at a time."""
 STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
-"""How many tasks the first stream of a fetch asks for, and the most that any does."""
+"""Number of tasks that the first stream of a fetch asks for, and the maximum for any stream."""
 IDLE_S = 30.0
 """Seconds for which memory of streams whose arrays are gone is kept for the next ones."""
 INFLIGHT_BYTES = 16 << 20
@@ -77,17 +77,15 @@ class StreamReader:
     def __init__(
         self,
         client_of: Callable[[str], Client],
-        threads: Executor,
         *,
         plain: bool = False,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
-        """`client_of`: bus client of a store by name. `threads`: for what takes long.
+        """`client_of`: bus client of a store by name.
 
         `plain`: take streams in clear too; otherwise they are refused. `inflight_bytes`: asked for and not received.
         """
         self._client_of = client_of
-        self._threads = threads
         self.plain = plain
         self.counts = Counts()
         """What was received and refused so far."""
@@ -195,7 +193,7 @@ class StreamReader:
             received = arrival.received
             outcome, why = await self._receive(load, line, arrival, opened.stream)
             if outcome is Outcome.COMPLETE:
-                load.pieces[first] = await asyncio.get_running_loop().run_in_executor(self._threads, arrival.arrays)
+                load.pieces[first] = arrival.arrays()
                 return
             self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
             pause = AGAIN_S if arrival.received > received else min(AGAIN_MAX_S, 2 * pause)

@@ -45,6 +45,7 @@ class Arrival:
         self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._row = self._hashed = 0
         self._partial: xxhash.xxh3_64 | None = None
+        self._arrays: list[dict[str, Array]] | None = None
         try:
             self._lease = Lease(regions, self.total_bytes)
         except OSError as error:
@@ -64,12 +65,15 @@ class Arrival:
 
         Raises WireError unless the stream is complete and was checked to the last row.
         """
-        if self._table is None or self.received < self.total_bytes or self._row != len(self._rows[0]):
-            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes are here and checked")
-        return views(self._table, self._lease.array(), range(len(self._tasks)), self._keys or None)
+        if self._arrays is None:
+            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes are here, not all of them checked")
+        return self._arrays
 
     def check(self, upto: int) -> None:
-        """Check the first `upto` bytes, which are here. Raises WireError, each time, unless they are what was put."""
+        """Check the first `upto` bytes, which are here; make the arrays once those are all.
+
+        Raises WireError, each time, unless they are what was put.
+        """
         if self._table is None:
             head_bytes, checksum = self._head
             if upto < head_bytes:
@@ -88,6 +92,8 @@ class Arrival:
             begin = begins[self._row] if self._row < len(begins) else upto
             if begin >= upto or not self._check_large(begin, ends[self._row], checksums[self._row], upto):
                 break
+        if self._row == len(begins) and upto == self.total_bytes:
+            self._arrays = views(self._table, self._lease.array(), range(len(self._tasks)), self._keys or None)
 
     def _check_rows(self, upto: int) -> None:
         """Check rows that are here from their first to their last byte; most are, so this is what checking costs."""

@@ -219,11 +219,11 @@ class StreamLine:
         """Carry out what was ordered; wait for orders while nothing is to come. False: the line is to end."""
         idle_since = time.monotonic()
         while True:
-            waits = not self._due
+            waits = not (self._due or self._turns)
             try:
                 order = self._orders.get(waits, _TICK_S if waits else None)
             except queue.Empty:
-                if self._due or self._turns:
+                if not waits:
                     return True
                 if time.monotonic() - idle_since > IDLE_S:
                     return False

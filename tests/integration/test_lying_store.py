@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,12 @@ class Liar:
 
 @contextmanager
 def reader_of(liar: Liar) -> Iterator[StreamReader]:
-    with ThreadPoolExecutor(2) as threads:
-        client: Callable[[str], Any] = lambda _: liar  # noqa: E731
-        reader = StreamReader(client, threads)
-        try:
-            yield reader
-        finally:
-            reader.close()
+    client: Callable[[str], Any] = lambda _: liar  # noqa: E731
+    reader = StreamReader(client)
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 def names(tasks: list[TaskShards]) -> list[PutTask]:

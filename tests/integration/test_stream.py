@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -189,7 +188,11 @@ def test_reader_that_wants_encryption_refuses_a_store_in_clear(store: TcpStorePr
     with_peer(store, body)
 
 
-def test_large_request_comes_in_many_streams_and_one_large_task_in_one(store: TcpStoreProcess) -> None:
+def test_large_request_comes_in_many_streams_and_one_large_task_in_one(
+    store: TcpStoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "STREAM_BYTES", 8 << 20)
+
     async def body(peer: Peer) -> None:
         many = block(0, 24, 130_000)  # 62 MB
         [large] = block(100, 1, 2_000_000)  # 40 MB
@@ -469,20 +472,19 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
             tasks = block(0, 16, 130_000)
             for each in (peer, second):
                 await each.data.put(tasks, store=STORE, deadline_s=10)
-            with ThreadPoolExecutor(2) as threads:
-                clients = {"away": peer.store, "there": second.store}
-                reader = stream.StreamReader(clients.__getitem__, threads)
-                handles = [PutTask(task.task_id, task.fence) for task in tasks]
-                coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
-                await until(lambda: reader.counts.chunks >= 1, "1 chunk")
-                store.kill()
-                line.cut()  # and what it holds
-                found = await reader.fetch("there", handles, ("a",), 15)
-                assert_same(found, tasks, ["a"])
-                assert not coming.done()
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
-                reader.close()
+            clients = {"away": peer.store, "there": second.store}
+            reader = stream.StreamReader(clients.__getitem__)
+            handles = [PutTask(task.task_id, task.fence) for task in tasks]
+            coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
+            await until(lambda: reader.counts.chunks >= 1, "1 chunk")
+            store.kill()
+            line.cut()  # and what it holds
+            found = await reader.fetch("there", handles, ("a",), 15)
+            assert_same(found, tasks, ["a"])
+            assert not coming.done()
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+            reader.close()
 
     other.start()
     try:

@@ -242,10 +242,10 @@ def test_nothing_is_given_out_before_the_last_byte_is_here_and_checked() -> None
     table, data = block_file([("train/0/0", 1, arrays)])
     arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions())
     for at in range(0, len(data), RANGE):
-        with pytest.raises(WireError, match="here and checked"):
+        with pytest.raises(WireError, match="not all of them checked"):
             arrival.arrays()
         receive(arrival, data[at : at + RANGE])
-        with pytest.raises(WireError, match="here and checked"):
+        with pytest.raises(WireError, match="not all of them checked"):
             arrival.arrays()
         arrival.check(arrival.received)
     [got] = arrival.arrays()
