@@ -46,7 +46,7 @@ from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import Kept, pin
 from shared import topology
 from shared.actor.service import Service
-from shared.dataplane.full import FULL
+from shared.dataplane.full import DISK_FULL_ERRNOS
 from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
 from shared.descriptors import NO_DESCRIPTOR
@@ -243,7 +243,7 @@ class StoreService(Service):
             path = files.reuse(spare, request.put_id, request.nbytes)
         except OSError as error:
             self.index.forget(request.put_id)
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             raise self._mount_full(f"put of {request.nbytes} bytes refused", error) from None
         self.index.count_lent()
@@ -286,7 +286,7 @@ class StoreService(Service):
             try:
                 files.seal(put_id)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in DISK_FULL_ERRNOS:
                     raise
                 raise self._mount_full(f"put {put_id} not sealed", error) from None
             self.index.seal(put_id, table)
@@ -378,7 +378,7 @@ class StoreService(Service):
         try:
             return write_place(path)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             raise self._mount_full("whether a reader shares its memory cannot be told", error) from None
 

@@ -36,11 +36,11 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.full import FULL
-from shared.dataplane.landing import Landings
+from shared.dataplane.full import DISK_FULL_ERRNOS
+from shared.dataplane.landing import WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
-from shared.dataplane.reread import Rereads
+from shared.dataplane.reread import ReadMappingPool
 from shared.dataplane.stream import INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
@@ -111,8 +111,8 @@ class DataClient:
         self._cache = TableCache()
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
-        self._landings = Landings()
-        self._rereads = Rereads(self._helper)
+        self._write_mappings = WriteMappingPool()
+        self._read_mappings = ReadMappingPool(self._helper)
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
             plain=plain,
@@ -124,8 +124,8 @@ class DataClient:
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
-        self._rereads.close()
-        self._landings.close()
+        self._read_mappings.close()
+        self._write_mappings.close()
 
     async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
         """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
@@ -151,7 +151,7 @@ class DataClient:
             try:
                 written = await self._write(grant.path, tasks, layout, store)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in DISK_FULL_ERRNOS:
                     raise
                 # the store counts it, and keeps the grant of a producer that it hears from
                 again = msgspec.structs.replace(begin, full=True)
@@ -216,8 +216,8 @@ class DataClient:
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-        self._landings.close()
-        self._rereads.close()
+        self._write_mappings.close()
+        self._read_mappings.close()
         try:
             return work()
         except OSError as error:
@@ -255,7 +255,7 @@ class DataClient:
 
     def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
         """Of every row, once all is written."""
-        target = self._landings.of(descriptor, layout.file_bytes)
+        target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
         # on two cores the other one computes the canary of large weights meanwhile
@@ -295,7 +295,7 @@ class DataClient:
         try:
             whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
             for place, ats in _by_file(located).items():
-                mapping = BlockMapping(located.files[place], self._cache, self._rereads)
+                mapping = BlockMapping(located.files[place], self._cache, self._read_mappings)
                 index = mapping.table.index
                 if whole:
                     mapping.touch(self._helper)
