@@ -43,7 +43,7 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
 
 
 def connect(endpoint: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket connected to `endpoint`, whose calls give up after `timeout_s` with BlockingIOError.
+    """Return a blocking socket connected to `endpoint`; sending over it gives up after `timeout_s`: BlockingIOError.
 
     Raises OSError, WireError (no such kind of endpoint).
     """
@@ -53,9 +53,7 @@ def connect(endpoint: str, timeout_s: float) -> socket.socket:
         line.settimeout(CONNECT_S)
         line.connect(address)
         line.settimeout(None)
-        # a timeout of Python's would make the socket non-blocking, and then MSG_WAITALL waits for nothing
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         quick(line)
     except BaseException:
