@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 MOST, SHARE = 256, 16
-"""Connections at a time, and at most the limit on descriptors by this. Each may hold one chunk that was copied to be
-sent, no more."""
+"""Maximum number of connections, which is also at most the limit on descriptors divided by the share. Each may hold one
+range that was copied to be sent, no more."""
 IDLE_S = 20.0
 """A connection that proved itself, and neither asked for nor took anything for so many seconds, ends."""
 PROVE_S = 10.0

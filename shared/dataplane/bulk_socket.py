@@ -18,7 +18,7 @@ _BACKLOG = 128
 
 
 def listen(endpoint: str) -> tuple[socket.socket, str]:
-    """A listening, non-blocking socket at `tcp://host:port` (`*`: any) or `ipc://path`, and where it is.
+    """Return a listening, non-blocking socket at `tcp://host:port` (`*`: any) or `ipc://path`, and where it is.
 
     Raises OSError, WireError (no such kind of endpoint).
     """

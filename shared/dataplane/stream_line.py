@@ -130,7 +130,6 @@ class StreamLine:
         Raises WireError when ids are not hexadecimal digits of the right length.
         """
         self.line_id = opened.line_id
-        self.is_sealed = bool(opened.secret)
         self._endpoint = opened.endpoint
         self._id = _unhex(opened.line_id, bulk.LINE_ID_BYTES)
         secret = _unhex(opened.secret, SECRET_BYTES) if opened.secret else b""
