@@ -1,92 +1,75 @@
-"""Messages of the bulk connections between hosts: credit in one direction, chunks in the other.
+"""Messages of the bulk connections between hosts: ranges are asked for one way, their bytes come the other way.
 
-A connection is a byte stream of messages, each a head followed by its payload. Head, 48 bytes, little-endian:
+A connection is a byte stream of messages. Each begins with a head of 24 bytes, little-endian:
 
-    0   4s   magic "RLBC"            12  u32  index of the chunk, 0 in credit
-    4   u8   version, 2              16  u64  counter, from 1, per stream, direction and epoch
-    5   u8   kind                    24  16s  stream id
-    6   u16  flags                   40  u32  bytes of the payload
-    8   u32  epoch of the key,       44  u32  reserved, 0
-             0 without encryption
+    0   4s   magic "RLBC"            8   u32  stream, as `StreamOpened` numbers it
+    4   u8   version, 3              12  u32  bytes of the range
+    5   u8   kind                    16  u64  offset of the range in the stream
+    6   u16  reserved, 0
 
-The payload of CREDIT consists of up to MAX_RANGES pairs `from u32, count u32` of chunks to send, that of CHUNK of the
-bytes of the chunk; that of GONE is empty. In a stream with a secret the payloads of CREDIT and CHUNK are AES-128-GCM
-ciphertext followed by the tag, and the head is the associated data (SPEC section 11). A receiver of an invalid head
-closes the connection, because it cannot know where the next head begins.
+HELLO (reader to store) is followed by the 16 bytes of the line's id, DATA (store to reader) by the bytes of its range,
+READ and CLOSE (reader to store) by nothing. On a sealed line the tag of 16 bytes comes last and what follows the head
+of DATA is AES-128-GCM ciphertext (SPEC section 11). A receiver ends the connection at the first message that breaks a
+rule: nothing says where the next one begins.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from proto.errors import WireError
 from proto.tensors import Buffer
 
 MAGIC = b"RLBC"
-VERSION = 2
-CREDIT, CHUNK, GONE = 1, 2, 3
-FLAG_RESET = 1
-"""In CREDIT: discard requested chunks that were not sent yet."""
-FLAG_CLOSE = 2
-"""In CREDIT: the reader has finished with the stream."""
+VERSION = 3
+LINE_ID_BYTES = 16
 TAG_BYTES = 16
-MIN_CHUNK_BYTES = 1 << 16
-MAX_CHUNK_BYTES = 1 << 20
-MAX_RANGES = 64
+MAX_RANGE_BYTES = 1 << 20
 
-_HEAD = struct.Struct("<4sBBHIIQ16sII")
-_RANGE = struct.Struct("<II")
+_HEAD = struct.Struct("<4sBBHIIQ")
 HEAD_BYTES = _HEAD.size
-MAX_CREDIT_BYTES = MAX_RANGES * _RANGE.size + TAG_BYTES
-_MAX_PAYLOAD = {CREDIT: MAX_CREDIT_BYTES, CHUNK: MAX_CHUNK_BYTES + TAG_BYTES, GONE: 0}
+
+
+class Kind(IntEnum):
+    """What a bulk message is."""
+
+    HELLO = 1
+    READ = 2
+    CLOSE = 3
+    DATA = 4
 
 
 class Head(NamedTuple):
-    """A checked head."""
+    """A checked head. `nbytes` and `offset` are 0 unless it is about a range; `stream` is 0 in HELLO only."""
 
-    kind: int
-    flags: int
-    epoch: int
-    chunk: int
-    counter: int
-    stream_id: bytes
-    nbytes: int
+    kind: Kind
+    stream: int = 0
+    nbytes: int = 0
+    offset: int = 0
 
 
 def pack_head(head: Head) -> bytes:
-    """Return the 48 bytes of a head."""
-    return _HEAD.pack(MAGIC, VERSION, *head, 0)
+    """Return the 24 bytes of `head`."""
+    return _HEAD.pack(MAGIC, VERSION, head.kind, 0, head.stream, head.nbytes, head.offset)
 
 
 def unpack_head(data: Buffer) -> Head:
-    """Check and unpack a head. Raises WireError."""
+    """Return the head in exactly 24 bytes. Raises WireError."""
     if len(data) != HEAD_BYTES:
         raise WireError(f"bulk head of {len(data)} bytes: must be {HEAD_BYTES}")
-    magic, version, kind, flags, epoch, index, counter, stream_id, nbytes, reserved = _HEAD.unpack(data)
+    magic, version, number, reserved, stream, nbytes, offset = _HEAD.unpack(data)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"bulk head {bytes(magic)!r} version {version}: must be {MAGIC!r} version {VERSION}")
-    if kind not in _MAX_PAYLOAD or flags & ~(FLAG_RESET | FLAG_CLOSE) or (flags and kind != CREDIT) or reserved:
-        raise WireError(f"bulk head of kind {kind} with flags {flags:#x}: not defined in version {VERSION}")
-    if nbytes > _MAX_PAYLOAD[kind]:
-        raise WireError(f"bulk payload of {nbytes} bytes, kind {kind}: limit is {_MAX_PAYLOAD[kind]}")
-    return Head(kind, flags, epoch, index, counter, stream_id, nbytes)
-
-
-def pack_ranges(ranges: Sequence[tuple[int, int]]) -> bytes:
-    """Pack at most MAX_RANGES pairs `(from, count)`. Raises WireError for more."""
-    if len(ranges) > MAX_RANGES:
-        raise WireError(f"credit of {len(ranges)} ranges: limit is {MAX_RANGES}; send it in parts")
-    return b"".join(_RANGE.pack(*each) for each in ranges)
-
-
-def unpack_ranges(data: Buffer, chunks: int) -> list[tuple[int, int]]:
-    """Unpack pairs `(from, count)`. Raises WireError for a range outside a stream of `chunks` chunks."""
-    if len(data) % _RANGE.size or len(data) > MAX_RANGES * _RANGE.size:
-        raise WireError(f"credit of {len(data)} bytes: pairs of 4-byte numbers, {MAX_RANGES} at most")
-    ranges = list(_RANGE.iter_unpack(data))
-    for first, count in ranges:
-        if not count or first + count > chunks:
-            raise WireError(f"credit for chunks {first}+{count}: the stream has {chunks}")
-    return ranges
+    if number not in Kind.__members__.values() or reserved:
+        raise WireError(f"bulk head of kind {number}, reserved {reserved}: not defined in version {VERSION}")
+    kind = Kind(number)
+    if kind in (Kind.READ, Kind.DATA):
+        if not 0 < nbytes <= MAX_RANGE_BYTES:
+            raise WireError(f"bulk range of {nbytes} bytes: 1..{MAX_RANGE_BYTES} are allowed")
+    elif nbytes or offset:
+        raise WireError(f"bulk {kind.name.lower()} with a range of {nbytes} bytes at {offset}: it has none")
+    if (stream == 0) != (kind is Kind.HELLO):
+        raise WireError(f"bulk {kind.name.lower()} about stream {stream}")
+    return Head(kind, stream, nbytes, offset)

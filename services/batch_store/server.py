@@ -17,15 +17,15 @@ from proto.ids import check_task_ids
 from proto.messages import (
     Ack,
     Clear,
-    Cleared,
     ErrorCode,
-    GetCleared,
     GetInventory,
     GetStorePlace,
     GetStoreStats,
     Inventory,
+    LineOpened,
     Locate,
     Located,
+    OpenLine,
     OpenStream,
     PutBegin,
     PutGrant,
@@ -42,12 +42,11 @@ from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Place
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_clears import ClearLog
 from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import Kept, pin
 from shared import topology
 from shared.actor.service import Service
-from shared.dataplane.full import FULL
+from shared.dataplane.full import DISK_FULL_ERRNOS
 from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
 from shared.descriptors import NO_DESCRIPTOR
@@ -59,10 +58,6 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
-POLL_MARGIN_S = 1.0
-"""Seconds before the caller's deadline at which a long poll is answered."""
-MAX_POLL_S = 30.0
-"""Maximum seconds of a long poll, which counts as a request under way."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 
@@ -90,11 +85,10 @@ class StoreService(Service):
         handle(Clear, self._clear)
         handle(GetInventory, self._inventory)
         handle(GetStoreStats, self._stats)
-        self._clears = ClearLog(self.incarnation)
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
+        handle(OpenLine, self._open_line)
         handle(OpenStream, self._busy_without_descriptor(self._open_stream))
-        handle(GetCleared, self._cleared)
         handle(GetStorePlace, self._busy_without_descriptor(self._store_place))
 
     # ---- life-cycle
@@ -249,7 +243,7 @@ class StoreService(Service):
             path = files.reuse(spare, request.put_id, request.nbytes)
         except OSError as error:
             self.index.forget(request.put_id)
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             raise self._mount_full(f"put of {request.nbytes} bytes refused", error) from None
         self.index.count_lent()
@@ -292,7 +286,7 @@ class StoreService(Service):
             try:
                 files.seal(put_id)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in DISK_FULL_ERRNOS:
                     raise
                 raise self._mount_full(f"put {put_id} not sealed", error) from None
             self.index.seal(put_id, table)
@@ -338,7 +332,6 @@ class StoreService(Service):
         except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
         self._retirement.take(self.index.clear(request.tasks))
-        self._clears.add(request.tasks)
         try:
             files.compact(self.index.tombstones)
         except OSError as error:  # the long list has the same content
@@ -357,6 +350,10 @@ class StoreService(Service):
 
     # ---- readers that share no memory with this store
 
+    async def _open_line(self, request: OpenLine, call: Call) -> LineOpened:
+        await self._ready()
+        return self._streams.open_line()
+
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
         tasks = request.tasks[:MAX_STREAM_TASKS]  # the reply's `covered` tells the reader
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
@@ -374,27 +371,19 @@ class StoreService(Service):
                     tasks,
                     request.keys,
                     request.max_bytes,
-                    self._streams.chunk_bytes,
                     self._mappings,
                 )
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index now knows
                 continue
-            return self._streams.open(source)
-
-    async def _cleared(self, request: GetCleared, call: Call) -> Cleared:
-        await self._ready()
-        if not request.wait:
-            return self._clears.since(request.log, request.serial)
-        until = min(call.deadline - POLL_MARGIN_S, self.loop.time() + MAX_POLL_S)
-        return await self._clears.later(request.log, request.serial, until)
+            return self._streams.open_stream(request.line_id, source)
 
     async def _store_place(self, request: GetStorePlace, call: Call) -> StorePlace:
         path = (await self._ready()).path("place")
         try:
             return write_place(path)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             raise self._mount_full("cannot find out whether a reader shares its memory", error) from None
 

@@ -1,8 +1,7 @@
-"""Who may stay connected to the bulk port, which asks nobody for a key. Pure: no socket, no clock.
+"""Decides which connections to the bulk port may stay; anyone can connect to it. Pure: no socket, no clock.
 
-A connection proves itself by credit that is in order, for as long as the stream is open that it is for. It must never
-be possible to hold a place for long without that, nor to turn away one that may still prove itself while others only
-hold theirs.
+A connection proves itself with the HELLO of a line, which is good for one connection. No connection holds a place for
+long without that, and none that may still prove itself is turned away while others only hold their places.
 """
 
 from __future__ import annotations
@@ -11,29 +10,21 @@ from collections import Counter
 from dataclasses import dataclass
 
 MOST, SHARE = 256, 16
-"""Connections at a time, and at most the limit on descriptors by this. Each may hold one chunk that was copied to be
-sent, no more."""
+"""Maximum number of connections, which is also at most the limit on descriptors divided by the share. Each may hold one
+range that was copied to be sent, no more."""
 IDLE_S = 20.0
-"""A connection that proved itself, and neither asked nor took anything for so long, ends."""
+"""A connection that proved itself, and neither asked for nor took anything for so many seconds, ends."""
 PROVE_S = 10.0
-"""So long a new one may take to prove itself; and one whose streams have all ended, to do it again."""
-OFFENCES = 32
-"""So many in a row end a connection. A reader has a few when the store has just restarted."""
+"""Seconds that a new connection may take to prove itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Of one connection. Times are of any steady clock, in seconds."""
+    """The place of one connection. Times are of any steady clock, in seconds."""
 
     address: str
     used: float
     proven: bool = False
-    offences: int = 0
-    """Since it last proved itself."""
-
-    def prove(self, now: float) -> None:
-        """Credit in order came."""
-        self.proven, self.used, self.offences = True, now, 0
 
 
 class Places:
@@ -47,9 +38,7 @@ class Places:
         self.evicted = 0
         """Connections that had proved nothing, for a newcomer."""
         self.unproven = 0
-        """Connections that had proved nothing in time, or nothing any more."""
-        self.hung_up = 0
-        """Connections with too many offences in a row."""
+        """Connections that had proved nothing in time."""
         self._held: dict[Place, None] = {}
 
     def __len__(self) -> int:
@@ -79,14 +68,8 @@ class Places:
         """Its connection has ended."""
         self._held.pop(place, None)
 
-    def offend(self, place: Place) -> bool:
-        """One more offence. True: that is enough."""
-        place.offences += 1
-        self.hung_up += place.offences == OFFENCES
-        return place.offences >= OFFENCES
-
     def overdue(self, now: float) -> set[Place]:
-        """Whose connections are to end."""
+        """Return the places whose connections are to end."""
         found = {place for place in self._held if now - place.used > (IDLE_S if place.proven else PROVE_S)}
         self.unproven += sum(not place.proven for place in found)
         return found

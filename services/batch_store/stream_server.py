@@ -1,7 +1,8 @@
-"""Sends chunks of pinned files to readers on other hosts, on a thread of its own. It must never block on a reader.
+"""Sends ranges of pinned files to readers on other hosts, on a thread of its own. It must never block on a reader.
 
-Readers take turns, one chunk a turn; the streams of one reader take turns within its own. A stream is sent what its
-reader asked for and nothing more: who stalls holds one chunk, its credit, at most `WINDOW_BYTES`, and nobody up.
+A reader has one connection, its line, and opens streams on it. It is sent what it asked for, in that order, and nothing
+else. Readers take turns, one range a turn: a reader that stalls holds one range and what it asked for, at most
+`READER_BYTES`, and holds nobody up. A stream lasts until its last byte is sent, its reader closes it or its line ends.
 """
 
 from __future__ import annotations
@@ -12,70 +13,131 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 
 import structlog
 
 from proto import bulk
+from proto.bulk import Head, Kind
 from proto.errors import WireError
-from proto.messages import ErrorCode, StreamOpened
+from proto.messages import ErrorCode, LineOpened, StreamOpened
 from proto.tensors import Buffer
-from services.batch_store.stream_lines import Reader, Stream, StreamStats
 from services.batch_store.stream_places import Place, Places
 from services.batch_store.stream_source import StreamSource
-from shared.dataplane import bulk_line
-from shared.dataplane.bulk_line import BulkLine
-from shared.dataplane.stream_seal import REKEY_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Opener, Sealer
+from shared.dataplane import bulk_socket
+from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
 from shared.descriptors import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
-CHUNK_BYTES = 1 << 20
-WINDOW_BYTES = 16 << 20
-"""Most bytes of one stream that wait to be sent."""
-MAX_STREAMS = 256
-IDLE_S = 20.0
+READER_BYTES = 32 << 20
+"""Maximum bytes of one reader that wait to be sent; past it (or `READER_RANGES`) what it asks for stays unread."""
+READER_RANGES = 256
+MAX_LINES, MAX_STREAMS = 256, 256
 UNCLAIMED_S = 10.0
-"""A stream that nobody uses ends; one that nobody has asked anything of ends earlier."""
+"""Seconds after which a line ends to which nobody has connected."""
+STREAM_IDLE_S = 60.0
+"""Seconds after which a stream ends of which nothing was asked for or sent, though its line is in use."""
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
 _RECEIVE_BYTES = 1 << 16
 _MAX_PIECES = 256
-_MAX_GONE = 64
 _TICK_S = 1.0
 
 
-class _HangUp(Exception):
-    """The connection had its chances."""
+@dataclass(slots=True, eq=False)
+class _Stream:
+    source: StreamSource
+    used: float
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What `OpenLine` promised to one reader."""
+
+    line_id: bytes
+    sealer: Seal | None
+    opener: Seal | None
+    opened_at: float
+    streams: dict[int, _Stream] = field(default_factory=dict)
+    last_stream: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Range:
+    """Bytes that were asked for and are not sent."""
+
+    number: int
+    stream: _Stream
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """One connection; `line` is None until its HELLO came."""
+
+    socket: socket.socket
+    place: Place
+    line: _Line | None = None
+    inbox: bytearray = field(default_factory=bytearray)
+    ranges: deque[_Range] = field(default_factory=deque)
+    asked_bytes: int = 0
+    out: list[Buffer] = field(default_factory=list)
+    """The rest of the message that is being sent."""
+    left: int = 0
+    """Bytes of `out`."""
+    buffer: bytearray | None = None
+    """Where `out` lies, unless it lies in mapped files."""
+    events: int = select.EPOLLIN
+
+    @property
+    def is_full(self) -> bool:
+        return self.asked_bytes + bulk.MAX_RANGE_BYTES > READER_BYTES or len(self.ranges) >= READER_RANGES
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take.
+
+    `refused`: messages that were not in order; `unknown`: connections for lines that are not here; `hung_up`: both. The
+    other counts are of connections, see `Places`.
+    """
+
+    streams: int
+    queued_bytes: int
+    buffer_bytes: int
+    sent_bytes: int
+    refused: int
+    unknown: int
+    turned_away: int
+    evicted: int
+    unproven: int
+    hung_up: int
 
 
 class StreamServer:
     """Made, opened and closed on one thread; the sending is on another."""
 
-    def __init__(
-        self, name: str, *, plain: bool = False, chunk_bytes: int = CHUNK_BYTES, rekey_bytes: int = REKEY_BYTES
-    ) -> None:
-        """`plain`: send chunks in clear and take credit from anyone who knows a stream's id.
+    def __init__(self, name: str, *, plain: bool = False, key_limit_bytes: int = KEY_LIMIT_BYTES) -> None:
+        """`plain`: lines carry everything in clear, and serve anyone who knows their id.
 
-        `rekey_bytes`: so many of one stream are sealed under one key.
+        `key_limit_bytes`: a line ends before it has sealed more than so many; its reader opens another.
         """
-        if not bulk.MIN_CHUNK_BYTES <= chunk_bytes <= bulk.MAX_CHUNK_BYTES:
-            raise ValueError(
-                f"chunk of {chunk_bytes} bytes: {bulk.MIN_CHUNK_BYTES}..{bulk.MAX_CHUNK_BYTES} are allowed"
-            )
         self._name = name
         self._plain = plain
-        self._rekey_bytes = rekey_bytes
-        self.chunk_bytes = chunk_bytes
+        self._key_limit_bytes = key_limit_bytes
         self._endpoint = ""
         self._lock = threading.Lock()
-        self._streams: dict[bytes, Stream] = {}
-        self._listener: socket.socket | None = None
-        self._readers: dict[int, Reader] = {}
+        self._lines: dict[bytes, _Line] = {}
+        self._claimed: set[bytes] = set()
+        """Lines that have a connection."""
+        self._readers: dict[int, _Reader] = {}
         """By descriptor."""
         self._epoll = select.epoll()
         self._free: list[bytearray] = []
-        self._scratch = memoryview(bytearray(chunk_bytes))
+        self._scratch = memoryview(bytearray(bulk.MAX_RANGE_BYTES))
         self._buffer_bytes = self._sent_bytes = self._refused = self._unknown = 0
         self._places = Places(raise_descriptor_limit())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -91,14 +153,14 @@ class StreamServer:
         `advertised` makes of that what readers are told.
         """
         try:
-            self._listener, bound = bulk_line.listen(endpoint)
+            listener, bound = bulk_socket.listen(endpoint)
         except OSError as error:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
             ) from None
-        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(listener, select.EPOLLIN)
         self._endpoint = advertised(bound)
-        self._thread = threading.Thread(target=self._run, args=(self._listener,), name="streams", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="streams", daemon=True)
         self._thread.start()
         return bound
 
@@ -111,35 +173,44 @@ class StreamServer:
                 f"{self._failure}; this store must be restarted",
             ) from self._failure
 
-    def open(self, source: StreamSource) -> StreamOpened:
-        """Serve `source` to whoever is given the answer. Raises RpcError: busy (too many streams), draining."""
+    def open_line(self) -> LineOpened:
+        """Promise a line to one reader, under a new secret. Raises RpcError: busy (too many lines), draining."""
         self.check()
-        stream_id, secret = secrets.token_bytes(16), secrets.token_bytes(SECRET_BYTES)
-        sealer = None if self._plain else Sealer(secret, stream_id, TO_READER, self._rekey_bytes)
-        opener = None if self._plain else Opener(secret, stream_id, TO_STORE)
+        line_id, secret = secrets.token_bytes(bulk.LINE_ID_BYTES), secrets.token_bytes(SECRET_BYTES)
+        sealer = None if self._plain else Seal(secret, line_id, TO_READER)
+        opener = None if self._plain else Seal(secret, line_id, TO_STORE)
         with self._lock:
-            if len(self._streams) >= MAX_STREAMS:
+            if len(self._lines) >= MAX_LINES:
+                raise self._busy(f"{MAX_LINES} lines are open")
+            self._lines[line_id] = _Line(line_id, sealer, opener, time.monotonic())
+        return LineOpened(line_id=line_id.hex(), endpoint=self._endpoint, secret="" if self._plain else secret.hex())
+
+    def open_stream(self, line_id: str, source: StreamSource) -> StreamOpened:
+        """Serve `source` on a line. Raises RpcError: lost (no such line), busy (too many streams), draining."""
+        self.check()
+        with self._lock:
+            line = self._lines.get(bytes.fromhex(line_id) if _is_hexadecimal(line_id) else b"")
+            if line is None:
                 raise RpcError(
-                    ErrorCode.BUSY,
-                    f"{self._name}: {MAX_STREAMS} streams are open; another must end first",
-                    retry_after_s=BUSY_S,
+                    ErrorCode.LOST, f"{self._name}: line {line_id[:40]!r} is not open: it has ended, open another"
                 )
-            self._streams[stream_id] = Stream(stream_id, source, sealer, opener, time.monotonic())
+            if sum(len(each.streams) for each in self._lines.values()) >= MAX_STREAMS:
+                raise self._busy(f"{MAX_STREAMS} streams are open")
+            line.last_stream += 1
+            line.streams[line.last_stream] = _Stream(source, time.monotonic())
+            number = line.last_stream
         return StreamOpened(
-            stream_id=stream_id.hex(),
-            endpoint=self._endpoint,
+            stream=number,
             covered=source.covered,
             total_bytes=source.total_bytes,
-            chunk_bytes=source.chunk_bytes,
             head_bytes=source.head_bytes,
             head_checksum=source.head_checksum,
-            secret="" if self._plain else secret.hex(),
         )
 
     def stats(self) -> StreamStats:
         """Counts as of now."""
         with self._lock:
-            streams = len(self._streams)
+            streams = sum(len(line.streams) for line in self._lines.values())
         queued = sum(reader.left for reader in list(self._readers.values()))
         places = self._places
         return StreamStats(
@@ -152,11 +223,11 @@ class StreamServer:
             places.turned_away,
             places.evicted,
             places.unproven,
-            places.hung_up,
+            self._refused + self._unknown,
         )
 
     def close(self) -> None:
-        """End the thread and every stream; what is queued is lost (readers ask again)."""
+        """End the thread, every line and every stream; what is queued is lost (readers ask again)."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
@@ -164,7 +235,10 @@ class StreamServer:
         self._epoll.close()
         os.close(self._wake)
         with self._lock:
-            self._streams.clear()
+            self._lines.clear()
+
+    def _busy(self, why: str) -> RpcError:
+        return RpcError(ErrorCode.BUSY, f"{self._name}: {why}; another must end first", retry_after_s=BUSY_S)
 
     # ---- the thread
 
@@ -191,19 +265,24 @@ class StreamServer:
             for reader in list(self._readers.values()):
                 self._leave(reader)
 
-    def _serve(self, reader: Reader, events: int) -> None:
-        """What a reader says, and one chunk to it: so they take turns."""
+    def _serve(self, reader: _Reader, events: int) -> None:
+        """Take what a reader asks for and send it one range at most, so that readers take turns."""
         try:
-            if events & ~select.EPOLLOUT:
-                got = reader.line.receive(_credit_only, partial(self._on_message, reader), _RECEIVE_BYTES)
-                if got < 0:
+            self._take_messages(reader)
+            if events & ~select.EPOLLOUT and not reader.is_full:
+                received = reader.socket.recv(_RECEIVE_BYTES)
+                if not received:
                     self._leave(reader)
                     return
+                reader.inbox += received
+                self._take_messages(reader)
             self._send(reader)
         except WireError as error:
-            self._refuse(reader, error)
+            self._refused += 1
+            if self._refused <= 8:
+                self._log.warning("bulk message refused", peer=_peer(reader), error=str(error))
             self._leave(reader)
-        except (_HangUp, OSError):
+        except OSError:
             self._leave(reader)
 
     # ---- connections
@@ -224,57 +303,107 @@ class StreamServer:
             line.close()
             return
         line.setblocking(False)
-        bulk_line.quick(line)
-        bulk_line.unpaced(line)
-        self._readers[line.fileno()] = Reader(BulkLine(line, bulk.MAX_CREDIT_BYTES), place)
+        bulk_socket.quick(line)
+        bulk_socket.unpaced(line)
+        self._readers[line.fileno()] = _Reader(line, place)
         self._epoll.register(line, select.EPOLLIN)
 
-    def _leave(self, reader: Reader) -> None:
-        """The connection ends; its streams wait for their reader to come back."""
-        self._readers.pop(reader.line.socket.fileno(), None)
+    def _leave(self, reader: _Reader) -> None:
+        """End a connection, its line and its streams."""
+        self._readers.pop(reader.socket.fileno(), None)
         self._places.leave(reader.place)
-        reader.line.socket.close()  # which takes it out of the epoll set
-        for stream in reader.turns:
-            stream.ready = False
-            stream.wanted.clear()  # it asks again when it is back
-        reader.turns.clear()
+        reader.socket.close()  # which takes it out of the epoll set
+        if reader.line is not None:
+            with self._lock:
+                self._lines.pop(reader.line.line_id, None)
+            self._claimed.discard(reader.line.line_id)
+        reader.ranges.clear()
         self._sent(reader)
 
     def _leave_all(self, places: set[Place]) -> None:
         for reader in [each for each in self._readers.values() if each.place in places]:
             self._leave(reader)
 
-    def _offend(self, reader: Reader) -> None:
-        """Raises _HangUp: once too often."""
-        if self._places.offend(reader.place):
-            raise _HangUp
+    def _sweep(self, now: float) -> None:
+        """End what nobody uses: connections, lines that nobody connected to, and streams."""
+        self._leave_all(self._places.overdue(now))
+        wanted = {each.stream for reader in self._readers.values() for each in reader.ranges}
+        with self._lock:
+            for line in list(self._lines.values()):
+                if line.line_id not in self._claimed and now - line.opened_at > UNCLAIMED_S:
+                    del self._lines[line.line_id]
+                for number, stream in list(line.streams.items()):
+                    if stream not in wanted and now - stream.used > STREAM_IDLE_S:
+                        del line.streams[number]
 
-    def _refuse(self, reader: Reader, error: WireError) -> None:
-        self._refused += 1
-        if self._refused <= 8:
-            self._log.warning("bulk message refused", peer=_peer(reader), error=str(error))
+    # ---- what readers say
 
-    # ---- chunks
+    def _take_messages(self, reader: _Reader) -> None:
+        """Obey the whole messages in the inbox, as far as the reader may ask for more. Raises WireError."""
+        tag_bytes = 0 if self._plain else bulk.TAG_BYTES
+        while len(reader.inbox) >= bulk.HEAD_BYTES and not reader.is_full:
+            head = bulk.unpack_head(bytes(reader.inbox[: bulk.HEAD_BYTES]))
+            size = bulk.HEAD_BYTES + (bulk.LINE_ID_BYTES if head.kind is Kind.HELLO else 0)
+            if len(reader.inbox) < size + tag_bytes:
+                break
+            message, tag = bytes(reader.inbox[:size]), bytes(reader.inbox[size : size + tag_bytes])
+            del reader.inbox[: size + tag_bytes]
+            line = self._claim(reader, head, message) if reader.line is None else reader.line
+            if line.opener is not None:
+                line.opener.open(message, tag, memoryview(bytearray()))
+            reader.place.used = time.monotonic()
+            if reader.line is None:
+                reader.line, reader.place.proven = line, True
+                self._claimed.add(line.line_id)
+            else:
+                self._obey(reader, line, head)
 
-    def _send(self, reader: Reader) -> None:
-        """As much of one message as the kernel takes."""
-        if not reader.out:
-            self._next(reader)
+    def _claim(self, reader: _Reader, head: Head, message: bytes) -> _Line:
+        """Return the line that a HELLO asks for. Raises WireError."""
+        if head.kind is not Kind.HELLO:
+            raise WireError(f"bulk {head.kind.name.lower()} before hello")
+        line_id = message[bulk.HEAD_BYTES :]
+        with self._lock:
+            line = self._lines.get(line_id)
+        if line is None or line_id in self._claimed:
+            self._unknown += 1
+            self._refused -= 1  # it is counted once
+            raise WireError("bulk hello for a line that is not open, or has its connection")
+        return line
+
+    def _obey(self, reader: _Reader, line: _Line, head: Head) -> None:
+        if head.kind is Kind.CLOSE:
+            line.streams.pop(head.stream, None)  # what was asked for is sent: its reader counts on the order
+            return
+        stream = line.streams.get(head.stream)
+        if head.kind is not Kind.READ or stream is None or head.offset + head.nbytes > stream.source.total_bytes:
+            raise WireError(
+                f"bulk {head.kind.name.lower()} of {head.nbytes} bytes at {head.offset} of stream {head.stream}: "
+                + ("the stream is not open" if stream is None else f"it has {stream.source.total_bytes}")
+            )
+        reader.ranges.append(_Range(head.stream, stream, head.offset, head.nbytes))
+        reader.asked_bytes += head.nbytes
+
+    # ---- what they are sent
+
+    def _send(self, reader: _Reader) -> None:
+        """Send as much of one message as the kernel takes."""
+        if not reader.out and reader.ranges and reader.line is not None:
+            self._next(reader, reader.line)
         if reader.out:
             try:
-                sent = reader.line.socket.sendmsg(reader.out, (), socket.MSG_NOSIGNAL)
+                sent = reader.socket.sendmsg(reader.out, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
             if sent:
                 self._progress(reader, sent)
-        writes = bool(reader.out or reader.turns or reader.gone)
-        if writes != reader.writes:
-            reader.writes = writes
-            self._epoll.modify(reader.line.socket, select.EPOLLIN | (select.EPOLLOUT if writes else 0))
+        events = (0 if reader.is_full else select.EPOLLIN) | (select.EPOLLOUT if reader.out or reader.ranges else 0)
+        if events != reader.events:
+            reader.events = events
+            self._epoll.modify(reader.socket, events)
 
-    def _progress(self, reader: Reader, sent: int) -> None:
-        if reader.sending is not None:  # what everybody gets, a GONE, proves nothing
-            reader.sending.used = reader.place.used = time.monotonic()
+    def _progress(self, reader: _Reader, sent: int) -> None:
+        reader.place.used = time.monotonic()
         self._sent_bytes += sent
         if sent == reader.left:
             self._sent(reader)
@@ -286,135 +415,53 @@ class StreamServer:
             done += 1
         reader.out[: done + 1] = [memoryview(reader.out[done])[sent:]]
 
-    def _sent(self, reader: Reader) -> None:
+    def _sent(self, reader: _Reader) -> None:
         """The message is out, or nobody wants it any more."""
-        reader.out, reader.left, reader.sending = [], 0, None
+        reader.out, reader.left = [], 0
         if reader.buffer is not None:
             self._buffer_bytes -= len(reader.buffer)
             if len(self._free) < _KEPT_BUFFERS:
                 self._free.append(reader.buffer)
             reader.buffer = None
 
-    def _next(self, reader: Reader) -> None:
-        """Make ready the next message to this reader, if there is one; its streams take turns."""
-        if reader.gone:
-            reader.out = [bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, reader.gone.popleft(), 0))]
-        elif reader.turns:
-            stream = reader.turns.popleft()
-            first, end = stream.wanted.popleft()
-            if first + 1 < end:
-                stream.wanted.appendleft((first + 1, end))
-            stream.ready = bool(stream.wanted)
-            if stream.ready:
-                reader.turns.append(stream)
-            reader.sending = stream
-            reader.out = self._pack(reader, stream, first)
+    def _next(self, reader: _Reader, line: _Line) -> None:
+        """Make ready the next range that this reader asked for. Raises WireError at the end of the line's key."""
+        wanted = reader.ranges.popleft()
+        reader.asked_bytes -= wanted.nbytes
+        wanted.stream.used = time.monotonic()
+        if wanted.offset + wanted.nbytes == wanted.stream.source.total_bytes:
+            with self._lock:
+                line.streams.pop(wanted.number, None)
+        reader.out = self._pack(reader, line, wanted)
         reader.left = sum(map(len, reader.out))
 
-    def _pack(self, reader: Reader, stream: Stream, index: int) -> list[Buffer]:
-        pieces = stream.source.pieces(index)
-        size = stream.source.size(index)
-        if stream.sealer is None:
-            head = bulk.pack_head(bulk.Head(bulk.CHUNK, 0, 0, index, 0, stream.stream_id, size))
+    def _pack(self, reader: _Reader, line: _Line, wanted: _Range) -> list[Buffer]:
+        pieces = wanted.stream.source.pieces(wanted.offset, wanted.nbytes)
+        head = bulk.pack_head(Head(Kind.DATA, wanted.number, wanted.nbytes, wanted.offset))
+        if line.sealer is None:
             if len(pieces) <= _MAX_PIECES:
                 return [head, *pieces]  # straight from the mapped files, which never change
             return [head, _gather(pieces, self._buffer(reader))]
+        if line.sealer.nbytes + wanted.nbytes > self._key_limit_bytes:
+            raise ConnectionAbortedError("the line's key has sealed all it may")
         data = pieces[0] if len(pieces) == 1 else _gather(pieces, self._scratch)
         room = self._buffer(reader)
-        head, nbytes = stream.sealer.seal(bulk.CHUNK, 0, index, data, room)
-        return [head, room[:nbytes]]
+        return [head, room[: line.sealer.seal(head, data, room)]]
 
-    def _buffer(self, reader: Reader) -> memoryview:
+    def _buffer(self, reader: _Reader) -> memoryview:
         """One a reader at most."""
-        reader.buffer = self._free.pop() if self._free else bytearray(self.chunk_bytes + bulk.TAG_BYTES)
+        reader.buffer = self._free.pop() if self._free else bytearray(bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES)
         self._buffer_bytes += len(reader.buffer)
         return memoryview(reader.buffer)
 
-    # ---- credit
 
-    def _on_message(self, reader: Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
-        try:
-            self._on_credit(reader, head, packed, payload)
-        except WireError as error:
-            self._refuse(reader, error)
-            self._offend(reader)
-
-    def _on_credit(self, reader: Reader, head: bulk.Head, packed: bytes, payload: memoryview) -> None:
-        with self._lock:
-            stream = self._streams.get(head.stream_id)
-        if stream is None:
-            self._unknown += 1
-            self._offend(reader)
-            if len(reader.gone) < _MAX_GONE:
-                reader.gone.append(head.stream_id)
-            return
-        if stream.opener is not None:
-            room = memoryview(bytearray(max(0, len(payload) - bulk.TAG_BYTES)))
-            stream.opener.open(packed, head, payload, room)
-            payload = room
-        ranges = bulk.unpack_ranges(payload, stream.source.chunks)
-        stream.used = time.monotonic()
-        reader.place.prove(stream.used)
-        if head.flags & bulk.FLAG_CLOSE:
-            self._end(stream)
-            self._look_at_proof(reader)
-            return
-        if head.flags & bulk.FLAG_RESET or reader is not stream.reader:
-            stream.wanted.clear()
-            self._leave_line(stream)
-        former, stream.reader = stream.reader, reader
-        if former is not None and former is not reader:
-            self._look_at_proof(former)
-        room_chunks = WINDOW_BYTES // self.chunk_bytes - sum(end - first for first, end in stream.wanted)
-        for first, count in ranges:
-            taken = min(count, room_chunks)
-            if taken > 0:
-                stream.wanted.append((first, first + taken))
-                room_chunks -= taken
-        if stream.wanted and not stream.ready:
-            stream.ready = True
-            reader.turns.append(stream)
-
-    def _leave_line(self, stream: Stream) -> None:
-        if stream.ready and stream.reader is not None:
-            stream.reader.turns.remove(stream)
-            stream.ready = False
-
-    def _end(self, stream: Stream) -> None:
-        with self._lock:
-            self._streams.pop(stream.stream_id, None)
-        stream.wanted.clear()
-        self._leave_line(stream)
-        if stream.reader is not None:
-            self._look_at_proof(stream.reader)
-
-    def _look_at_proof(self, reader: Reader) -> None:
-        """It has proved itself as long as a stream is open that it was the last to ask for.
-
-        So there are never more such connections than streams, however often one reader's credit is played again.
-        """
-        with self._lock:
-            reader.place.proven = any(each.reader is reader for each in self._streams.values())
-
-    def _sweep(self, now: float) -> None:
-        """End what nobody uses: streams, and connections, which may hold half a chunk of one."""
-        with self._lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            if now - stream.used > (IDLE_S if stream.reader is not None else UNCLAIMED_S):
-                self._end(stream)
-        self._leave_all(self._places.overdue(now))
+def _is_hexadecimal(text: str) -> bool:
+    return len(text) == 2 * bulk.LINE_ID_BYTES and all(each in "0123456789abcdef" for each in text)
 
 
-def _credit_only(head: bulk.Head) -> memoryview | None:
-    if head.kind != bulk.CREDIT:
-        raise WireError(f"bulk message of kind {head.kind}: a store takes credit")
-    return None
-
-
-def _peer(reader: Reader) -> str:
+def _peer(reader: _Reader) -> str:
     try:
-        return str(reader.line.socket.getpeername())
+        return str(reader.socket.getpeername())
     except OSError:
         return "gone"
 

@@ -1,4 +1,4 @@
-"""What one stream sends: pinned files and where each chunk's bytes lie in them. It must never outlive its pins.
+"""What one stream sends: pinned files, and where the bytes of each range lie in them. It must never outlive its pins.
 
 The files are mapped under a shared lock, as any reader maps them: while a stream is open (or a frame of it waits to be
 sent) what it reads stays, even when its tasks are collected; the bytes stay counted.
@@ -35,13 +35,11 @@ class Kept(NamedTuple):
 class StreamSource:
     """The block file that a stream is, as pieces of others. Immutable: any thread."""
 
-    def __init__(self, made: Excerpt, files: Sequence[mmap.mmap], chunk_bytes: int) -> None:
+    def __init__(self, made: Excerpt, files: Sequence[mmap.mmap]) -> None:
         self.total_bytes = made.total_bytes
         self.head_bytes = len(made.head)
         self.head_checksum = xxhash.xxh3_64_intdigest(made.head)
         self.covered = made.covered
-        self.chunk_bytes = chunk_bytes
-        self.chunks = -(-made.total_bytes // chunk_bytes)
         views = [memoryview(made.head), *(memoryview(file) for file in files)]
         # run 0 is the head
         self._views = [views[0], *(views[number + 1] for number in made.files)]
@@ -50,14 +48,12 @@ class StreamSource:
         self._lengths = [len(made.head), *made.lengths]
         self._gap = memoryview(bytes(64))
 
-    def size(self, index: int) -> int:
-        """Bytes of chunk `index`."""
-        return min(self.chunk_bytes, self.total_bytes - index * self.chunk_bytes)
+    def pieces(self, at: int, nbytes: int) -> list[memoryview]:
+        """Return views which, one after the other, are the `nbytes` bytes from `at` on.
 
-    def pieces(self, index: int) -> list[memoryview]:
-        """Views which, one after the other, are chunk `index`; one view wherever its bytes lie together."""
-        at = index * self.chunk_bytes
-        end = at + self.size(index)
+        They are one view wherever those bytes lie together. The range must lie within the stream.
+        """
+        end = at + nbytes
         found: list[memoryview] = []
         run = bisect_right(self._targets, at) - 1
         while at < end:
@@ -83,7 +79,6 @@ def pin(
     tasks: Sequence[PutTask],
     keys: Sequence[str],
     max_bytes: int,
-    chunk_bytes: int,
     cache: MappingCache,
 ) -> StreamSource:
     """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
@@ -104,7 +99,7 @@ def pin(
     if made is None:
         names = excerpt.missing_keys(tables, picks, keys)
         raise missing_shards(name, names)
-    return StreamSource(made, mappings, chunk_bytes)
+    return StreamSource(made, mappings)
 
 
 def _few(places: Sequence[Sequence[int]], most_files: int) -> tuple[int, int]:

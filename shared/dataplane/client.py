@@ -36,12 +36,12 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.full import FULL
-from shared.dataplane.landing import Landings
+from shared.dataplane.full import DISK_FULL_ERRNOS
+from shared.dataplane.landing import WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
-from shared.dataplane.reread import Rereads
-from shared.dataplane.stream import CACHE_BYTES, INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
+from shared.dataplane.reread import ReadMappingPool
+from shared.dataplane.stream import INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
 from shared.moved import Moved, nobody
@@ -97,13 +97,12 @@ class DataClient:
         *,
         reach: Reach = Reach.AUTO,
         plain: bool = False,
-        cache_bytes: int = CACHE_BYTES,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
         """`client_of`: as `Service.client`, the bus client of (service, instance).
 
-        The rest is about stores on other hosts. `plain`: take streams in clear too. `cache_bytes`: copies kept for the
-        next fetch. `inflight_bytes`: asked for and not received.
+        The rest is about stores on other hosts. `plain`: take streams in clear too. `inflight_bytes`: asked for and not
+        received.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -112,13 +111,11 @@ class DataClient:
         self._cache = TableCache()
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
-        self._landings = Landings()
-        self._rereads = Rereads(self._helper)
+        self._write_mappings = WriteMappingPool()
+        self._read_mappings = ReadMappingPool(self._helper)
         self.streams = StreamReader(
             lambda store: client_of(*parse_service_name(store)),
-            self._threads,
             plain=plain,
-            cache_bytes=cache_bytes,
             inflight_bytes=inflight_bytes,
         )
 
@@ -127,8 +124,8 @@ class DataClient:
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
-        self._rereads.close()
-        self._landings.close()
+        self._read_mappings.close()
+        self._write_mappings.close()
 
     async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
         """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
@@ -154,7 +151,7 @@ class DataClient:
             try:
                 written = await self._write(grant.path, tasks, layout, store)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in DISK_FULL_ERRNOS:
                     raise
                 # the store counts it, and keeps the grant of a producer that it hears from
                 again = msgspec.structs.replace(begin, full=True)
@@ -199,6 +196,10 @@ class DataClient:
             return results
         return [{key: found[key] for key in order} for found in results]
 
+    def is_streamed(self, store: str) -> bool:
+        """Return whether what is fetched from `store` is streamed; False while that is unknown."""
+        return self._reach is Reach.STREAM or self._shares.get(store) is False
+
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
         if store not in self._shares:
             place = await _ask(client, GetStorePlace(), StorePlace, deadline)
@@ -215,8 +216,8 @@ class DataClient:
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-        self._landings.close()
-        self._rereads.close()
+        self._write_mappings.close()
+        self._read_mappings.close()
         try:
             return work()
         except OSError as error:
@@ -254,7 +255,7 @@ class DataClient:
 
     def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
         """Of every row, once all is written."""
-        target = self._landings.of(descriptor, layout.file_bytes)
+        target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
         # on two cores the other one computes the canary of large weights meanwhile
@@ -294,7 +295,7 @@ class DataClient:
         try:
             whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
             for place, ats in _by_file(located).items():
-                mapping = BlockMapping(located.files[place], self._cache, self._rereads)
+                mapping = BlockMapping(located.files[place], self._cache, self._read_mappings)
                 index = mapping.table.index
                 if whole:
                     mapping.touch(self._helper)

@@ -4,5 +4,5 @@ with their end.
 
 import errno
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """A full mount; a directory whose quota is used up."""

@@ -26,7 +26,7 @@ POPULATE_BYTES = 8 << 20
 """At once: 3 to 6 ms, in which no other thread of this process runs, its event loop neither."""
 
 
-class Landings:
+class WriteMappingPool:
     """One a process. Any thread, but one file is in one thread's hands at a time."""
 
     def __init__(self) -> None:

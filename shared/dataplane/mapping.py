@@ -22,7 +22,7 @@ import numpy as np
 from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
-from shared.dataplane.reread import Rereads
+from shared.dataplane.reread import ReadMappingPool
 from shared.descriptors import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
@@ -143,7 +143,7 @@ class MappingCache:
 class BlockMapping:
     """One mapping of one file; lives as long as this object or any array made by it."""
 
-    def __init__(self, path: str, cache: TableCache, kept: Rereads | None = None) -> None:
+    def __init__(self, path: str, cache: TableCache, kept: ReadMappingPool | None = None) -> None:
         """`kept`: look there first for a mapping of a file that came back under this name.
 
         Raises FileNotFoundError when the file was collected, WireError when it is no block file.

@@ -40,7 +40,7 @@ class _Lease(Window):
         os.close(self._locked)
 
 
-class Rereads:
+class ReadMappingPool:
     """One a process. Any thread."""
 
     def __init__(self, helper: Executor) -> None:

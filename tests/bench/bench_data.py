@@ -356,9 +356,7 @@ async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) ->
             ring = memoryview(np.ones(min(nbytes, RING_BYTES), np.uint8)).cast("B")
             for first in range(0, len(tasks), BLOCK_TASKS):
                 await peer.data.put(tasks[first : first + BLOCK_TASKS], store=STORE, deadline_s=60)
-            client = DataClient(
-                lambda service, instance: peer.store, reach=Reach.STREAM, plain=mode == "clear", cache_bytes=0
-            )
+            client = DataClient(lambda service, instance: peer.store, reach=Reach.STREAM, plain=mode == "clear")
             meta = meta_of(tasks, keys)
             for turn, row in enumerate(rows):
                 for side in order((f"raw_{mode}", mode), turn):

@@ -21,7 +21,7 @@ MAX_STREAM_BYTES = 1 << 20
 _FILE_BYTES_AT, _DIGEST_AT, _CHECK_AT = 32, 40, 56
 _COUNTS = struct.Struct("<IIIIII")
 _COUNTS_AT = 8
-_OPENED = struct.Struct("<BQIQQ")
+_OPENED = struct.Struct("<BQQQ")
 REGIONS = Regions()
 
 
@@ -52,19 +52,19 @@ def read_file(data: bytes) -> None:
 
 
 def read_bulk(data: bytes) -> None:
-    """Messages of a bulk connection, for a stream of as many chunks as the first byte says."""
-    chunks, at = data[0] if data else 0, 1
+    """Messages of a bulk connection; sealed ones if the first byte says so."""
+    tag_bytes, at = bulk.TAG_BYTES * (data[:1] == b"\1"), 1
     while at < len(data):
         packed = data[at : at + bulk.HEAD_BYTES]
         head = bulk.unpack_head(packed)
         assert bulk.pack_head(head) == packed
-        at += bulk.HEAD_BYTES
-        payload = data[at : at + head.nbytes]
-        at += head.nbytes
-        if head.kind == bulk.CREDIT:
-            ranges = bulk.unpack_ranges(payload, chunks)
-            assert all(0 <= first < first + count <= chunks for first, count in ranges)
-            assert bulk.pack_ranges(ranges) == payload
+        assert head.nbytes <= bulk.MAX_RANGE_BYTES
+        at += _size(head.kind, head.nbytes) + tag_bytes
+
+
+def _size(kind: int, nbytes: int) -> int:
+    behind = {bulk.Kind.HELLO: bulk.LINE_ID_BYTES, bulk.Kind.DATA: nbytes}
+    return bulk.HEAD_BYTES + behind.get(kind, 0)  # type: ignore[call-overload,no-any-return]
 
 
 def sealed_bulk(data: bytes) -> bytes:
@@ -72,56 +72,43 @@ def sealed_bulk(data: bytes) -> bytes:
     made, at = bytearray(data), 1
     while at + bulk.HEAD_BYTES <= len(made):
         made[at : at + 5] = bulk.MAGIC + bytes([bulk.VERSION])
-        made[at + 44 : at + 48] = bytes(4)
-        at += bulk.HEAD_BYTES + int.from_bytes(made[at + 40 : at + 44], "little")
+        made[at + 6 : at + 8] = bytes(2)
+        at += _size(made[at + 5], int.from_bytes(made[at + 12 : at + 16], "little"))
     return bytes(made)
 
 
 def receive(data: bytes) -> None:
-    """A stream: what the store announces, then the order in which its chunks come, then their bytes.
+    """A stream: what the store announces, then the lengths of the ranges that come first, then the bytes.
 
-    By the first byte: the head's checksum is the truth (1), so is the file's (2), the chunks are of the least size (4);
-    it covers both tasks (8) and two keys were asked for (16).
+    By the first byte: the head's checksum is the truth (1), so is the file's (2); it covers both tasks (8) and two keys
+    were asked for (16).
     """
     if len(data) < _OPENED.size + 1:
         return
-    flags, total_bytes, chunk_bytes, head_bytes, checksum = _OPENED.unpack_from(data)
-    order_bytes = data[_OPENED.size]
-    order = data[_OPENED.size + 1 :][:order_bytes]
-    content = data[_OPENED.size + 1 + order_bytes :]
+    flags, total_bytes, head_bytes, checksum = _OPENED.unpack_from(data)
+    length_bytes = data[_OPENED.size]
+    lengths = data[_OPENED.size + 1 :][:length_bytes]
+    content = data[_OPENED.size + 1 + length_bytes :]
     if flags & 2:
         content = sealed_file(content)
         total_bytes = len(content)
     if flags & 1:
         checksum = xxhash.xxh3_64_intdigest(content[:head_bytes])
-    if flags & 4:
-        chunk_bytes = bulk.MIN_CHUNK_BYTES
     covered = TASKS if flags & 8 else TASKS[:1]
     opened = StreamOpened(
-        stream_id="0" * 32,
-        endpoint="tcp://127.0.0.1:1",
-        covered=len(covered),
-        total_bytes=total_bytes,
-        chunk_bytes=chunk_bytes,
-        head_bytes=head_bytes,
-        head_checksum=checksum,
-        secret="",
+        stream=1, covered=len(covered), total_bytes=total_bytes, head_bytes=head_bytes, head_checksum=checksum
     )
     arrival = Arrival(opened, covered, ["a", "b"] if flags & 16 else [], MAX_STREAM_BYTES, REGIONS)
-    if arrival.chunks > 255:
+    if total_bytes > MAX_STREAM_BYTES:
         return
-    for index in [*order, *range(arrival.chunks)]:
-        if index >= arrival.chunks or arrival.has(index):
-            continue
-        room = arrival.room(index)
-        assert len(room) == arrival.size(index)
-        part = content[index * chunk_bytes : (index + 1) * chunk_bytes][: len(room)]
-        room[:] = part.ljust(len(room), b"\0")
-        arrival.check(arrival.arrived(index))
-    assert arrival.complete
-    assert not arrival.missing()
-    arrived = arrival.take()
-    found = arrived.first(range(len(covered)), None)
+    for length in [*lengths, total_bytes]:
+        at = arrival.received
+        room = arrival.room(min(length, total_bytes - at))
+        room[:] = content[at : at + len(room)].ljust(len(room), b"\0")
+        arrival.received += len(room)
+        arrival.check(arrival.received)
+    assert arrival.received == total_bytes
+    found = arrival.arrays()
     assert len(found) == len(covered)
     for arrays in found:
         assert all(array.nbytes <= total_bytes for array in arrays.values())
@@ -143,18 +130,16 @@ def arrival_seed(flags: int, tasks: int) -> bytes:
     """A stream in order."""
     file, head_bytes = whole_file(tasks)
     checksum = xxhash.xxh3_64_intdigest(file[:head_bytes])
-    opened = _OPENED.pack(flags, len(file), bulk.MIN_CHUNK_BYTES, head_bytes, checksum)
+    opened = _OPENED.pack(flags, len(file), head_bytes, checksum)
     return opened + b"\1\0" + file
 
 
 def bulk_seed() -> bytes:
-    """Two credits, a chunk and a stream that is gone."""
-    ranges = bulk.pack_ranges([(0, 3), (5, 1)])
-    stream = bytes(range(16))
+    """A line in clear: hello, a range that is asked for, its bytes, and the end of the stream."""
     messages = [
-        bulk.pack_head(bulk.Head(bulk.CREDIT, bulk.FLAG_RESET, 0, 0, 0, stream, len(ranges))) + ranges,
-        bulk.pack_head(bulk.Head(bulk.CREDIT, bulk.FLAG_CLOSE, 1, 0, 7, stream, 0)),
-        bulk.pack_head(bulk.Head(bulk.CHUNK, 0, 2, 3, 9, stream, 5)) + b"bytes",
-        bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, stream, 0)),
+        bulk.pack_head(bulk.Head(bulk.Kind.HELLO)) + bytes(range(16)),
+        bulk.pack_head(bulk.Head(bulk.Kind.READ, 3, 5, 7)),
+        bulk.pack_head(bulk.Head(bulk.Kind.DATA, 3, 5, 7)) + b"bytes",
+        bulk.pack_head(bulk.Head(bulk.Kind.CLOSE, 3)),
     ]
-    return b"\x20" + b"".join(messages)
+    return b"\0" + b"".join(messages)

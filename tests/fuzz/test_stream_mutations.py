@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import pytest
 
-from proto import bulk
 from proto.errors import WireError
 from proto.messages import StreamOpened
 from shared.dataplane.stream_arrival import Arrival
@@ -87,13 +86,10 @@ def test_damage_is_refused_or_what_holds_together(read: Callable[[bytes], None],
 @pytest.mark.parametrize("total_bytes", [1 << 20, 1 << 38, 1 << 46])
 def test_size_that_a_store_announces_takes_no_memory(total_bytes: int) -> None:
     """One task may be as large as it likes, so the size alone says nothing."""
-    opened = StreamOpened(
-        stream_id="0" * 32, endpoint="tcp://127.0.0.1:1", covered=1, total_bytes=total_bytes,
-        chunk_bytes=bulk.MIN_CHUNK_BYTES, head_bytes=100, head_checksum=0,
-    )  # fmt: skip
+    opened = StreamOpened(stream=1, covered=1, total_bytes=total_bytes, head_bytes=100, head_checksum=0)
     tracemalloc.start()
     try:
-        with contextlib.suppress(WireError):  # too many chunks, or more than this machine can map
+        with contextlib.suppress(WireError):  # more than this machine can map
             Arrival(opened, TASKS[:1], [], 1 << 20, Regions())
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
     finally:

@@ -49,7 +49,7 @@ ROUTES = {
     "GetInventory": ("scheduler", "batch-store"),
     "GetStoreStats": ("anyone", "batch-store"),
     "OpenStream": ("readers on other hosts", "batch-store"),
-    "GetCleared": ("readers on other hosts", "batch-store"),
+    "OpenLine": ("readers on other hosts", "batch-store"),
     "GetStorePlace": ("readers", "batch-store"),
     "InitModel": ("policy-trainer", "policy-trainer-worker"),
     "Forward": ("policy-trainer", "policy-trainer-worker"),

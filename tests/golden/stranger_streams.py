@@ -2,7 +2,7 @@
 
     python tests/golden/stranger_streams.py ACCESS_FILE TASK FENCE KEY FILE.npy
 
-It registers with the scheduler, which says where the store is; sealed chunks come over tcp. Numbers in comments are
+It registers with the scheduler, which says where the store is; sealed ranges come over tcp. Numbers in comments are
 SPEC's sections.
 """
 
@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from stranger import Peer, shard_of
 from xxhash import xxh3_64_intdigest as xxh3
 
-BULK = "<4sBBHIIQ16sII"  # 11
-CREDIT, CHUNK, CLOSE = 1, 2, 2
+BULK = "<4sBBHIIQ"  # 11
+HELLO, READ, DATA = 1, 2, 4
 
 
 def far(endpoint, access):
@@ -32,10 +32,10 @@ def far(endpoint, access):
     return Peer(endpoint, line)
 
 
-def seal_key(secret, stream, direction, epoch):
+def seal_key(secret, line, direction):
     """11, Seal: HKDF-SHA256 (RFC 5869), 20 bytes, which is one block of it."""
-    info = f"rlbus bulk {direction} ".encode() + struct.pack("<I", epoch)
-    out = hmac.digest(hmac.digest(stream, secret, hashlib.sha256), info + b"\1", hashlib.sha256)
+    info = f"rlbus bulk {direction}".encode()
+    out = hmac.digest(hmac.digest(line, secret, hashlib.sha256), info + b"\1", hashlib.sha256)
     return AESGCM(out[:16]), out[16:20]
 
 
@@ -53,30 +53,30 @@ def bulk_line(endpoint):
 
 
 def stream(store, task, fence, key):
-    """11: credit for every chunk, then the chunks."""
-    opened = store.ask(72, 71, tasks=[[task, fence]], keys=[key])
-    size, total, name = opened["chunk_bytes"], opened["total_bytes"], bytes.fromhex(opened["stream_id"])
-    secret, (line, chunks) = bytes.fromhex(opened["secret"]), bulk_line(opened["endpoint"])
-    cipher, salt = seal_key(secret, name, "credit", 1)
+    """11: a line, a stream, then one range after the other."""
+    opened = store.ask(78, 77)
+    name, secret = bytes.fromhex(opened["line_id"]), bytes.fromhex(opened["secret"])
+    (line, ranges) = bulk_line(opened["endpoint"])
+    sealer, prefix = seal_key(secret, name, "store")
+    opener, other = seal_key(secret, name, "reader")
+    said = 0
 
-    def credit(flags, counter, *pairs):
-        payload = struct.pack(f"<{len(pairs)}I", *pairs)
-        head = struct.pack(BULK, b"RLBC", 2, CREDIT, flags, 1, 0, counter, name, len(payload) + 16, 0)
-        line.sendall(head + cipher.encrypt(salt + struct.pack("<Q", counter), payload, head))
+    def say(message):
+        nonlocal said
+        said += 1
+        line.sendall(message + sealer.encrypt(prefix + struct.pack("<Q", said), b"", message))
 
-    file, missing = bytearray(total), set(range(-(-total // size)))
-    credit(0, 1, 0, len(missing))
-    while missing:
-        head = chunks.read(48)
-        magic, version, kind, _, epoch, chunk, counter, _, nbytes, _ = struct.unpack(BULK, head)
-        assert (magic, version, kind) == (b"RLBC", 2, CHUNK)
-        opener, prefix = seal_key(secret, name, "chunks", epoch)
-        data = opener.decrypt(prefix + struct.pack("<Q", counter), chunks.read(nbytes), head)
-        file[chunk * size : chunk * size + len(data)] = data
-        missing.discard(chunk)
-    credit(CLOSE, 2)
-    assert xxh3(file[: opened["head_bytes"]]) == opened["head_checksum"]
-    assert opened["covered"] == 1
+    say(struct.pack(BULK, b"RLBC", 3, HELLO, 0, 0, 0, 0) + name)
+    planned = store.ask(103, 102, line_id=opened["line_id"], tasks=[[task, fence]], keys=[key])
+    total, number, file = planned["total_bytes"], planned["stream"], bytearray()
+    while len(file) < total:
+        nbytes = min(1 << 20, total - len(file))
+        say(struct.pack(BULK, b"RLBC", 3, READ, 0, number, nbytes, len(file)))
+        head = ranges.read(24)
+        assert head == struct.pack(BULK, b"RLBC", 3, DATA, 0, number, nbytes, len(file))
+        file += opener.decrypt(other + struct.pack("<Q", said - 1), ranges.read(nbytes + 16), head)
+    assert xxh3(file[: planned["head_bytes"]]) == planned["head_checksum"]
+    assert planned["covered"] == 1
     [found] = shard_of(file, task, fence, key)
     return found
 

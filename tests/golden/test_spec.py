@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from proto import blockfile, dtypes, envelope, inline, tensors
+from proto import blockfile, bulk, dtypes, envelope, inline, tensors
 from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
+from services.batch_store import stream_places, stream_server
 from services.scheduler.state import RECONCILE_S
-from shared.dataplane import stream_seal
+from shared.dataplane import bulk_seal, stream_line
 from shared.rpc import client, errors, offenders, replies, transport, unread
 from shared.security import curve
 from shared.security.roles import LEAST_ROLE, Role
@@ -115,9 +116,21 @@ def test_stages_and_their_keys_are_the_codes() -> None:
     assert f"every {RECONCILE_S:g} s" in section(8)
 
 
-def test_rekeying_is_the_codes() -> None:
-    assert f"has sealed more than 2^{stream_seal.REKEY_BYTES.bit_length() - 1} bytes" in section(11)
-    assert stream_seal.REKEY_BYTES.bit_count() == 1
+def test_numbers_of_streams_are_the_codes() -> None:
+    text = section(11)
+    assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in text
+    assert bulk_seal.KEY_LIMIT_BYTES.bit_count() == 1
+    assert f"| version | {bulk.VERSION} |" in text
+    assert f"a head of {bulk.HEAD_BYTES} bytes" in text
+    assert f"1 to {bulk.MAX_RANGE_BYTES};" in text
+    assert re.findall(r"^\| (\d) ([A-Z]+) \|", text, re.M) == [(str(kind.value), kind.name) for kind in bulk.Kind]
+    assert f"{stream_server.MAX_LINES}\nlines at a time" in text
+    assert f"{stream_server.MAX_STREAMS} streams are open" in text
+    assert f"While {stream_server.READER_BYTES >> 20} MiB or {stream_server.READER_RANGES} ranges" in text
+    assert f"asked for or sent for {stream_server.STREAM_IDLE_S:g} s" in text
+    assert f"within {stream_places.PROVE_S:g} s" in text
+    assert f"took anything for {stream_places.IDLE_S:g} s" in text
+    assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
 
 
 def test_block_file_numbers_are_the_codes() -> None:

@@ -61,15 +61,12 @@ class TcpStoreProcess(StoreProcess):
         )
 
 
-def remote(
-    peer: Peer, *, plain: bool = False, cache_bytes: int = 64 << 20, inflight_bytes: int = 8 << 20
-) -> DataClient:
+def remote(peer: Peer, *, plain: bool = False, inflight_bytes: int = 8 << 20) -> DataClient:
     """A data client that never maps."""
     return DataClient(
         lambda service, instance: peer.store,
         reach=Reach.STREAM,
         plain=plain,
-        cache_bytes=cache_bytes,
         inflight_bytes=inflight_bytes,
     )
 
@@ -146,6 +143,8 @@ class Meddler:
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = target
         self._meddle = meddle
+        self.tag_bytes = 0
+        """Behind each message: none on lines in clear."""
         self._lines: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -174,13 +173,20 @@ class Meddler:
                 line.shutdown(socket.SHUT_RDWR)
 
     def _up(self, front: socket.socket, back: socket.socket) -> None:
+        """Pass on what the reader says. Its hello is followed by a tag if the line is sealed, else by a message."""
+        began = b""
+        hello_bytes = bulk.HEAD_BYTES + bulk.LINE_ID_BYTES
         while data := front.recv(1 << 16):
+            if len(began) < hello_bytes + len(bulk.MAGIC):
+                began += data
+                if len(began) >= hello_bytes + len(bulk.MAGIC):
+                    self.tag_bytes = 0 if began[hello_bytes:].startswith(bulk.MAGIC) else bulk.TAG_BYTES
             back.sendall(data)
 
     def _down(self, front: socket.socket, back: socket.socket) -> None:
         with back.makefile("rb") as source:
             while head := source.read(bulk.HEAD_BYTES):
-                payload = source.read(bulk.unpack_head(head).nbytes)
+                payload = source.read(bulk.unpack_head(head).nbytes + self.tag_bytes)
                 for message in self._meddle([head, payload]):
                     front.sendall(b"".join(message))
 
@@ -213,16 +219,16 @@ class Tap(Meddler):
 
     def __init__(self, target: str) -> None:
         self.sealed_bytes = 0
-        """Of chunks."""
+        """Bytes of ranges."""
         self.clear_bytes = 0
         super().__init__(target, self._look)
 
     def _look(self, message: Message) -> list[Message]:
-        head = bulk.unpack_head(message[0])
-        if head.kind == bulk.CHUNK and head.counter:
-            self.sealed_bytes += head.nbytes
-        elif head.kind == bulk.CHUNK:
-            self.clear_bytes += head.nbytes
+        nbytes = bulk.unpack_head(message[0]).nbytes
+        if len(message[1]) > nbytes:
+            self.sealed_bytes += nbytes
+        else:
+            self.clear_bytes += nbytes
         return [message]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,7 @@ import numpy as np
 import pytest
 
 from proto import bulk
-from proto.messages import (
-    ErrorCode,
-    GetCleared,
-    OpenStream,
-    PutTask,
-    StreamOpened,
-)
+from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask, StreamOpened
 from proto.registry import Message, Request
 from shared.dataplane import stream
 from shared.dataplane.client import TaskShards
@@ -32,6 +25,8 @@ from tests.integration.stream_line import TcpStoreProcess, meddled, remote
 from tests.integration.test_stream import assert_same, block, fetch, with_peer
 
 Change = Callable[[Any], Message]
+NOTHING: BulkMessage = [bytes(bulk.HEAD_BYTES), b""]
+"""What no store says; its reader ends the line."""
 
 
 @pytest.fixture
@@ -59,43 +54,24 @@ class Liar:
 
 @contextmanager
 def reader_of(liar: Liar) -> Iterator[StreamReader]:
-    with ThreadPoolExecutor(2) as threads:
-        client: Callable[[str], Any] = lambda _: liar  # noqa: E731
-        reader = StreamReader(client, threads)
-        try:
-            yield reader
-        finally:
-            reader.close()
+    client: Callable[[str], Any] = lambda _: liar  # noqa: E731
+    reader = StreamReader(client)
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 def names(tasks: list[TaskShards]) -> list[PutTask]:
     return [PutTask(task.task_id, task.fence) for task in tasks]
 
 
-def test_more_clears_that_never_come_end_no_fetch_in_a_loop(store: TcpStoreProcess) -> None:
-    tasks = block(0, 3)
-
-    async def body(peer: Peer) -> None:
-        await peer.data.put(tasks, store=STORE, deadline_s=10)
-        more: Change = lambda answer: msgspec.structs.replace(answer, more=True)  # noqa: E731
-        liar = Liar(peer.store, {GetCleared: more})
-        with reader_of(liar) as reader:
-            assert_same(await reader.fetch(STORE, names(tasks), ("a", "b"), 10), tasks)
-        assert liar.asked <= 4
-
-    store.start()
-    with_peer(store, body)
-
-
 def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -> None:
-    """It sends a chunk that cannot be checked yet and says that the stream is gone."""
+    """It sends a range that cannot be checked yet, and ends the line."""
     tasks = block(0, 1, 300_000)
 
     def meddle(message: BulkMessage) -> list[BulkMessage]:
-        head = bulk.unpack_head(message[0])
-        if head.kind != bulk.CHUNK or head.chunk != 1:
-            return []
-        return [message, [bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, head.stream_id, 0)), b""]]
+        return [message, NOTHING]
 
     async def body(peer: Peer) -> None:
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -111,12 +87,11 @@ def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -
         with_peer(store, body)
 
 
-def test_streams_said_to_be_gone_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
+def test_streams_whose_lines_end_at_once_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
     tasks = block(0, 1, 300_000)
 
     def meddle(message: BulkMessage) -> list[BulkMessage]:
-        head = bulk.unpack_head(message[0])
-        return [[bulk.pack_head(bulk.Head(bulk.GONE, 0, 0, 0, 0, head.stream_id, 0)), b""]]
+        return [NOTHING]
 
     async def body(peer: Peer) -> None:
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -184,10 +159,13 @@ def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(stor
         await peer.data.put(tasks, store=STORE, deadline_s=10)
         before = most_rss()
         many = [PutTask("train/0/0", 1)] * 200_000
-        error = await refused(peer.store.call(OpenStream(tasks=many, keys=["a"]), StreamOpened, deadline_s=20))
+        line = (await peer.store.call(OpenLine(), LineOpened, deadline_s=20)).line_id
+        request = OpenStream(line_id=line, tasks=many, keys=["a"])
+        error = await refused(peer.store.call(request, StreamOpened, deadline_s=20))
         assert error.code == ErrorCode.BAD_REQUEST
         keys = [f"absent_{i}" for i in range(20_000)]
-        error = await refused(peer.store.call(OpenStream(tasks=names(tasks), keys=keys), StreamOpened, deadline_s=20))
+        request = OpenStream(line_id=line, tasks=names(tasks), keys=keys)
+        error = await refused(peer.store.call(request, StreamOpened, deadline_s=20))
         assert error.code == ErrorCode.MISSING
         assert most_rss() - before < 64 << 20  # forty million names were asked for
 

@@ -85,7 +85,7 @@ def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(
             await refused(peer, msgspec.structs.replace(begin, nbytes=1 << 13), PutGrant)  # and without
             await refused(peer, PutSeal(put_id=begun.put_id), PutSealed)
             await refused(peer, GetStorePlace(), StorePlace)
-            await refused(peer, OpenStream(tasks=[PutTask("t/0/1", 1)]), StreamOpened)
+            await refused(peer, OpenStream(line_id="", tasks=[PutTask("t/0/1", 1)]), StreamOpened)
             before = await busy(peer)
             waiting = asyncio.ensure_future(peer.data.put([task(2)], store=STORE, deadline_s=20))
             while await busy(peer) < before + 2:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -188,7 +188,11 @@ def test_reader_that_wants_encryption_refuses_a_store_in_clear(store: TcpStorePr
     with_peer(store, body)
 
 
-def test_large_request_comes_in_many_streams_and_one_large_task_in_one(store: TcpStoreProcess) -> None:
+def test_large_request_comes_in_many_streams_and_one_large_task_in_one(
+    store: TcpStoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "STREAM_BYTES", 8 << 20)
+
     async def body(peer: Peer) -> None:
         many = block(0, 24, 130_000)  # 62 MB
         [large] = block(100, 1, 2_000_000)  # 40 MB
@@ -200,7 +204,7 @@ def test_large_request_comes_in_many_streams_and_one_large_task_in_one(store: Tc
         found = await asyncio.gather(fetch(data, many), fetch(data, [large]))
         assert_same([*found[0], *found[1]], [*many, large])
         assert data.streams.counts.inflight_peak_bytes <= 4 << 20
-        assert data.streams.counts.duplicates == data.streams.counts.refused == 0
+        assert data.streams.counts.refused == 0
         data.close()
 
     store.start()
@@ -237,17 +241,16 @@ def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStorePr
     async def body(peer: Peer) -> None:
         tasks = block(0, 2)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        for cache_bytes in (0, 16 << 20):
-            data = remote(peer, cache_bytes=cache_bytes)
-            for _ in range(2):
-                found = await asyncio.gather(fetch(data, tasks), fetch(data, tasks[::-1]), fetch(data, tasks[1:]))
-                for each, expected in zip(found, (tasks, tasks[::-1], tasks[1:]), strict=True):
-                    assert_same(each, expected)
-                    for arrays in each:
-                        arrays["a"][:] = -1
-                        arrays["b"][:] = -1
-            assert_same(await fetch(data, tasks), tasks)
-            data.close()
+        data = remote(peer)
+        for _ in range(2):
+            found = await asyncio.gather(fetch(data, tasks), fetch(data, tasks[::-1]), fetch(data, tasks[1:]))
+            for each, expected in zip(found, (tasks, tasks[::-1], tasks[1:]), strict=True):
+                assert_same(each, expected)
+                for arrays in each:
+                    arrays["a"][:] = -1
+                    arrays["b"][:] = -1
+        assert_same(await fetch(data, tasks), tasks)
+        data.close()
 
     store.start()
     with_peer(store, body)
@@ -258,7 +261,7 @@ def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_
         blocks = [block(10 * i, 2, 50_000) for i in range(6)]
         for tasks in blocks:
             await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer, cache_bytes=0)
+        data = remote(peer)
         held = await fetch(data, blocks[0])
         for tasks in blocks[1:]:
             assert_same(await fetch(data, tasks), tasks)
@@ -273,23 +276,7 @@ def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_
     with_peer(store, body)
 
 
-def test_concurrent_fetches_of_a_shard_move_it_once(store: TcpStoreProcess) -> None:
-    async def body(peer: Peer) -> None:
-        tasks = block(0, 8, 100_000)
-        nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
-        await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer, cache_bytes=0)
-        found = await asyncio.gather(fetch(data, tasks), fetch(data, tasks[:5]), fetch(data, tasks[3:]))
-        for arrays, wanted in zip(found, (tasks, tasks[:5], tasks[3:]), strict=True):
-            assert_same(arrays, wanted)
-        assert nbytes <= data.streams.counts.received_bytes < 1.01 * nbytes
-        data.close()
-
-    store.start()
-    with_peer(store, body)
-
-
-def test_fetch_that_gives_up_does_not_take_a_shared_transfer_with_it(store: TcpStoreProcess) -> None:
+def test_fetches_that_give_up_do_not_take_another_one_on_their_line_with_them(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         line = TcpLine(store.port, 8e6)
         line.port = int(store.advertised.rpartition(":")[2])
@@ -305,7 +292,7 @@ def test_fetch_that_gives_up_does_not_take_a_shared_transfer_with_it(store: TcpS
                     await fetch(data, tasks)
             first.cancel()
             assert_same(await second, tasks)
-            assert data.streams.counts.duplicates == 0
+            assert line.connections == 1
             data.close()
 
     store.advertised = f"tcp://127.0.0.1:{TcpLine(0).port}"
@@ -313,39 +300,18 @@ def test_fetch_that_gives_up_does_not_take_a_shared_transfer_with_it(store: TcpS
     with_peer(store, body)
 
 
-def test_cache_is_bounded_and_a_second_fetch_comes_from_it(store: TcpStoreProcess) -> None:
-    async def body(peer: Peer) -> None:
-        blocks = [block(10 * i, 2, 100_000) for i in range(6)]  # 4 MB each
-        data = remote(peer, cache_bytes=16 << 20)
-        for tasks in blocks:
-            await peer.data.put(tasks, store=STORE, deadline_s=10)
-            await fetch(data, tasks)
-            assert data.streams.cache.nbytes <= 16 << 20
-        assert data.streams.cache.nbytes > 8 << 20
-        before = data.streams.counts.received_bytes
-        assert_same(await fetch(data, blocks[-1]), blocks[-1])
-        assert data.streams.counts.received_bytes == before
-        assert_same(await fetch(data, blocks[0]), blocks[0])
-        assert data.streams.counts.received_bytes > before
-        data.close()
-
-    store.start()
-    with_peer(store, body)
-
-
-def test_collected_tasks_leave_the_cache_without_being_asked_for(store: TcpStoreProcess) -> None:
+def test_collected_task_cannot_be_fetched_from_then_on(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 4, 10_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
         data = remote(peer)
-        await fetch(data, tasks)
+        assert_same(await fetch(data, tasks), tasks)
         await clear(peer, tasks[:1])
-        with pytest.raises(RpcError) as caught:  # at once: no answer of the store, no copy
+        with pytest.raises(RpcError) as caught:
             await fetch(data, tasks)
         assert caught.value.code == ErrorCode.COLLECTED
-        assert data.streams.cache.nbytes > 0
-        await clear(peer, tasks[1:])
-        await until(lambda: data.streams.cache.nbytes == 0, "the copies to go")
+        assert caught.value.names == ["train/0/0"]
+        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # though their file holds a collected task, too
         data.close()
 
     store.start()
@@ -374,7 +340,6 @@ def test_task_collected_while_it_streams_comes_whole_and_its_room_is_free_afterw
                 await fetch(data, tasks)
             assert not coming.done()
             assert_same(await coming, tasks)
-            await until(lambda: data.streams.cache.nbytes == 0, "the copies to go")
 
             async def held() -> int:
                 stats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=5)
@@ -507,20 +472,19 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
             tasks = block(0, 16, 130_000)
             for each in (peer, second):
                 await each.data.put(tasks, store=STORE, deadline_s=10)
-            with ThreadPoolExecutor(2) as threads:
-                clients = {"away": peer.store, "there": second.store}
-                reader = stream.StreamReader(clients.__getitem__, threads)
-                handles = [PutTask(task.task_id, task.fence) for task in tasks]
-                coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
-                await until(lambda: reader.counts.chunks >= 1, "1 chunk")
-                store.kill()
-                line.cut()  # and what it holds
-                found = await reader.fetch("there", handles, ("a",), 15)
-                assert_same(found, tasks, ["a"])
-                assert not coming.done()
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
-                reader.close()
+            clients = {"away": peer.store, "there": second.store}
+            reader = stream.StreamReader(clients.__getitem__)
+            handles = [PutTask(task.task_id, task.fence) for task in tasks]
+            coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
+            await until(lambda: reader.counts.chunks >= 1, "1 chunk")
+            store.kill()
+            line.cut()  # and what it holds
+            found = await reader.fetch("there", handles, ("a",), 15)
+            assert_same(found, tasks, ["a"])
+            assert not coming.done()
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+            reader.close()
 
     other.start()
     try:
@@ -552,39 +516,41 @@ def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_n
 
 
 class Mischief:
-    """What `Meddler` does to chunks: each of the ways once, with the chunks in between left alone."""
+    """What `Meddler` does to what a store sends: each of the ways once, each on a line of its own."""
 
     def __init__(self) -> None:
-        self.kept: Message = []
-        self.held: Message = []
-        self.seen = 0
+        self.done = 0
+        """Ways that were tried."""
+        self.former: dict[threading.Thread, Message] = {}
+        """The message before, of each line."""
+        self.spent: set[threading.Thread] = set()
+        """Lines on which a way was tried; each has a thread of its own."""
 
     def __call__(self, message: Message) -> list[Message]:
         head, payload = message
-        if head[5] != bulk.CHUNK:
+        parsed = bulk.unpack_head(head)
+        line = threading.current_thread()
+        former, self.former[line] = self.former.get(line), message
+        if former is None or line in self.spent or bulk.unpack_head(former[0]).stream != parsed.stream:
+            return [message]  # some ways need a message before of the same stream
+        ways: list[list[Message]] = [
+            [[head, payload[:1000] + bytes([payload[1000] ^ 1]) + payload[1001:]]],  # one bit
+            [[bulk.pack_head(parsed._replace(offset=parsed.offset + parsed.nbytes)), payload]],  # in another place
+            [[bulk.pack_head(parsed._replace(stream=parsed.stream + 1)), payload]],  # in another stream
+            [former, message],  # twice
+            [[head, former[1]], message],  # an old one as if it were the next
+            [],  # one is left out, and so the next one comes in its place
+            [[head, payload[:-1]], message],  # cut off and so out of step
+            [[b"RLBX" + head[4:], payload]],
+        ]
+        if self.done == len(ways):
             return [message]
-        self.seen += 1
-        if self.seen == 2:  # a bit of the payload
-            return [[head, payload[:1000] + bytes([payload[1000] ^ 1]) + payload[1001:]]]
-        if self.seen == 3:  # this chunk in the place of another
-            parsed = bulk.unpack_head(head)
-            return [[bulk.pack_head(parsed._replace(chunk=parsed.chunk + 1)), payload]]
-        if self.seen == 4:  # keep one to send it again
-            self.kept = message
-        if self.seen == 6:  # an old one as if it were a missing one
-            parsed = bulk.unpack_head(self.kept[0])
-            return [[bulk.pack_head(parsed._replace(chunk=bulk.unpack_head(head).chunk)), self.kept[1]], message]
-        if self.seen == 7:  # two in the wrong order
-            self.held = message
-            return []
-        if self.seen == 8:
-            return [message, self.held]
-        if self.seen == 9:  # cut off and so out of step, also with all that follows on this connection
-            return [[head, payload[:-1]], [head, payload]]
-        return [message]
+        self.done += 1
+        self.spent.add(line)
+        return ways[self.done - 1]
 
 
-def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetched_again(
+def test_forged_replayed_and_reordered_ranges_are_refused_and_the_rest_is_fetched_again(
     store: TcpStoreProcess,
 ) -> None:
     mischief = Mischief()
@@ -593,9 +559,10 @@ def test_forged_replayed_and_reordered_chunks_are_refused_and_the_rest_is_fetche
         tasks = block(0, 8, 130_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
         data = remote(peer)
+        while mischief.done < 8:
+            assert_same(await fetch(data, tasks), tasks)
         assert_same(await fetch(data, tasks), tasks)
-        assert mischief.seen > 12
-        assert data.streams.counts.refused >= 6
+        assert data.streams.counts.refused == 8
         data.close()
 
     with meddled(store, mischief):
@@ -609,7 +576,7 @@ def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStor
     def meddle(message: Message) -> list[Message]:
         nonlocal damaged
         head, payload = message
-        if head[5] == bulk.CHUNK and bulk.unpack_head(head).chunk == 1 and (always or not damaged):
+        if bulk.unpack_head(head).offset == 1 << 20 and (always or not damaged):
             damaged += 1
             payload = payload[:-1] + bytes([payload[-1] ^ 0x80])
         return [[head, payload]]
@@ -618,7 +585,7 @@ def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStor
         nonlocal always
         tasks = block(0, 2, 130_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer, plain=True, cache_bytes=0)
+        data = remote(peer, plain=True)
         assert_same(await fetch(data, tasks), tasks)
         assert damaged == 1
         always = True

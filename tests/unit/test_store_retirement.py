@@ -141,7 +141,7 @@ def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
     tasks = [PutTask(f"train/0/{i}", 1) for i in range(9)]
     kept = [Kept(files.path(f"{put_id}.blk"), index.table(put_id)) for put_id in put_ids]
     cache.most_files = 4 * STREAM_SHARE
-    first = pin("store", kept, [[at] for at in range(9)], tasks, (), 1 << 30, 1 << 16, cache)
+    first = pin("store", kept, [[at] for at in range(9)], tasks, (), 1 << 30, cache)
     assert first.covered == 4
     cache.most_files = 6
     for at in (4, 5, 6):

@@ -24,9 +24,9 @@ from services.batch_store.spares import IDLE_S, Spares
 from services.batch_store.state import StoreState
 from shared.dataplane import landing as landing_module
 from shared.dataplane import reread as reread_module
-from shared.dataplane.landing import POPULATE_BYTES, Landings
+from shared.dataplane.landing import POPULATE_BYTES, WriteMappingPool
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
-from shared.dataplane.reread import Rereads
+from shared.dataplane.reread import ReadMappingPool
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -236,7 +236,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: 
     path = memory / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
-    landings = Landings()
+    landings = WriteMappingPool()
     assert landings.of(descriptor, layout.file_bytes) is None  # sparse: a full mount would be a SIGBUS
     sums = write_block(descriptor, layout)
     written = path.read_bytes()
@@ -269,7 +269,7 @@ def test_other_threads_run_while_a_large_file_is_made_writable(memory: Path, mon
     nbytes = 2 * POPULATE_BYTES + 1234
     path = memory / "block"
     path.write_bytes(bytes(nbytes))
-    landings = Landings()
+    landings = WriteMappingPool()
     locked = lock_named(str(path), os.O_RDWR)
     assert locked is not None
     for _ in range(2):  # the second time all of it is there
@@ -280,7 +280,7 @@ def test_other_threads_run_while_a_large_file_is_made_writable(memory: Path, mon
 
 
 def test_a_file_on_a_disk_is_written_without_a_mapping(tmp_path: Path, memory: Path) -> None:
-    landings = Landings()
+    landings = WriteMappingPool()
     mapped = []
     for folder in (tmp_path, memory):
         (folder / "block").write_bytes(bytes(1 << 16))
@@ -296,7 +296,7 @@ def test_a_file_on_a_disk_is_written_without_a_mapping(tmp_path: Path, memory: P
 def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(memory: Path) -> None:
     store = Store(memory / "s")
     path = store.put("weights/0/0", VALUES)
-    landings = Landings()
+    landings = WriteMappingPool()
     locked = lock_named(path, os.O_RDWR)
     assert locked is not None
     nbytes = os.fstat(locked).st_size
@@ -316,13 +316,13 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(mem
 
 
 @pytest.fixture
-def kept() -> Iterator[Rereads]:
+def kept() -> Iterator[ReadMappingPool]:
     """A reader's mappings."""
     with ThreadPoolExecutor(1) as helper:
-        yield Rereads(helper)
+        yield ReadMappingPool(helper)
 
 
-def read(path: str, kept: Rereads) -> np.ndarray:  # type: ignore[type-arg]
+def read(path: str, kept: ReadMappingPool) -> np.ndarray:  # type: ignore[type-arg]
     """The shard of a file, as a service reads weights."""
     return BlockMapping(path, TableCache(), kept).arrays([0], None)[0]["w"]
 
@@ -331,7 +331,7 @@ def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
     return int(array.ctypes.data)
 
 
-def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path, kept: Rereads) -> None:
+def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path, kept: ReadMappingPool) -> None:
     store = Store(tmp_path / "s")
     places = set()
     for step in range(4):
@@ -347,7 +347,9 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
     assert len(places) == 1
 
 
-def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_array(tmp_path: Path, kept: Rereads) -> None:
+def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_array(
+    tmp_path: Path, kept: ReadMappingPool
+) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     first, second = read(path, kept), read(path, kept)
@@ -360,7 +362,7 @@ def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_array(tmp_pa
     assert np.array_equal(read(again, kept), VALUES * 2)
 
 
-def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path: Path, kept: Rereads) -> None:
+def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path: Path, kept: ReadMappingPool) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     watch = os.open(path, os.O_RDONLY)
@@ -378,7 +380,9 @@ def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path
     kept.close()
 
 
-def test_a_reader_that_has_no_descriptor_left_gives_up_the_mappings_it_kept(tmp_path: Path, kept: Rereads) -> None:
+def test_a_reader_that_has_no_descriptor_left_gives_up_the_mappings_it_kept(
+    tmp_path: Path, kept: ReadMappingPool
+) -> None:
     store = Store(tmp_path / "s", limit=1 << 22)
     paths = [store.put(f"train/0/{number}", VALUES + number) for number in range(6)]
     for path in paths[:5]:

@@ -25,6 +25,7 @@ from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.devices import Devices
 from services.policy_trainer.worker.residency import NEEDS, Part, parts_named
+from services.policy_trainer.worker.step_shards import StepShards
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
@@ -73,6 +74,7 @@ class Calls:
         self._place = place
         self._group = group
         self._data = data
+        self._shards = StepShards(data)
         self._compute = compute
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._backend: Backend
@@ -234,7 +236,7 @@ class Calls:
         until = loop.time() + self._patience_s
         while True:
             try:
-                return await self._data.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
+                return await self._shards.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
             except RpcError as error:
                 if error.code not in AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
                     raise
@@ -245,6 +247,7 @@ class Calls:
     # ---- calls, in order
 
     async def _init_model(self, request: messages.InitModel, _: Call) -> Message:
+        self._shards.drop()
         await self._ready(request, self._weights_put())
         if not self._pristine:
             self.dirty = True
@@ -262,6 +265,7 @@ class Calls:
             await self._weights_put()
             return await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
 
+        self._shards.drop()
         snapshot = await self._ready(request, read())
 
         def work() -> None:
@@ -363,6 +367,7 @@ class Calls:
         self._pristine, self.dirty = False, not request.last
         if request.last:
             self.step = request.step
+            self._shards.drop()
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
 
     async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
@@ -382,6 +387,7 @@ class Calls:
         await self._together("SkipUpdate", work)
         self._accumulated = []
         if request.last:
+            self._shards.drop()
             return self._standing_at(request.step)
         return messages.WorkerReady(step=self.step, parameters=self._backend.parameters)
 

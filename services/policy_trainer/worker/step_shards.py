@@ -1,0 +1,46 @@
+"""Keeps the streamed shards of the current step, so that a store on another host sends them to its calls once.
+
+Shards of stores on this host are mapped anew by every call: that costs little, and kept mappings would pin their files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from proto.messages import BatchMeta
+from proto.tensors import Array
+from shared.dataplane.client import DataClient
+
+
+class StepShards:
+    """Belongs to the event loop of its client. Callers must not write to the arrays."""
+
+    def __init__(self, data: DataClient) -> None:
+        self._data = data
+        self._kept: dict[tuple[str, int], dict[str, Array]] = {}
+        """By task and fence."""
+        self._fetching = asyncio.Lock()
+
+    def drop(self) -> None:
+        """Keep nothing: the step has ended, or begins again."""
+        self._kept = {}
+
+    async def fetch(self, batch: BatchMeta, keys: list[str], *, deadline_s: float) -> list[dict[str, Array]]:
+        """Return the shards `keys` of every task of `batch`. Raises RpcError as `DataClient.fetch` does."""
+        async with self._fetching:  # a call that is prepared ahead often wants what the one before it fetches
+            kept = self._kept
+            found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
+            lacking: dict[tuple[str, ...], list[int]] = {}
+            for at, arrays in enumerate(found):
+                absent = tuple(key for key in keys if key not in arrays)
+                if absent:
+                    lacking.setdefault(absent, []).append(at)
+            for absent, places in lacking.items():
+                part = BatchMeta(tasks=[batch.tasks[at] for at in places], parts=batch.parts, stores=batch.stores)
+                fetched = await self._data.fetch(part, absent, deadline_s=deadline_s)
+                for at, arrays in zip(places, fetched, strict=True):
+                    found[at].update(arrays)
+            if any(map(self._data.is_streamed, batch.stores)):
+                for task, arrays in zip(batch.tasks, found, strict=True):
+                    kept.setdefault((task.task_id, task.fence), {}).update(arrays)
+        return [{key: arrays[key] for key in keys} for arrays in found]

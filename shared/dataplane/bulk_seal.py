@@ -1,0 +1,61 @@
+"""Seals and opens bulk messages with AES-128-GCM under the keys of one line. It must never use a nonce twice.
+
+Key and nonce salt of a direction are 16 + 4 bytes of HKDF-SHA256 over the line's secret, salted with the line's id. The
+nonce is salt || counter u64. Both ends count the messages of a direction from 1, so a message that is forged, lost,
+repeated or moved does not open. A line ends before one key has sealed more than `KEY_LIMIT_BYTES`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from proto.bulk import TAG_BYTES
+from proto.errors import WireError
+from proto.tensors import Buffer
+
+SECRET_BYTES = 32
+KEY_BYTES = 16
+SALT_BYTES = 4
+KEY_LIMIT_BYTES = 1 << 36
+"""2^32 blocks, the bound of one GCM key with counting nonces (NIST SP 800-38D allows 2^32 - 2 blocks a message)."""
+TO_READER, TO_STORE = b"reader", b"store"
+_COUNTER = struct.Struct("<Q")
+
+
+class Seal:
+    """One end of one direction of one line: it only seals or only opens. One thread only."""
+
+    def __init__(self, secret: bytes, line_id: bytes, direction: bytes) -> None:
+        made = HKDF(SHA256(), KEY_BYTES + SALT_BYTES, line_id, b"rlbus bulk " + direction).derive(secret)
+        self._cipher, self._salt = AESGCM(made[:KEY_BYTES]), made[KEY_BYTES:]
+        self._counter = 0
+        self.nbytes = 0
+        """Bytes sealed or opened so far."""
+
+    def seal(self, associated: bytes, data: Buffer, into: memoryview) -> int:
+        """Write ciphertext and tag to the start of `into`; return their length."""
+        self._cipher.encrypt_into(self._nonce(data), data, associated, into[: len(data) + TAG_BYTES])
+        return len(data) + TAG_BYTES
+
+    def tag(self, associated: bytes) -> bytes:
+        """Return the tag of a message that has no data."""
+        return self._cipher.encrypt(self._nonce(b""), b"", associated)
+
+    def open(self, associated: bytes, sealed: Buffer, into: memoryview) -> None:
+        """Check `sealed` and decrypt it to exactly `into`. Raises WireError; then `into` holds rubbish."""
+        if len(sealed) != len(into) + TAG_BYTES:
+            raise WireError(f"sealed message of {len(sealed)} bytes: {len(into) + TAG_BYTES} belong here")
+        try:
+            self._cipher.decrypt_into(self._nonce(into), sealed, associated, into)
+        except InvalidTag:
+            raise WireError("bulk message is not the one that was sealed next: its tag does not match") from None
+
+    def _nonce(self, data: Buffer) -> bytes:
+        self._counter += 1
+        self.nbytes += len(data)
+        return self._salt + _COUNTER.pack(self._counter)

@@ -1,0 +1,378 @@
+"""A reader's end of one bulk connection: asks for ranges of its streams and puts what comes into its place.
+
+Bytes come in the order in which they were asked for. What is asked for and has not come is the reader's window. A line
+is never mended: whatever goes wrong ends it, and its streams go on over another one from where they were. One thread
+receives and decrypts, another (one for all lines) checks what came: the line would stand still meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from proto import bulk
+from proto.bulk import Head, Kind
+from proto.errors import WireError
+from proto.messages import LineOpened
+from shared.dataplane import bulk_socket
+from shared.dataplane.bulk_seal import SECRET_BYTES, TO_READER, TO_STORE, Seal
+from shared.dataplane.stream_arrival import Arrival
+
+SILENT_S = 10.0
+"""A line over which nothing comes for so many seconds, though something was asked for, is lost."""
+IDLE_S = 10.0
+"""Seconds after which a line that no stream needs is closed."""
+CHECK_BYTES = 2 << 20
+"""Bytes that are checked at a time: with every range by itself the threads would wake each other up all the time."""
+_LOW_BYTES = 256 << 10
+"""Bytes of a range that are worth waking up for: a wake-up for each packet costs the sender a quarter of its time."""
+_TICK_S = 0.2
+_JOIN_S = 1.0
+
+
+class Outcome(StrEnum):
+    """How a stream ended for the line."""
+
+    COMPLETE = "complete"
+    LOST = "lost"  # the line ended, or the stream was cancelled: what arrived stays
+    CORRUPT = "corrupt"  # the bytes are not those that were put
+    FAILED = "failed"  # a defect of this side
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a reader met. Sizes in bytes."""
+
+    received_bytes: int = 0
+    chunks: int = 0
+    """Ranges that came."""
+    refused: int = 0
+    """Messages that were not what a store may send; each ended its line."""
+    inflight_peak_bytes: int = 0
+
+
+class Window:
+    """Bounds the bytes that are asked for and have not come, over all lines of a reader. Any thread."""
+
+    def __init__(self, limit_bytes: int, counts: Counts) -> None:
+        self._limit_bytes = limit_bytes
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._lines = self._asked_bytes = 0
+
+    def enter(self) -> None:
+        """One line more shares the window."""
+        with self._lock:
+            self._lines += 1
+
+    def leave(self, asked_bytes: int) -> None:
+        """A line ends for which so much was asked for and has not come."""
+        with self._lock:
+            self._lines -= 1
+            self._asked_bytes -= asked_bytes
+
+    @property
+    def share_bytes(self) -> int:
+        """What each line may have asked for."""
+        return self._limit_bytes // max(1, self._lines)
+
+    def take(self, nbytes: int, mine: int) -> bool:
+        """Return whether a line that asked for `mine` bytes may ask for `nbytes` more. One range it always may."""
+        with self._lock:
+            most = min(self.share_bytes, self._limit_bytes - self._asked_bytes + mine)
+            if mine and mine + nbytes > most:
+                return False
+            self._asked_bytes += nbytes
+            self._counts.inflight_peak_bytes = max(self._counts.inflight_peak_bytes, self._asked_bytes)
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """So much has come."""
+        with self._lock:
+            self._asked_bytes -= nbytes
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One opened stream on one line. `settle` may be called more than once and on any thread; the first call counts."""
+
+    arrival: Arrival
+    group: object
+    """Streams of one group come one after the other; groups take turns."""
+    number: int
+    settle: Callable[[Outcome, str], None]
+    asked: int = 0
+    """Where the next range begins that is not asked for."""
+    checking: int = 0
+    """Bytes that the checking thread knows of."""
+    arrived_at: float = 0.0
+    """When its last range came, by `time.monotonic`. Read by other threads."""
+    is_over: bool = False
+
+
+class StreamLine:
+    """One thread and one connection; `add`, `cancel` and `close` are safe from any thread."""
+
+    def __init__(self, opened: LineOpened, window: Window, checker: Executor, counts: Counts) -> None:
+        """`checker`: one thread, on which everything that came is checked.
+
+        Raises WireError when ids are not hexadecimal digits of the right length.
+        """
+        self.line_id = opened.line_id
+        self._endpoint = opened.endpoint
+        self._id = _unhex(opened.line_id, bulk.LINE_ID_BYTES)
+        secret = _unhex(opened.secret, SECRET_BYTES) if opened.secret else b""
+        self._sealer = Seal(secret, self._id, TO_STORE) if secret else None
+        self._opener = Seal(secret, self._id, TO_READER) if secret else None
+        self._window, self._checker, self._counts = window, checker, counts
+        self._scratch = memoryview(bytearray(bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES))
+        self._packed = memoryview(bytearray(bulk.HEAD_BYTES))
+        self._socket: socket.socket | None = None
+        self._poller = select.poll()
+        self._low = 1
+        self._orders: queue.SimpleQueue[tuple[str, Incoming] | None] = queue.SimpleQueue()
+        self._ordering = threading.Lock()
+        self._has_ended = False
+        self._turns: OrderedDict[object, deque[Incoming]] = OrderedDict()
+        """Streams of each group of which something is still to be asked for."""
+        self._due: deque[tuple[Incoming, int, int]] = deque()
+        """Offset and length of each range that was asked for and has not come."""
+        self._asked_bytes = 0
+        self._log = structlog.get_logger("stream")
+        self._thread = threading.Thread(target=self._run, name="stream-line", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._has_ended
+
+    def add(self, incoming: Incoming) -> None:
+        """Begin to ask for what `incoming` lacks."""
+        with self._ordering:
+            if not self._has_ended:
+                self._orders.put(("add", incoming))
+                return
+        incoming.settle(Outcome.LOST, "its line had ended")
+
+    def cancel(self, incoming: Incoming) -> None:
+        """Stop; `settle` is called with LOST unless it was called before, and nothing is written after that."""
+        self._orders.put(("cancel", incoming))
+
+    def close(self) -> None:
+        """End the line; streams that are not complete settle as LOST."""
+        self._orders.put(None)
+        line = self._socket
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_JOIN_S)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        outcome, why = Outcome.LOST, "the line was closed"
+        self._window.enter()
+        try:
+            line = self._connect()
+            while self._obey():
+                self._ask(line)
+                if self._due:
+                    self._receive(line)
+        except WireError as error:
+            self._counts.refused += 1
+            why = str(error)
+            if self._counts.refused <= 8:
+                self._log.warning("bulk message refused", endpoint=self._endpoint, error=why)
+        except (OSError, ValueError) as error:  # ValueError: a name that no host can have
+            why = f"{self._endpoint}: {error}"
+        except Exception as error:
+            self._log.error("line ended", exc_info=error)
+            outcome, why = Outcome.FAILED, f"the receiving thread ended with {error!r} (see the log)"
+        finally:
+            with self._ordering:
+                self._has_ended = True
+            if self._socket is not None:
+                self._socket.close()
+            self._window.leave(self._asked_bytes)
+            left = [incoming for group in self._turns.values() for incoming in group]
+            left += [incoming for incoming, _, _ in self._due]
+            while not self._orders.empty():
+                order = self._orders.get()
+                left += [order[1]] if order is not None else []
+            for incoming in left:
+                incoming.settle(outcome, why)
+
+    def _connect(self) -> socket.socket:
+        line = self._socket = bulk_socket.connect(self._endpoint, _TICK_S)
+        self._poller.register(line, select.POLLIN)
+        hello = bulk.pack_head(Head(Kind.HELLO)) + self._id
+        line.sendall(hello + self._tag(hello))
+        return line
+
+    def _obey(self) -> bool:
+        """Carry out what was ordered; wait for orders while nothing is to come. False: the line is to end."""
+        idle_since = time.monotonic()
+        while True:
+            waits = not (self._due or self._turns)
+            try:
+                order = self._orders.get(waits, _TICK_S if waits else None)
+            except queue.Empty:
+                if not waits:
+                    return True
+                if time.monotonic() - idle_since > IDLE_S:
+                    return False
+                continue
+            if order is None:
+                return False
+            what, incoming = order
+            if what == "add":
+                incoming.asked = incoming.checking = incoming.arrival.received
+                self._turns.setdefault(incoming.group, deque()).append(incoming)
+            elif not incoming.is_over:
+                self._drop(incoming)
+            if self._orders.empty():
+                if self._due or self._turns:
+                    return True
+                idle_since = time.monotonic()
+
+    def _drop(self, incoming: Incoming) -> None:
+        """Nobody wants a stream any more; ranges of it that are due are received and thrown away."""
+        incoming.is_over = True
+        streams = self._turns.get(incoming.group, deque())
+        if incoming in streams:
+            streams.remove(incoming)
+            if not streams:
+                del self._turns[incoming.group]
+        if self._socket is not None:
+            message = bulk.pack_head(Head(Kind.CLOSE, incoming.number))
+            self._socket.sendall(message + self._tag(message))
+        incoming.settle(Outcome.LOST, "cancelled")
+
+    def _tag(self, message: bytes) -> bytes:
+        return self._sealer.tag(message) if self._sealer is not None else b""
+
+    # ---- ranges
+
+    def _ask(self, line: socket.socket) -> None:
+        """Ask for as much as the window allows: of each group in turn one range of its first stream.
+
+        So one stream is complete, and its arrays are made and the next one opened, while others come.
+        """
+        if self._asked_bytes > self._window.share_bytes // 2:
+            return  # hardly worth a message yet
+        out = bytearray()
+        while self._turns:
+            group, streams = next(iter(self._turns.items()))
+            incoming = streams[0]
+            nbytes = min(bulk.MAX_RANGE_BYTES, incoming.arrival.total_bytes - incoming.asked)
+            if not self._window.take(nbytes, self._asked_bytes):
+                break
+            message = bulk.pack_head(Head(Kind.READ, incoming.number, nbytes, incoming.asked))
+            out += message
+            out += self._tag(message)
+            self._due.append((incoming, incoming.asked, nbytes))
+            self._asked_bytes += nbytes
+            incoming.asked += nbytes
+            self._turns.move_to_end(group)
+            if incoming.asked == incoming.arrival.total_bytes:
+                streams.popleft()
+                if not streams:
+                    del self._turns[group]
+        if out:
+            line.sendall(out)
+
+    def _receive(self, line: socket.socket) -> None:
+        """Receive the range that is due next. Raises OSError, WireError."""
+        incoming, offset, nbytes = self._due[0]
+        self._fill(line, self._packed)
+        head = bytes(self._packed)
+        if bulk.unpack_head(head) != Head(Kind.DATA, incoming.number, nbytes, offset):
+            raise WireError(f"bulk message {head.hex()}: {nbytes} bytes at {offset} of {incoming.number} are due")
+        if self._opener is not None:
+            sealed = self._scratch[: nbytes + bulk.TAG_BYTES]
+            self._fill(line, sealed)
+            place = memoryview(bytearray(nbytes)) if incoming.is_over else incoming.arrival.room(nbytes)
+            self._opener.open(head, sealed, place)
+        else:
+            place = self._scratch[:nbytes] if incoming.is_over else incoming.arrival.room(nbytes)
+            self._fill(line, place, incoming)
+        self._due.popleft()
+        self._asked_bytes -= nbytes
+        self._window.give_back(nbytes)
+        if incoming.is_over:
+            return
+        self._counts.chunks += 1
+        self._counts.received_bytes += nbytes
+        incoming.arrived_at = time.monotonic()
+        incoming.arrival.received += nbytes
+        here = incoming.arrival.received
+        if here - incoming.checking >= CHECK_BYTES or here == incoming.arrival.total_bytes:
+            incoming.checking = here
+            self._checker.submit(self._check, incoming, here)
+
+    def _fill(self, line: socket.socket, view: memoryview, owner: Incoming | None = None) -> None:
+        """Receive exactly `view`. Once `owner`, whose memory it is, is dropped, the rest goes into this line's own."""
+        heard = time.monotonic()
+        while view:
+            try:
+                received = line.recv_into(view, len(view), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(line, min(len(view), _LOW_BYTES))
+                if time.monotonic() - heard > SILENT_S:
+                    raise TimeoutError(f"nothing came for {SILENT_S:g} s") from None
+                if not self._obey():
+                    raise ConnectionAbortedError("closed here") from None
+                if owner is not None and owner.is_over:
+                    view, owner = self._scratch[: len(view)], None
+                continue
+            if not received:
+                raise ConnectionResetError("closed by the store")
+            heard = time.monotonic()
+            view = view[received:]
+
+    def _wait(self, line: socket.socket, nbytes: int) -> None:
+        """Sleep until so many bytes are here, which are sure to come, or for one tick."""
+        if nbytes != self._low:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low = nbytes
+        self._poller.poll(_TICK_S * 1000)
+
+    # ---- the checking thread
+
+    def _check(self, incoming: Incoming, upto: int) -> None:
+        if incoming.is_over:
+            return
+        try:
+            incoming.arrival.check(upto)
+        except WireError as error:
+            incoming.settle(Outcome.CORRUPT, str(error))
+        except Exception as error:
+            self._log.error("check ended", exc_info=error)
+            incoming.settle(Outcome.FAILED, f"what came could not be checked: {error!r} (see the log)")
+        else:
+            if upto == incoming.arrival.total_bytes:
+                incoming.settle(Outcome.COMPLETE, "")
+            return
+        self.cancel(incoming)
+
+
+def _unhex(text: str, nbytes: int) -> bytes:
+    """Raises WireError. `fromhex` takes blanks, and a secret of blanks would be none."""
+    try:
+        made = bytes.fromhex(text)
+    except ValueError:
+        made = b""
+    if (len(made), len(text)) != (nbytes, 2 * nbytes):
+        raise WireError(f"line id or secret of {len(text)} characters: {2 * nbytes} hexadecimal digits are expected")
+    return made
