@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
@@ -50,8 +51,11 @@ class Driver:
         standing: Standing,
         on_row: Callable[[dict[str, float]], None],
         stop: Stop | None = None,
+        *,
+        export: Path,
     ) -> None:
-        """`on_row` receives the metrics of every committed step (telemetry). `stop` may order an early end.
+        """`on_row` receives the metrics of every committed step (telemetry). `stop` may order an early end. `export` is
+        the folder to which the trained model is written.
 
         Raises RpcError(bad_request) like `own_estimator`.
         """
@@ -63,6 +67,7 @@ class Driver:
         self.publisher = publisher
         self.standing = standing
         self.on_row = on_row
+        self.export = export
         self.stop = stop or Stop()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
         self._log = structlog.get_logger("driver")
@@ -72,36 +77,50 @@ class Driver:
 
         If the run is stopped, finish the open step and save the committed one.
         """
-        version, last = self.standing.version, self.topology.run.steps
-        if version == self.standing.committed:
-            self.publisher.begin(version, checkpoint_now=self.standing.checkpoint_now)
-        while version < last:
+        checkpoint_now = await self.replay()
+        version = self.standing.committed
+        self.publisher.begin(version, checkpoint_now=checkpoint_now)
+        while version < self.topology.run.steps:
             began = time.perf_counter()
             metrics = StepMetrics(step=version + 1)
-            batch = await self.publisher.watch(self.next_batch(metrics.step))
+            batch = await self.publisher.watch(self.stop.unless(self.scheduler.next_batch(metrics.step)))
             if batch is None:
                 return await self.publisher.stop(version)
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
             version = metrics.step
-            if version > self.standing.committed:
-                await self.publisher.collect(metrics)
-                row = metrics.row(batch, step_s=time.perf_counter() - began)
-                await self.scheduler.commit(version, row)
-                self.on_row(row)
-            else:  # its row is already written; the log shows whether the replay gave the same numbers
-                self._log.info("replayed", step=version, **metrics.row(batch, step_s=time.perf_counter() - began))
-            if version >= self.standing.committed:
-                ordered = version == self.standing.committed and self.standing.checkpoint_now
-                self.publisher.begin(version, checkpoint_now=batch.checkpoint_now or ordered)
-        await self.stop.unless(self.publisher.finish(version))
+            await self.publisher.collect(metrics)
+            row = metrics.row(batch, step_s=time.perf_counter() - began)
+            await self.scheduler.commit(version, row)
+            self.on_row(row)
+            self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+        await self.stop.unless(self.finish(version))
         if self.stop.asked:
             await self.publisher.stop(version)
 
-    async def next_batch(self, step: int) -> StepBatch | None:
-        """Return the batch of `step`, or None if the run is stopped first. Committed steps are replayed in any case."""
-        work = self.scheduler.next_batch(step)
-        return await (work if step <= self.standing.committed else self.stop.unless(work))
+    async def replay(self) -> bool:
+        """Repeat the committed steps that the workers lost, without committing or publishing them again.
+
+        Return whether the scheduler wants the committed step saved at once.
+        """
+        checkpoint_now = self.standing.checkpoint_now
+        for step in range(self.standing.version + 1, self.standing.committed + 1):
+            began = time.perf_counter()
+            metrics = StepMetrics(step=step)
+            batch = await self.scheduler.next_batch(step)
+            metrics.wait_batch_s = time.perf_counter() - began
+            await self.step(batch, metrics)
+            # The row is already written; the log shows whether the replay gave the same numbers.
+            self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
+            checkpoint_now = self.standing.checkpoint_now or batch.checkpoint_now
+        return checkpoint_now
+
+    async def finish(self, version: int) -> None:
+        """Wait for the evaluations of `version`, the last one, export the model and declare the run complete."""
+        await self.publisher.watch(self.scheduler.wait_evals(version))
+        await self.publisher.settle()
+        await self.workers.save_hf_model(self.export)
+        await self.scheduler.finish()
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from services.policy_trainer.dispatch import WorkerDispatch
@@ -32,7 +31,6 @@ class Publisher:
         store: str,
         newest_checkpoint: int,
         last_step: int,
-        export: Path,
         earlier: int = 0,
         on_stop: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -46,7 +44,6 @@ class Publisher:
         self._store = store
         self._newest_checkpoint = newest_checkpoint
         self._last_step = last_step
-        self._export = export
         self._earlier = earlier
         self._on_stop = on_stop
         self._publishing: asyncio.Task[float] | None = None
@@ -85,12 +82,9 @@ class Publisher:
         finally:
             task.cancel()
 
-    async def finish(self, version: int) -> None:
-        """Wait for the evaluations of `version`, the last one, export the model and declare the run complete."""
-        await self.watch(self._scheduler.wait_evals(version))
+    async def settle(self) -> None:
+        """Wait for the publication and the checkpoint that are under way."""
         await asyncio.gather(*self._background())
-        await self._workers.save_hf_model(self._export)
-        await self._scheduler.finish()
 
     async def stop(self, version: int) -> None:
         """End the run early at `version`, which the workers hold. Return once the scheduler knows its checkpoint."""

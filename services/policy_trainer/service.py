@@ -111,12 +111,14 @@ class PolicyTrainer(Service):
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
             earlier=topology.staleness if deterministic else 0,
-            export=self.run.export,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
         )
         self._trains = True
         try:
-            await Driver(topology, scheduler, workers, publisher, standing, self._show, self._stop).train()
+            driver = Driver(
+                topology, scheduler, workers, publisher, standing, self._show, self._stop, export=self.run.export
+            )
+            await driver.train()
         finally:
             await publisher.cancel()
 

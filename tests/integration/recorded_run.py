@@ -156,7 +156,8 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         await scheduler.reloaded(0)
         standing = Standing(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
         publisher = cast(Any, None)  # nothing is published: these versions were sampled with already
-        driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None)
+        export = services.run.export
+        driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, export=export)
         rows = []
         for step in range(1, steps + 1):
             metrics = StepMetrics(step=step)

@@ -177,14 +177,14 @@ TRAINER = [
         "the driver publishes weights before it commits their step",
         "services/policy_trainer/driver.py",
         """\
-                await self.scheduler.commit(version, row)
-                self.on_row(row)
+            await self.scheduler.commit(version, row)
+            self.on_row(row)
 """,
         """\
-                self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
-                await self.scheduler.commit(version, row)
-                self.on_row(row)
+            self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+            await self.scheduler.commit(version, row)
+            self.on_row(row)
 """,
-        "tests/unit/test_driver.py",
+        "tests/unit/test_driver_order.py::test_a_step_is_committed_before_its_weights_are_published_or_saved",
     ),
 ]

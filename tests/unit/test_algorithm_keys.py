@@ -233,7 +233,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     """All that a step makes of the topology: what the scheduler is to do, the sums of each update, the last policy."""
     table: Any = Table(topology)
     nothing: Any = None
-    driver = Driver(topology, nothing, table, nothing, Standing(0, 0, 0, -1, False), nothing)
+    driver = Driver(topology, nothing, table, nothing, Standing(0, 0, 0, -1, False), nothing, export=nothing)
     asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)

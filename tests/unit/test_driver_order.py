@@ -143,11 +143,13 @@ def train(topology: Topology, recorder: Recorder, standing: Standing, stop: Stop
             store="batch-store/0",
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
-            export=Path("export"),
             on_stop=said.append,
         )
         try:
-            await Driver(topology, scheduler, workers, publisher, standing, lambda row: None, stop).train()
+            driver = Driver(
+                topology, scheduler, workers, publisher, standing, lambda row: None, stop, export=Path("export")
+            )
+            await driver.train()
         finally:
             await publisher.cancel()
 
