@@ -1,6 +1,7 @@
-"""Collects the calls of many samples into blocks for the engine. Must never let a call wait for one that has not come
-yet longer than GATHER_S, nor for the blocks before it if the engine works on several: samples take turns at their own
-pace.
+"""Collects the calls of many samples into blocks for the engine.
+
+Samples take turns at their own pace: a call waits at most GATHER_S for further calls, and does not wait for earlier
+blocks if the engine works on several at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_BLOCK = 256
 
 
 class _Either(threading.Event):
-    """Is set once `other` is, too."""
+    """An event that is also set while `other` is."""
 
     def __init__(self, other: threading.Event) -> None:
         super().__init__()
@@ -38,10 +39,10 @@ class _Waiting:
 
 
 class CallBatcher:
-    """Belongs to the service's loop. One a lease: its `cancel` ends what the engine is at, and so does `give_up`."""
+    """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
-        """`told(seconds)`: the engine had blocks to sample for so long, and has none."""
+        """`told(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
         self._engine = engine
         self._gives_up = False
         self._cancel = _Either(cancel)
@@ -53,24 +54,24 @@ class CallBatcher:
 
     @property
     def asks(self) -> bool:
-        """Whether anything waits for the engine."""
+        """Whether any call waits for the engine."""
         return bool(self._under_way or self._waiting)
 
     def give_up(self) -> None:
-        """`run` ends as soon as the engine has let go of what it is at, which is for nobody any more."""
+        """Abandon all calls. `run` ends as soon as the engine has stopped working on them."""
         self._gives_up = True
         self._cancel.set()
         self._came.set()
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
-        """One generation. Calls with equal `sampling` share a block; `prompt.name` must be unique among calls."""
+        """Return one generation. Calls with equal `sampling` share a block. `prompt.name` must be unique."""
         mine = _Waiting(prompt, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         self._came.set()
         return await mine.answer
 
     async def run(self) -> None:
-        """Work until cancelled or given up. Raises what the engine raises: GenerationCancelled at the lease's end."""
+        """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled at the lease's end."""
         gathering = asyncio.create_task(self._gather())
         try:
             while not self._gives_up:
@@ -114,7 +115,7 @@ class CallBatcher:
                 self._told(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
-        """Until something waits and nothing more comes for a moment."""
+        """Wait until there is a call, and no further one arrives for QUIET_S, or for GATHER_S at most."""
         if not self._waiting:
             self._came.clear()
             await self._came.wait()
@@ -126,7 +127,7 @@ class CallBatcher:
                         await self._came.wait()
 
     def _block(self) -> list[_Waiting]:
-        """The calls that go with the oldest one."""
+        """Remove and return the calls with the same `sampling` as the oldest one, at most MAX_BLOCK."""
         live = [each for each in self._waiting if not each.answer.done()]
         block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]
         taken = set(map(id, block))

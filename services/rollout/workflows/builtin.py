@@ -1,4 +1,4 @@
-"""Workflows by the name `builtin:<name>`. Each is an ordinary workflow: no access to the service."""
+"""Workflows that are named `builtin:<name>`. Each is an ordinary workflow without access to the service."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ CALCULATOR: dict[str, Any] = {
 
 
 async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
-    """Turns with a calculator: an answer that calls it, in a tool call or by ending in `=`, gets the value back and is
-    asked again; so is one that is wrong, as the calculator checks it against the prompt's own expression. At most
-    `max_turns` answers. Metric `calculator_calls`.
+    """Let the policy answer in up to `max_turns` turns with a calculator.
+
+    If an answer calls the calculator, by a tool call or by ending in `=`, its value is appended and the policy answers
+    again. The same happens if the answer differs from the value of the expression in the prompt. Emits the metric
+    `calculator_calls`.
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -54,7 +56,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
 
 
 def _wanted(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
-    """The expression to compute, None when the answer stands."""
+    """Return the expression to compute, or None if the answer is final."""
     if called:
         return str(called[0].get("expression", ""))
     if text.strip().endswith("="):
@@ -75,7 +77,7 @@ def _value_text(expression: str) -> str:
 
 
 def compute(expression: str) -> int | float:
-    """The value of numbers, + - * / and parentheses; nothing else is ever run. Raises ValueError."""
+    """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > _MOST_CHARACTERS:
         raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
     return _computed(ast.parse(expression.strip(), mode="eval").body)
