@@ -285,7 +285,7 @@ class WorkflowProcess:
         return ""
 
     def _late(self, slot: int, live: _Live) -> None:
-        """End a sample whose coroutine ignored its timeout. On the first call, its answer may still be in the socket."""
+        """Fail a sample that ignored its timeout. On the first call, its answer may still be in the socket."""
         if not live.late:
             live.late = True
             return
