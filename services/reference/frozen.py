@@ -32,7 +32,7 @@ class Frozen(Protocol):
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        """Return float32 [T], the same on every rank, 0 where the mask is 0. `on_part` is called once per micro-batch."""
+        """Return float32 [T], equal on all ranks, 0 where the mask is 0. `on_part` is called once per micro-batch."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -44,7 +44,7 @@ class FrozenTorch:
     """Implements `Frozen` for any Hugging Face causal language model on one rank."""
 
     def __init__(self, model: Path, dtype: str, max_tokens: int, device: str = "cpu") -> None:
-        """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU."""
         self._device = device
         self._path = model
         self._dtype = dtype
