@@ -26,7 +26,7 @@ P = TypeVar("P")
 C = TypeVar("C")
 
 
-class _Refused:
+class _PreparationFailures:
     """Counts consecutive failed preparations."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class LeasePipeline(Generic[P, C]):
 
     async def run(self) -> None:
         """Run until cancelled. Blocks that are being finished then continue until `drain`."""
-        ahead = asyncio.create_task(self._next())
+        ahead = asyncio.create_task(self._next_prepared())
         try:
             while True:
                 while not ahead.done() or len(self._computing) >= self._side_by_side:
@@ -103,7 +103,7 @@ class LeasePipeline(Generic[P, C]):
                 lease, prepared = ahead.result()
                 self._book.behind.discard(lease)
                 lease.untouched = False
-                ahead = asyncio.create_task(self._next())
+                ahead = asyncio.create_task(self._next_prepared())
                 self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
         finally:
             for task in (ahead, *self._computing):
@@ -127,10 +127,10 @@ class LeasePipeline(Generic[P, C]):
         )
         await asyncio.gather(*back)
 
-    async def _next(self) -> tuple[Lease, P]:
-        refused = _Refused()
+    async def _next_prepared(self) -> tuple[Lease, P]:
+        refused = _PreparationFailures()
         while True:
-            lease = await self._leased()
+            lease = await self._next_lease()
             try:
                 prepared = await self._prepare(lease)
             except LeaseLost as error:
@@ -147,7 +147,7 @@ class LeasePipeline(Generic[P, C]):
                 lease.untouched = True
                 return lease, prepared
 
-    async def _leased(self) -> Lease:
+    async def _next_lease(self) -> Lease:
         """Return the next lease. One that is granted after `may_lease` was cleared is handed back."""
         while self._may_lease is not None:
             await self._may_lease.wait()
@@ -160,7 +160,7 @@ class LeasePipeline(Generic[P, C]):
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:
             lease.check()
-            computed = await self._computed(lease, prepared)
+            computed = await self._result_of(lease, prepared)
         except LeaseLost as error:
             self._book.forget(lease, str(error))
             return
@@ -176,7 +176,7 @@ class LeasePipeline(Generic[P, C]):
             self._book.behind.discard(lease)
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
-    async def _computed(self, lease: Lease, prepared: P) -> C | None:
+    async def _result_of(self, lease: Lease, prepared: P) -> C | None:
         """Return the result of `compute`. Raises RpcError(internal) if it stands still for `lease_s` after its lease
         was lost: the compute thread hangs and can serve no further lease.
         """

@@ -121,7 +121,7 @@ class RunDir:
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
         keys.create(path / "keys")
-        return cls._place(path, shm_root)
+        return cls._write(path, shm_root)
 
     @classmethod
     def reopen(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
@@ -129,7 +129,7 @@ class RunDir:
         old = cls.open(path)
         old.remove_volatile()
         keys.create(old.keys)
-        return cls._place(old.path, shm_root, old.scheduler)
+        return cls._write(old.path, shm_root, old.scheduler)
 
     @classmethod
     def join(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
@@ -150,10 +150,10 @@ class RunDir:
             (path / name).mkdir(exist_ok=True)
         keys.save(path / "keys", access.keys)
         (path / _TOPOLOGY).write_text(access.topology)
-        return cls._place(path, shm_root, access.endpoints["scheduler"])
+        return cls._write(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
-    def _place(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
+    def _write(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
         sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
         longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
         if longest > MAX_IPC_PATH_BYTES:
@@ -221,10 +221,10 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
 
     Returns the deleted directories. Those younger than `ABANDONED_S` stay, and so do those that cannot be recognised.
     """
-    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _old(folder) and _remove_unowned(folder)]
+    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _past_min_age(folder) and _remove_unowned(folder)]
     for folder in Path(tempfile.gettempdir()).glob(f"{SHM_PREFIX}*"):
         link = folder / _SHM_LINK
-        if link.is_symlink() and not link.exists() and _old(folder):
+        if link.is_symlink() and not link.exists() and _past_min_age(folder):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
     return gone
@@ -237,7 +237,7 @@ def _remove_shards(shm: Path) -> None:
     shutil.rmtree(shm, ignore_errors=True)
 
 
-def _old(folder: Path) -> bool:
+def _past_min_age(folder: Path) -> bool:
     try:
         return time.time() - folder.stat().st_mtime > ABANDONED_S
     except OSError:

@@ -75,7 +75,7 @@ class Scoring:
             weights = await self._ready(
                 request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
             )
-            await self._come()
+            await self._acquire_devices()
             if not self._others:  # with other ranks, this one can no longer stay away
                 lease.check()
             return await self._group.together(_name(request), self._compute(ref, weights, shards, lease.cancel))
@@ -120,7 +120,7 @@ class Scoring:
             return shards, await self._weights(ref, lambda get: get(nobody))
 
         shards, weights = await self._ready(request, prepare())
-        await self._come()
+        await self._acquire_devices()
         nobody_asks = threading.Event()  # never set: rank 0 holds the lease
         await self._group.together(_name(request), self._compute(ref, weights, shards, nobody_asks))
 
@@ -140,7 +140,7 @@ class Scoring:
         await (meeting if lease is None else lease.within(self._group.deadline_s, meeting))
         return prepared
 
-    async def _come(self) -> None:
+    async def _acquire_devices(self) -> None:
         await self.turns.acquire(_PARTS)
         await self._scorer.come_back()
 

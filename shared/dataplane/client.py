@@ -79,7 +79,7 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wants:
+class _ReadRequest:
     """Tasks with the same keys to read from one store. `keys` None means all; `at` holds their places in the result."""
 
     store: str
@@ -263,7 +263,9 @@ class DataClient:
 
     # ---- fetch
 
-    async def _fetch(self, wants: _Wants, results: list[dict[str, Array]], deadline_s: float, moved: Moved) -> None:
+    async def _fetch(
+        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, moved: Moved
+    ) -> None:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
@@ -275,7 +277,7 @@ class DataClient:
         for at, arrays in zip(wants.at, found, strict=True):
             results[at] = merged(results[at], arrays, ()) if results[at] else arrays
 
-    async def _map(self, client: Client, wants: _Wants, deadline: float) -> list[dict[str, Array]]:
+    async def _map(self, client: Client, wants: _ReadRequest, deadline: float) -> list[dict[str, Array]]:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -289,7 +291,7 @@ class DataClient:
                 return found
             await asyncio.sleep(AGAIN_S)  # collected after the answer; the store will report it now
 
-    def _read(self, located: Located, wants: _Wants) -> list[dict[str, Array]] | None:
+    def _read(self, located: Located, wants: _ReadRequest) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]
         try:
             whole = wants.keys is None  # weights, all of which a service will read while it samples
@@ -342,7 +344,7 @@ def _by_file(located: Located) -> dict[int, list[int]]:
     return by_file
 
 
-def _check_whole(found: list[dict[str, Array]], wants: _Wants) -> None:
+def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
     """Raise RpcError(missing) that names the shards found in no file, if any."""
     keys = wants.keys or ()
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
@@ -392,7 +394,7 @@ def _receipts(tasks: Sequence[TaskShards], layout: Layout, checksums: list[int],
     ]
 
 
-def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
+def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
     part_of = {key: number for number, part in enumerate(meta.parts) for key in part.keys}
     unknown = [key for key in keys if key not in part_of]
     if unknown:
@@ -415,7 +417,7 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
             wanted.setdefault((number, mine), []).extend(ats)
     tasks = [PutTask(handle.task_id, handle.fence) for handle in meta.tasks]
     return [
-        _Wants(meta.stores[number], mine, page, [tasks[at] for at in page])
+        _ReadRequest(meta.stores[number], mine, page, [tasks[at] for at in page])
         for (number, mine), ats in wanted.items()
         for page in (ats[first : first + LOCATE_TASKS] for first in range(0, len(ats), LOCATE_TASKS))
     ]

@@ -89,7 +89,7 @@ class KeptMappings:
         self._nbytes += len(kept.data)
         self._added += 1
         if self._added % _SWEEP == 0:
-            self._forget_deleted()
+            self._drop_deleted()
         while len(self._by_inode) > 1 and (self._nbytes > MOST_BYTES or len(self._by_inode) > self._most_files):
             self.drop(next(iter(self._by_inode)))
         return kept
@@ -106,7 +106,7 @@ class KeptMappings:
         for inode in list(self._by_inode):
             self.drop(inode)
 
-    def _forget_deleted(self) -> None:
+    def _drop_deleted(self) -> None:
         for inode, kept in list(self._by_inode.items()):
             if os.fstat(kept.descriptor).st_nlink == 0:
                 self.drop(inode)

@@ -27,17 +27,17 @@ _ENTRY_BYTES = 8
 Inode = tuple[int, int]
 
 
-class _Lease(Window):
+class _LockedWindow(Window):
     """Holds a file's lock while an array over a kept mapping lives. numpy keeps it alive as the base of the arrays."""
 
     def __init__(self, kept: Kept, inode: Inode, locked: int, nbytes: int, ended: deque[tuple[Inode, Kept]]) -> None:
         super().__init__(kept, nbytes)
         self._inode = inode
         self._locked = locked
-        self._ended = ended
+        self._released = ended
 
     def __del__(self) -> None:
-        self._ended.append((self._inode, self.kept))  # runs on any thread; the next fetch does the rest
+        self._released.append((self._inode, self.kept))  # runs on any thread; the next fetch does the rest
         os.close(self._locked)
 
 
@@ -49,7 +49,7 @@ class Rereads:
         self._helper = helper
         self._lock = threading.Lock()
         self._kept = KeptMappings()
-        self._ended: deque[tuple[Inode, Kept]] = deque()
+        self._released: deque[tuple[Inode, Kept]] = deque()
 
     def of(self, locked: int) -> tuple[Array, bool] | None:
         """Return uint8 [bytes of the file], a private mapping, and whether it was kept from before, with its pages.
@@ -75,7 +75,7 @@ class Rereads:
                     self._kept.close()
                     return None
             kept.in_use = True
-        return np.asarray(_Lease(kept, inode, locked, status.st_size, self._ended)), again
+        return np.asarray(_LockedWindow(kept, inode, locked, status.st_size, self._released)), again
 
     def close(self) -> None:
         """Drop all mappings. Arrays that were given out stay valid."""
@@ -84,8 +84,8 @@ class Rereads:
 
     def _take_back(self) -> None:
         """Take back mappings without arrays. Those that were written to are dropped, with their private pages."""
-        while self._ended:
-            inode, kept = self._ended.popleft()
+        while self._released:
+            inode, kept = self._released.popleft()
             kept.in_use = False
             if self._kept.get(inode) is kept and not _unwritten(kept, self._helper):
                 self._kept.drop(inode)
@@ -95,13 +95,13 @@ def _unwritten(kept: Kept, helper: Executor) -> bool:
     """Whether all pages are the file's. A page that was written to is a private copy and never shows later data."""
     first, pages = kept.address // mmap.PAGESIZE, -(-len(kept.data) // mmap.PAGESIZE)
     if len(kept.data) < HELP_BYTES:
-        return _of_file(first, pages)
-    other = helper.submit(_of_file, first + pages // 2, pages - pages // 2)
-    mine = _of_file(first, pages // 2)
+        return _all_of_file(first, pages)
+    other = helper.submit(_all_of_file, first + pages // 2, pages - pages // 2)
+    mine = _all_of_file(first, pages // 2)
     return other.result() and mine
 
 
-def _of_file(first: int, pages: int) -> bool:
+def _all_of_file(first: int, pages: int) -> bool:
     """Whether `pages` pages from number `first` on are the file's. False if a container hides the page map."""
     try:
         with open(_PAGEMAP, "rb", buffering=0) as file:

@@ -17,7 +17,7 @@ from services.rollout.user_trace import chain
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Maximum times a judge may refuse one call while it answers others. After that the sample fails, not the judge."""
+"""Maximum number of refusals of one call by a judge that answers others. Then the sample fails; there is no outage."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
 """Suffixes of class names that count in any package."""

@@ -96,7 +96,7 @@ class RewardPool:
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
         self._waiting: deque[_Call] = deque()
-        self._more = asyncio.Event()
+        self._queue_changed = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
         self._fresh: set[UserProcess] = set()
         self._late: Counter[UserProcess] = Counter()
@@ -159,7 +159,7 @@ class RewardPool:
         for call in calls:
             judge = self._judges[call.function]
             (self._waiting if judge.outage is None else judge.held).append(call)
-        self._more.set()
+        self._queue_changed.set()
         everything = asyncio.create_task(_all_done(calls))
         try:
             while not everything.done():
@@ -225,14 +225,14 @@ class RewardPool:
                     self._probe(given_up.function)
             if self._waiting:
                 break
-            self._more.clear()
-            await self._more.wait()
+            self._queue_changed.clear()
+            await self._queue_changed.wait()
         first = self._waiting.popleft()
         calls = [first]
         # A fair share, so that one process does not hold a long queue while another is idle.
         most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
         most = 1 if first.alone or first.fresh or first.probe else min(most, 1 + len(self._waiting) // self._processes)
-        while len(calls) < most and self._waiting and _same(first, self._waiting[0]):
+        while len(calls) < most and self._waiting and _may_join(first, self._waiting[0]):
             calls.append(self._waiting.popleft())
         return calls
 
@@ -242,7 +242,7 @@ class RewardPool:
         name, timeout_s = self._terms[function].function, self._setup.timeout_s
         calls, later, message = _encoded(name, calls)
         self._waiting.extendleft(reversed(later))
-        self._more.set()
+        self._queue_changed.set()
         pending = dict(enumerate(calls))
         # If a call runs out of memory, a concurrent or an earlier call may be holding it.
         shared = len(calls) > 1 or process not in self._fresh
@@ -286,7 +286,7 @@ class RewardPool:
             at = hangs_at(stack, self._homes[function])
             self._blame(left, failed(name, failure, why, at=at, trace=stack), begun=sent)
         elif self._is_async[function]:
-            _set_alone(left)
+            _repeat_alone(left)
         self._put_back(self._judges[function], left)
         return False
 
@@ -296,7 +296,7 @@ class RewardPool:
         Of concurrent calls, or calls that were not begun, none is blamed: each is repeated alone.
         """
         if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
-            _set_alone(left)
+            _repeat_alone(left)
         else:
             self._answered(left[0], [score] * len(left[0].samples))
 
@@ -309,7 +309,7 @@ class RewardPool:
                 self._waiting.appendleft(call)
             else:
                 judge.held.insert(0, call)
-        self._more.set()
+        self._queue_changed.set()
 
     # ---- judges
 
@@ -384,7 +384,7 @@ class RewardPool:
             return
         call.probe = True
         self._waiting.appendleft(call)
-        self._more.set()
+        self._queue_changed.set()
 
     def _resume(self, function: int) -> None:
         """Record that the judge has answered, and queue its held calls."""
@@ -396,7 +396,7 @@ class RewardPool:
         timer = self._probing.pop(function, None)
         if timer is not None:
             timer.cancel()
-        self._more.set()
+        self._queue_changed.set()
         self._log.info("judge answers again", function=self._terms[function].function)
         if all(each.outage is None for each in self._judges):
             self.reachable.set()
@@ -451,12 +451,12 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], b
     return fit[:1], fit[1:], frame(Work(calls[0].function, [call.samples for call in fit[:1]]), TO_PROCESS_BYTES)
 
 
-def _same(first: _Call, other: _Call) -> bool:
+def _may_join(first: _Call, other: _Call) -> bool:
     taken_alone = other.alone or other.fresh or other.probe
     return other.function == first.function and not taken_alone and not other.done.is_set()
 
 
-def _set_alone(calls: list[_Call]) -> None:
+def _repeat_alone(calls: list[_Call]) -> None:
     for call in calls:
         call.alone = True
 

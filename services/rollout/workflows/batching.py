@@ -20,7 +20,7 @@ QUIET_S = 0.002
 MAX_BLOCK = 256
 
 
-class _Either(threading.Event):
+class _EitherEvent(threading.Event):
     """An event that is also set while `other` is."""
 
     def __init__(self, other: threading.Event) -> None:
@@ -44,11 +44,11 @@ class CallBatcher:
     def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
         """`told(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
         self._engine = engine
-        self._gives_up = False
-        self._cancel = _Either(cancel)
-        self._told = told
+        self._given_up = False
+        self._cancel = _EitherEvent(cancel)
+        self._on_idle = told
         self._waiting: deque[_Waiting] = deque()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()
         self._began = 0.0
 
@@ -59,35 +59,35 @@ class CallBatcher:
 
     def give_up(self) -> None:
         """Abandon all calls. `run` ends as soon as the engine has stopped working on them."""
-        self._gives_up = True
+        self._given_up = True
         self._cancel.set()
-        self._came.set()
+        self._arrived.set()
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
         """Return one generation. Calls with equal `sampling` share a block. `prompt.name` must be unique."""
         mine = _Waiting(prompt, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
-        self._came.set()
+        self._arrived.set()
         return await mine.answer
 
     async def run(self) -> None:
         """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled at the lease's end."""
         gathering = asyncio.create_task(self._gather())
         try:
-            while not self._gives_up:
+            while not self._given_up:
                 may_begin = self._engine.side_by_side or not self._under_way
                 waiting = {*self._under_way, *(() if gathering.done() else (gathering,))}
                 if not may_begin or not gathering.done():
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
                     continue
-                block = self._block()
+                block = self._take_block()
                 if block:
                     self._begin(block)
                 gathering = asyncio.create_task(self._gather())
             await asyncio.gather(*self._under_way)
         except GenerationCancelled:
-            if not self._gives_up:
+            if not self._given_up:
                 raise
         finally:
             for task in (gathering, *self._under_way):
@@ -112,21 +112,21 @@ class CallBatcher:
             self._under_way.discard(task)
             task.result()
             if not self._under_way:
-                self._told(asyncio.get_running_loop().time() - self._began)
+                self._on_idle(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
         """Wait until there is a call, and no further one arrives for QUIET_S, or for GATHER_S at most."""
         if not self._waiting:
-            self._came.clear()
-            await self._came.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GATHER_S):
                 while True:
-                    self._came.clear()
+                    self._arrived.clear()
                     async with asyncio.timeout(QUIET_S):
-                        await self._came.wait()
+                        await self._arrived.wait()
 
-    def _block(self) -> list[_Waiting]:
+    def _take_block(self) -> list[_Waiting]:
         """Remove and return the calls with the same `sampling` as the oldest one, at most MAX_BLOCK."""
         live = [each for each in self._waiting if not each.answer.done()]
         block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]

@@ -46,7 +46,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     calls = 0
     for left in range(max_turns - 1, -1, -1):
         turn = await llm.chat(messages, tools=[CALCULATOR])
-        expression = _wanted(turn.text, [call.arguments for call in turn.tool_calls], asked)
+        expression = _expression_of(turn.text, [call.arguments for call in turn.tool_calls], asked)
         if expression is None or not left:
             break
         calls += 1
@@ -55,7 +55,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     return llm.trajectory(metrics={"calculator_calls": float(calls)})
 
 
-def _wanted(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
+def _expression_of(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
     """Return the expression to compute, or None if the answer is final."""
     if called:
         return str(called[0].get("expression", ""))
@@ -80,17 +80,17 @@ def compute(expression: str) -> int | float:
     """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > _MOST_CHARACTERS:
         raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
-    return _computed(ast.parse(expression.strip(), mode="eval").body)
+    return _value_of(ast.parse(expression.strip(), mode="eval").body)
 
 
-def _computed(node: ast.AST) -> int | float:
+def _value_of(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        value: int | float = _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+        value: int | float = _OPERATORS[type(node.op)](_value_of(node.left), _value_of(node.right))
         return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
+        return -_value_of(node.operand)
     raise ValueError("only numbers, + - * / and parentheses")
 
 

@@ -72,30 +72,30 @@ class SampleCalls:
         Raises ContextFull and WorkflowError.
         """
         self._check_open()
-        call = await self._begun(lambda: self.conversation.begin(messages, tools or None))
-        return await self._sampled(call, max_new_tokens, stop)
+        call = await self._begin(lambda: self.conversation.begin(messages, tools or None))
+        return await self._sample(call, max_new_tokens, stop)
 
     async def complete(self, prompt: str) -> Turn:
         """Return the policy's continuation of raw text. Raises the same errors as `chat`."""
         self._check_open()
-        call = await self._begun(lambda: self.conversation.begin_text(prompt))
-        return await self._sampled(call, None, ())
+        call = await self._begin(lambda: self.conversation.begin_text(prompt))
+        return await self._sample(call, None, ())
 
     async def captured(self, take: Callable[[list[Sequence]], T]) -> T:
         """Call `take` on the text thread with everything sampled so far, and return its result."""
         taken: T = await self._on_text(lambda: take(self.conversation.sequences()))
         return taken
 
-    async def _begun(self, begin: Callable[[], Call]) -> Call:
+    async def _begin(self, begin: Callable[[], Call]) -> Call:
         """Run `begin` on the text thread. If the caller is cancelled meanwhile, the call that it opens is given up."""
         beginning: asyncio.Future[Call] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            beginning.add_done_callback(self._never_sampled)
+            beginning.add_done_callback(self._give_up_unsampled)
             raise
 
-    def _never_sampled(self, beginning: asyncio.Future[Call]) -> None:
+    def _give_up_unsampled(self, beginning: asyncio.Future[Call]) -> None:
         if not beginning.cancelled() and beginning.exception() is None:
             self._give_up(beginning.result())
 
@@ -110,7 +110,7 @@ class SampleCalls:
         task.add_done_callback(self._giving_up.discard)
         return task
 
-    async def _sampled(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _sample(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         conversation = self.conversation
         self._calls += 1
         room = conversation.room(call)

@@ -45,7 +45,7 @@ class Conversation:
         self._max_tokens = max_tokens
         self._max_new_tokens = max_new_tokens
         self._open: list[_Open] = []
-        self._promised = 0
+        self._reserved_tokens = 0
         self.last_messages: list[Message] = []
         self.last_text = ""
         self.finish_reason = ""
@@ -61,18 +61,18 @@ class Conversation:
         try:
             for sequence in sorted(self._open, key=lambda each: -len(each.history)):
                 known = len(sequence.history)
-                if sequence.busy or sequence.tools != tools or not _begins(messages, sequence.history):
+                if sequence.busy or sequence.tools != tools or not _continues(messages, sequence.history):
                     continue
                 held = sequence.tokens.token_ids
                 room = self._context_tokens - len(held)
                 added = self._prompts.continuation(messages[known:], tools, held, room)
-                return self._fits(Call(sequence, messages, [*held, *added], len(added)))
+                return self._reserve(Call(sequence, messages, [*held, *added], len(added)))
             ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
         except PromptTooLong as error:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._fits(Call(_Open([], tools), messages, ids, len(ids)))
+        return self._reserve(Call(_Open([], tools), messages, ids, len(ids)))
 
     def begin_text(self, prompt: str) -> Call:
         """Return the call for raw text, which always opens a new sequence. Raises the same errors as `begin`."""
@@ -82,7 +82,7 @@ class Conversation:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._fits(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
+        return self._reserve(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
 
     def room(self, call: Call) -> int:
         """Return the number of tokens that the call may sample."""
@@ -107,30 +107,30 @@ class Conversation:
     def give_up(self, call: Call) -> None:
         """End the call without a result, and release the tokens reserved for it."""
         call.sequence.busy = False
-        self._promised -= call.added + self.room(call)
+        self._reserved_tokens -= call.added + self.room(call)
 
     def sequences(self) -> list[Sequence]:
         """Return all sequences in the order in which they were opened."""
         return [each.tokens for each in self._open]
 
-    def _fits(self, call: Call) -> Call:
+    def _reserve(self, call: Call) -> Call:
         room = self.room(call)
         if room < 1:
             raise ContextFull(
                 f"a prompt of {len(call.prompt_ids)} tokens leaves no room in the model's context of "
                 f"{self._context_tokens}"
             )
-        held = sum(len(each.tokens.token_ids) for each in self._open) + self._promised
+        held = sum(len(each.tokens.token_ids) for each in self._open) + self._reserved_tokens
         if held + call.added + room > self._max_tokens:
             raise ContextFull(
                 f"{held} tokens held, {call.added} added and {room} new ones are more than workflow.max_tokens "
                 f"({self._max_tokens}) of a sample"
             )
         call.sequence.busy = True
-        self._promised += call.added + room
+        self._reserved_tokens += call.added + room
         return call
 
 
-def _begins(messages: Items[Message], history: Items[Message]) -> bool:
+def _continues(messages: Items[Message], history: Items[Message]) -> bool:
     """Whether `messages` begins with `history` and is longer."""
     return len(messages) > len(history) and all(map(same, messages, history))

@@ -217,21 +217,21 @@ class WorkflowProcess:
             elif isinstance(message, NoMemory):
                 self._no_memory = message.slot
             elif (live := self._live.get(message.slot)) is not None:
-                self._take(live, message)
+                self._handle(live, message)
             elif isinstance(message, Ask):
                 self._send(Captured(message.slot, []))
             elif isinstance(message, Chat | Complete):
                 why = "the sample has ended"
                 self._send(Said(message.slot, message.call, refused=WorkflowError.__name__, why=why))
 
-    def _take(self, live: _Live, message: Chat | Complete | Leave | Ask | Returned | Failed) -> None:
+    def _handle(self, live: _Live, message: Chat | Complete | Leave | Ask | Returned | Failed) -> None:
         if isinstance(message, Chat | Complete):
             self._begin(live, message.call, self._answer(live, message))
         elif isinstance(message, Leave):
             if message.call in live.under_way:
                 live.under_way[message.call].cancel()
         elif isinstance(message, Ask):
-            self._begin(live, None, self._show(live, message.slot))
+            self._begin(live, None, self._send_captured(live, message.slot))
         elif not live.ended.done():
             live.ended.set_result(message)
 
@@ -239,7 +239,7 @@ class WorkflowProcess:
         task = live.under_way[call] = asyncio.create_task(work)
         task.add_done_callback(lambda _: live.under_way.pop(call, None))
 
-    async def _show(self, live: _Live, slot: int) -> None:
+    async def _send_captured(self, live: _Live, slot: int) -> None:
         try:
             shown = await live.calls.captured(lambda sequences: frame(Captured(slot, sequences), TO_PROCESS_BYTES))
         except asyncio.CancelledError:
@@ -281,10 +281,10 @@ class WorkflowProcess:
             now = asyncio.get_running_loop().time()
             for slot, live in self._live.items():
                 if now > live.deadline and not live.ended.done():
-                    self._late(slot, live)
+                    self._fail_late(slot, live)
         return ""
 
-    def _late(self, slot: int, live: _Live) -> None:
+    def _fail_late(self, slot: int, live: _Live) -> None:
         """Fail a sample that ignored its timeout. On the first call, its answer may still be in the socket."""
         if not live.late:
             live.late = True

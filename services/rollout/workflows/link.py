@@ -27,7 +27,7 @@ class Link:
     def __init__(self, socket_: socket.socket, take: Callable[[ToProcess], None]) -> None:
         """`take` is called on the loop with every message that is not an answer to `captured`."""
         self._socket = socket_
-        self._take = take
+        self._on_message = take
         self._loop = asyncio.get_running_loop()
         self._decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
         self._buffer = bytearray()
@@ -49,7 +49,7 @@ class Link:
             while True:
                 self._receive(0)
                 answer: Captured | None = None
-                for message in self._whole():
+                for message in self._complete_messages():
                     if isinstance(message, Captured):
                         answer = message
                     else:
@@ -64,12 +64,12 @@ class Link:
                 self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:  # `captured` was faster
                 return
-            self._inbox.extend(self._whole())
+            self._inbox.extend(self._complete_messages())
         self._drain()
 
     def _drain(self) -> None:
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._on_message(self._inbox.popleft())
 
     def _receive(self, flags: int) -> None:
         data = self._socket.recv(READ_BYTES, flags)
@@ -77,7 +77,7 @@ class Link:
             os._exit(0)  # the service is gone; exits without running user code
         self._buffer += data
 
-    def _whole(self) -> list[ToProcess]:
+    def _complete_messages(self) -> list[ToProcess]:
         """Remove and return the complete messages in the buffer."""
         found: list[ToProcess] = []
         at = 0

@@ -38,7 +38,7 @@ class WorkflowPool:
         self._endpoint = endpoint
         self._ready: set[WorkflowProcess] = set()
         self._all: set[WorkflowProcess] = set()
-        self._came = asyncio.Event()
+        self._process_ready = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._alone = asyncio.Semaphore(processes)
         self.lost = 0
@@ -49,7 +49,9 @@ class WorkflowPool:
         # All processes are started before the first sample, because the samples of a lease are assigned at once.
         starting = [asyncio.create_task(self._start_one()) for _ in range(self._processes)]
         try:
-            self._keepers = [asyncio.create_task(self._keep(each)) for each in await asyncio.gather(*starting)]
+            self._keepers = [
+                asyncio.create_task(self._replace_when_ended(each)) for each in await asyncio.gather(*starting)
+            ]
         finally:
             for each in starting:
                 each.cancel()
@@ -91,18 +93,18 @@ class WorkflowPool:
 
     async def _least_loaded(self) -> WorkflowProcess:
         while not (ready := [process for process in self._ready if not process.leaving.is_set()]):
-            self._came.clear()
-            await self._came.wait()
+            self._process_ready.clear()
+            await self._process_ready.wait()
         return min(ready, key=lambda process: process.load)
 
     # ---- the processes
 
-    async def _keep(self, process: WorkflowProcess) -> None:
+    async def _replace_when_ended(self, process: WorkflowProcess) -> None:
         """Replace `process` whenever it ends."""
         idle_deaths = 0
         while True:
             self._ready.add(process)
-            self._came.set()
+            self._process_ready.set()
             await process.leaving.wait()
             self._ready.discard(process)
             idle_deaths = 0 if process.served else idle_deaths + 1
