@@ -37,7 +37,7 @@ class _PreparationFailures:
     def count(self, lease: Lease, error: RpcError) -> None:
         """Count a failure. Raises RpcError(internal) once `PREPARE_S` and `PREPARE_ATTEMPTS` are both reached.
 
-        Failed preparations are not attempts of their tasks, so without these limits the run would stand still forever.
+        Failed preparations do not count as attempts at their tasks. Without a limit, the run would stand still.
         """
         weights, now = lease.grant.weights, time.monotonic()
         of = (weights.task_id, weights.fence) if weights is not None else ("", 0)
@@ -113,8 +113,8 @@ class LeasePipeline(Generic[P, C]):
     async def drain(self) -> None:
         """Finish computed blocks within DRAIN_FINISH_S, then hand back all other leases.
 
-        Leases that were not computed are handed back as untouched: stopping the service counts as no attempt of
-        their tasks.
+        Leases that were not computed are handed back as untouched: stopping the service does not count as an
+        attempt at their tasks.
         """
         if self._finishing:
             _, late = await asyncio.wait(self._finishing, timeout=DRAIN_FINISH_S)

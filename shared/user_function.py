@@ -14,7 +14,7 @@ from typing import Any
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """Return the function at `path`. Its module is searched on Python's path, then in the current directory.
+    """Return the function at `path`. Its module is searched for on Python's path, then in the current directory.
 
     Raises ValueError with the reason; the caller adds the key and the path.
     """

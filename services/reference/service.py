@@ -139,7 +139,7 @@ class ReferenceService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # no other call covers a lease that was lost before its turn
+        self._worker.rest()  # nothing else ends the turn of a lease that was lost before it was computed
         return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:

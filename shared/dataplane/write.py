@@ -1,7 +1,9 @@
 """Writes a block file in one pass: each chunk is hashed, which brings it into the cache, and then written from there.
 
 Files are written with plain writes: on a full shared-memory mount they return an error, while a store through a mapping
-raises SIGBUS. Only a file whose pages are all allocated may be passed as a mapping. Writing blocks its thread.
+raises SIGBUS. Only a file whose pages are all allocated may be passed as a mapping.
+
+The functions block, and must not run on an event loop's thread.
 """
 
 from __future__ import annotations

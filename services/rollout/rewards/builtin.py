@@ -55,7 +55,7 @@ def math_verify(sample: Sample) -> float:
     # The library's own timeouts are off: they use SIGALRM, and a late process is killed from outside anyway.
     gold = parse(_as_latex(str(sample.row["answer"])), parsing_timeout=None, raise_on_error=True)
     if not gold:
-        raise ValueError(f"answer {sample.row['answer']!r:.60} is no mathematical expression")
+        raise ValueError(f"answer {sample.row['answer']!r:.60} is not a mathematical expression")
     answer = parse(sample.completion, parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 

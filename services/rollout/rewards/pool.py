@@ -278,7 +278,7 @@ class RewardPool:
         del self._late[process]
         left = list(pending.values())
         broken = bool(left) and not ended
-        # The socket closes a moment before the exit status is there.
+        # The socket closes a moment before the exit status is available.
         status = await process.end(GRACE_S if broken and failure == CRASHED else 0.0)
         self._counts["restarts"] += 1
         if broken:

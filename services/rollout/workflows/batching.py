@@ -41,12 +41,12 @@ class _Waiting:
 class CallBatcher:
     """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
-    def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
-        """`told(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
+    def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
+        """`on_idle(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
         self._engine = engine
         self._given_up = False
         self._cancel = _EitherEvent(cancel)
-        self._on_idle = told
+        self._on_idle = on_idle
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()

@@ -118,7 +118,7 @@ class Failed(msgspec.Struct, array_like=True, tag=5):
 
 
 class NoMemory(msgspec.Struct, array_like=True, tag=6):
-    """Process -> service: the slot met the memory limit, whichever slot holds the memory. The process exits."""
+    """Process -> service: the slot met the memory limit, which other slots may have used up. The process exits."""
 
     slot: int
 

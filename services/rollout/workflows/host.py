@@ -194,7 +194,7 @@ class WorkflowProcess:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             suspects = self._suspects()
-            # The socket closes a moment before the exit status is there.
+            # The socket closes a moment before the exit status is available.
             status = await self._process.end(GRACE_S if gone else 0.0)
             if self._no_memory is not None:
                 why = "met the limit of memory of its process (workflow.memory)"

@@ -109,7 +109,7 @@ class WorkflowPool:
             self._ready.discard(process)
             idle_deaths = 0 if process.served else idle_deaths + 1
             if idle_deaths == START_ATTEMPTS:
-                raise refused(WHAT, self._setup.function, "its process ends before it has a sample to make")
+                raise refused(WHAT, self._setup.function, "its process exits before it gets a sample")
             process = await self._start_again()
 
     async def _start_again(self) -> WorkflowProcess:

@@ -34,10 +34,10 @@ class ProcessLLM:
         self._waiting: dict[int, asyncio.Future[Turn]] = {}
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
-        return await self._on_service_loop(lambda call: Chat(self._slot, call, messages, tools))
+        return await self._call_on_own_loop(lambda call: Chat(self._slot, call, messages, tools))
 
     async def complete(self, prompt: str) -> Turn:
-        return await self._on_service_loop(lambda call: Complete(self._slot, call, prompt))
+        return await self._call_on_own_loop(lambda call: Complete(self._slot, call, prompt))
 
     def trajectory(
         self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
@@ -54,7 +54,7 @@ class ProcessLLM:
         else:
             waiting.set_exception(REFUSALS.get(answer.refused, RuntimeError)(answer.why))
 
-    async def _on_service_loop(self, make: Callable[[int], Chat | Complete]) -> Turn:
+    async def _call_on_own_loop(self, make: Callable[[int], Chat | Complete]) -> Turn:
         if asyncio.get_running_loop() is self._loop:
             return await self._call(make)
         turn: Turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(make), self._loop))
