@@ -24,7 +24,8 @@ SHORT_CANARY_BYTES = 256 << 20
 """Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
 the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
 output and the attention between positions, and the float32 tolerance is narrow: one stale parameter of the quickstart's
-model in the drill exceeds it at least tenfold, with 4 tokens only 1.2-fold. The drill itself keeps all tokens."""
+model in the drill gives at least ten times the tolerance, with 4 tokens only 1.2 times. The drill itself keeps all
+tokens."""
 
 
 @functools.lru_cache(maxsize=4)

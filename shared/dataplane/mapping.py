@@ -27,7 +27,7 @@ from shared.descriptors import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
-"""Fixed size of a table, in rows of 60 bytes. Without it, files of one row would be counted 20 times too low."""
+"""Fixed size of a table, in rows of 60 bytes. Without it, files of one row would be underestimated 20-fold."""
 CACHED_FILES = 4096
 """Maximum number of cached mappings. A batch of 130,000 tasks in groups of 64 is 2048 files. The kernel's page tables
 take 1/512 of the mapped bytes."""

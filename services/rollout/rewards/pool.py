@@ -293,7 +293,7 @@ class RewardPool:
     def _blame(self, left: list[_Call], score: Score, *, begun: bool) -> None:
         """Fail the first unanswered call, which ended the process.
 
-        Of concurrent calls, or calls that were not begun, none is blamed: each is repeated alone.
+        If calls ran concurrently, or none was begun, no call is blamed: each is repeated alone.
         """
         if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
             _repeat_alone(left)

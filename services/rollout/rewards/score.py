@@ -43,7 +43,7 @@ def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "",
 def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
-    A number is the score itself. Of a dict, the score is the value of key `reward` if there is one, else the sum of all
+    A number is the score itself. For a dict, it is the value of key `reward` if there is one, else the sum of all
     values. NaN, infinity, numbers beyond float32 and other types give a failed score.
     """
     try:

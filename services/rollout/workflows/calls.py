@@ -41,7 +41,7 @@ class SampleCalls:
         versions: BlockVersions,
         on_text: OnText,
     ) -> None:
-        """`name` is the sample's, unique in the run. `versions` are the engine's while the lease is sampled."""
+        """`name` is the sample's, unique in the run. `versions` holds the engine's versions during the lease."""
         self._name = name
         self.conversation = conversation
         self._prompts = prompts

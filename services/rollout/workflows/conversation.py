@@ -105,7 +105,7 @@ class Conversation:
         self.turns += 1
 
     def give_up(self, call: Call) -> None:
-        """End the call without a result, and release the tokens reserved for it."""
+        """Release the call's sequence and the tokens reserved for it."""
         call.sequence.busy = False
         self._reserved_tokens -= call.added + self.room(call)
 
