@@ -1,1 +1,1 @@
-"""What every service stands on: rpc, actor runtime, topology, telemetry, batches and the data-plane client."""
+"""The foundation of all services: rpc, actor runtime, topology, telemetry, batches and the data-plane client."""

@@ -1,7 +1,7 @@
-"""A batch as everyone but the data plane sees it: which tasks, which keys, where. It must never hide a transfer.
+"""`Batch`: a set of tasks, their keys, and the stores that hold them, with explicit transfers.
 
-A `Batch` is REMOTE (a handle: ids, sizes, places), LOCAL (its arrays are here) or EMPTY (no tasks). Only `fetch` moves
-data. Handles are cheap to cut and join, and travel as `BatchMeta`; all operations give a new batch but `union_`.
+A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it holds its arrays) or EMPTY (no tasks). Only `fetch` moves
+data. Handles are cheap to split and join, and are sent as `BatchMeta`. All operations but `union_` return a new batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Data = tuple[dict[str, Array], ...]
 
 
 def weights_meta(ref: WeightsRef) -> BatchMeta:
-    """The weights of `ref` as a batch of one task."""
+    """Return the weights of `ref` as a batch of one task."""
     handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
     return BatchMeta(tasks=[handle], stores=[ref.store])
 
@@ -41,9 +41,9 @@ class Batch:
     """Tasks in a fixed order, each with shards under the same keys."""
 
     def __init__(self, meta: BatchMeta, client: DataClient | None = None, data: Data | None = None) -> None:
-        """`client`: needed to fetch only. `data`: one dict of arrays a task, all with the same keys.
+        """`client` is needed only to fetch. `data` holds one dict of arrays per task, all with the same keys.
 
-        Raises ValueError when a task comes twice, or `data` does not fit `meta`.
+        Raises ValueError if a task occurs twice, or `data` does not match `meta`.
         """
         if len({task.task_id for task in meta.tasks}) != len(meta.tasks):
             raise ValueError(f"batch of {len(meta.tasks)} tasks: a task comes twice")
@@ -55,14 +55,14 @@ class Batch:
 
     @classmethod
     def from_meta(cls, meta: BatchMeta, client: DataClient) -> Batch:
-        """The batch that a message named."""
+        """Return the batch that a message describes."""
         return cls(meta, client)
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def meta(self) -> BatchMeta:
-        """The wire form; do not change it."""
+        """The wire form. Callers must not change it."""
         return self._meta
 
     @property
@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that every task has: in the stores when REMOTE, here when LOCAL."""
+        """Keys that every task has, in the stores when REMOTE and in this batch when LOCAL."""
         if self._data:
             return tuple(self._data[0])
         return tuple(key for part in self._meta.parts for key in part.keys)
@@ -84,17 +84,17 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """Samples of all tasks."""
+        """Number of samples of all tasks."""
         return sum(task.samples for task in self._meta.tasks)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all tasks, prompts included."""
+        """Number of tokens of all tasks, including prompts."""
         return sum(task.tokens for task in self._meta.tasks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays when LOCAL; when REMOTE, of the shards of all parts the tasks were made with."""
+        """Bytes of the arrays when LOCAL. When REMOTE, bytes of all shards with which the tasks were made."""
         if self._data is not None:
             return sum(array.nbytes for arrays in self._data for array in arrays.values())
         return sum(task.nbytes for task in self._meta.tasks)
@@ -110,9 +110,9 @@ class Batch:
         )
 
     def __getitem__(self, key: str) -> list[Array]:
-        """The arrays under `key`, one a task. Raises RuntimeError when they were not fetched, KeyError for no such key.
+        """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
 
-        An EMPTY batch gives an empty list.
+        Raises RuntimeError if they were not fetched, and KeyError if there is no such key.
         """
         if not self._meta.tasks:
             return []
@@ -125,10 +125,10 @@ class Batch:
     # ---- moving data
 
     async def fetch(self, keys: Sequence[str] | None = None, *, deadline_s: float = FETCH_S) -> Batch:
-        """A LOCAL batch with `keys` (default: all); this one stays as it is.
+        """Return a LOCAL batch with `keys` (default: all). This batch does not change.
 
-        Arrays are private copy-on-write views: writing to them changes nobody else's. Keys that are here already are
-        not fetched again. Raises RpcError (missing: names the shards; collected), DeadlineExceeded.
+        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Keys that this batch holds
+        are not fetched again. Raises RpcError (missing, which names the shards; collected) and DeadlineExceeded.
         """
         wanted = tuple(self.keys if keys is None else keys)
         if not self._meta.tasks:
@@ -143,10 +143,10 @@ class Batch:
             local = tuple(mine | theirs for mine, theirs in zip(local, found, strict=True))
         return Batch(self._meta, self._client, tuple({key: arrays[key] for key in wanted} for arrays in local))
 
-    # ---- cutting
+    # ---- splitting
 
     def select(self, keys: Sequence[str]) -> Batch:
-        """The same tasks with `keys` only. Raises KeyError naming those that are not there."""
+        """Return the same tasks with only `keys`. Raises KeyError that names unknown keys."""
         unknown = [key for key in keys if key not in self.keys]
         if unknown and self._meta.tasks:
             raise KeyError(f"{', '.join(unknown)}: this batch has {', '.join(self.keys)}")
@@ -154,17 +154,17 @@ class Batch:
         return Batch(_with_keys(self._meta, set(keys)), self._client, data)
 
     def take(self, indices: Sequence[int]) -> Batch:
-        """The tasks at `indices`, in that order, each with its samples' scalars."""
+        """Return the tasks at `indices`, in that order, each with the scalars of its samples."""
         tasks = [self._meta.tasks[index] for index in indices]
         meta = msgspec.structs.replace(self._meta, tasks=tasks, scalars=_scalars_of(self._meta, indices))
         data = None if self._data is None else tuple(self._data[index] for index in indices)
         return Batch(meta, self._client, data)
 
     def chunk_indices(self, count: int) -> list[list[int]]:
-        """Task indices of `count` chunks whose tokens are balanced; each task in exactly one, each chunk ascending.
+        """Return the task indices, ascending, of `count` chunks with balanced tokens. Each task is in exactly one.
 
-        Longest processing time first (Graham 1969): the next longest task goes to the lightest chunk, among those to
-        the one with the fewest tasks. Raises ValueError for a count below 1.
+        Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens,
+        among equals to the one with the fewest tasks. Raises ValueError for a count below 1.
         """
         if count < 1:
             raise ValueError(f"chunk({count}): at least 1")
@@ -178,16 +178,16 @@ class Batch:
         return [sorted(chunk) for chunk in chunks]
 
     def chunk(self, count: int) -> list[Batch]:
-        """`count` batches as of `chunk_indices`; EMPTY ones when there are fewer tasks."""
+        """Return the `count` batches of `chunk_indices`. Some are EMPTY if there are fewer tasks."""
         return [self.take(indices) for indices in self.chunk_indices(count)]
 
     # ---- joining
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """The tasks of all batches one after the other; EMPTY ones are skipped.
+        """Return the tasks of all batches in order. EMPTY batches are skipped.
 
-        LOCAL when all are. Raises ValueError when their parts differ or a task comes twice.
+        The result is LOCAL if all batches are. Raises ValueError if their parts differ or a task occurs twice.
         """
         full = [batch for batch in batches if len(batch)]
         if not full:
@@ -209,22 +209,22 @@ class Batch:
             data = tuple(arrays for batch in full for arrays in batch._data or ())
         names = {frozenset(batch.meta.scalars) for batch in full}
         if len(names) != 1:
-            raise ValueError("concat: the batches say different things of their samples (scalars)")
+            raise ValueError("concat: the batches have different scalars of their samples")
         scalars = {name: np.concatenate([batch.meta.scalars[name] for batch in full]) for name in full[0].meta.scalars}
         meta = BatchMeta(tasks=tasks, parts=list(parts), stores=stores, scalars=scalars)
         return cls(meta, full[0]._client, data)
 
     def union(self, other: Batch) -> Batch:
-        """The same tasks with keys and scalars of both, in this batch's order; each of the other's parts is new or
-        equal, and where both have a scalar it is this batch's that stays.
+        """Return the same tasks with the keys and scalars of both batches, in this batch's order.
 
-        LOCAL when both are. Raises ValueError for other tasks, other fences or parts that overlap in some keys only.
+        Each part of `other` must be new or equal to one of this batch. This batch's value wins if both have a scalar.
+        The result is LOCAL if both are. Raises ValueError if tasks or fences differ, or parts overlap only partially.
         """
         meta, data = _union(self, other)
         return Batch(meta, self._client or other._client, data)
 
     def union_(self, other: Batch) -> Batch:
-        """`union` in place; returns this batch."""
+        """Do `union` in place, and return this batch."""
         self._meta, self._data = _union(self, other)
         self._client = self._client or other._client
         return self
@@ -238,7 +238,7 @@ def _with_keys(meta: BatchMeta, keys: set[str]) -> BatchMeta:
 
 
 def _scalars_of(meta: BatchMeta, indices: Sequence[int]) -> dict[str, Array]:
-    """The scalars of the samples of the tasks at `indices`, in that order."""
+    """Return the scalars of the samples of the tasks at `indices`, in that order."""
     if not meta.scalars:
         return {}
     counts = np.array([task.samples for task in meta.tasks], dtype=np.int64)
@@ -249,7 +249,7 @@ def _scalars_of(meta: BatchMeta, indices: Sequence[int]) -> dict[str, Array]:
 
 
 def _part_order(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[int]:
-    """Where each of `parts` stands among `others`, which must be the same ones in any order."""
+    """Return the position of each of `parts` in `others`, which must hold the same parts in any order."""
     place = {frozenset(part.keys): number for number, part in enumerate(others)}
     order = [place.get(frozenset(part.keys), -1) for part in parts]
     if -1 in order or len(others) != len(parts):

@@ -1,5 +1,7 @@
-"""Raises the soft limit on open descriptors. libzmq ends the process that has none left when somebody connects over
-ipc, every connection of another host has two, and a batch may map thousands of files, each with one.
+"""Raises the soft limit on open descriptors.
+
+libzmq aborts a process that has no descriptor left when a peer connects over ipc. Each connection from another host
+takes two, and a batch may map thousands of files with one each.
 """
 
 from __future__ import annotations
@@ -8,11 +10,11 @@ import errno
 import resource
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-"""None is left for this process, or on this machine: later there may be."""
+"""Errors that no descriptor is left for this process or on this machine. A later attempt may succeed."""
 
 
 def raise_descriptor_limit() -> int:
-    """Set the soft limit to the hard one; returns it."""
+    """Set the soft limit to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

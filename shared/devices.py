@@ -1,9 +1,10 @@
-"""What processes that share devices keep there, and what must never lie there together. Pure: it moves nothing, asks
-nobody and looks at no clock.
+"""The parts that processes keep on shared devices, and the pairs that may not be there together.
 
-The order of a step is not written down anywhere, it follows from `FORBIDDEN`: the optimizer and the gradients must be
-off before the engine wakes with weights, the parameters and the reference before its key/value memory does, and all of
-the engine before the gradients come back. On CUDA "device" is the GPUs' memory; where there is none it is the host's.
+The module is pure: it moves no memory, calls no service and reads no clock.
+
+The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
+the engine's weights come, the parameters and the reference leave before its key/value cache comes, and the whole engine
+leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise that of the host.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
         "rollout": ENGINE,
     }
 )
-"""By the service whose processes hold them."""
+"""The parts that processes of each service hold."""
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
-"""Services whose parts leave together or not at all: an engine sleeps or is awake. So none of them is taken from it
-while it works with another."""
+"""Services whose parts leave only together: an engine is asleep or awake. No part is taken from such a service while it
+uses another."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
@@ -47,8 +48,8 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
     (REFERENCE, GRADIENTS),
     (REFERENCE, OPTIMIZER),
 )
-"""Pairs of parts of different services. What is left out is allowed on purpose: the engine takes its weights over while
-the parameters lie there, and the reference may stay through that."""
+"""Pairs of parts of different services. Pairs are omitted on purpose where both are needed: the engine copies its
+weights while the parameters are on the device, and the reference may stay meanwhile."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(
     {
@@ -59,7 +60,7 @@ _BARRED: Mapping[str, Parts] = MappingProxyType(
 
 
 class Phase:
-    """What the devices are used for, in the order of a step."""
+    """The uses of the devices, in the order of a step."""
 
     EMPTY = "empty"
     TRAIN = "train"
@@ -69,7 +70,7 @@ class Phase:
 
 
 def phase_of(resident: Parts) -> str:
-    """The phase that the parts on the devices amount to."""
+    """Return the phase that follows from the parts on the devices."""
     if KV_CACHE in resident:
         return Phase.GENERATE
     if WEIGHTS in resident:
@@ -82,16 +83,16 @@ def phase_of(resident: Parts) -> str:
 
 
 def barred_by(parts: Iterable[str]) -> Parts:
-    """Everything that must not lie beside any of `parts`."""
+    """Return all parts that are forbidden together with any of `parts`."""
     return frozenset().union(*(_BARRED[part] for part in parts))
 
 
 class ForbiddenPair(ValueError):
-    """Two parts that must never lie on the devices together. One line that names both, and who holds the first."""
+    """Two parts may not be on the devices together. The message is one line and names the parts and their holders."""
 
 
 class Ledger:
-    """What each process has on the devices, or was promised room for."""
+    """The parts that each process holds on the devices, or was granted."""
 
     def __init__(self) -> None:
         self._held: dict[Holder, Parts] = {}
@@ -101,14 +102,14 @@ class Ledger:
 
     @property
     def resident(self) -> Parts:
-        """The parts that anybody holds."""
+        """The parts that any process holds."""
         return frozenset().union(*self._held.values())
 
     def of(self, holder: Holder) -> Parts:
         return self._held.get(holder, NOTHING)
 
     def in_the_way(self, holder: Holder, parts: Parts) -> dict[Holder, Parts]:
-        """Who must give up what before `parts` may be put there for `holder`."""
+        """Return the parts that other processes must give up before `holder` may have `parts`."""
         barred = barred_by(parts)
         return {
             other: held & barred
@@ -117,7 +118,7 @@ class Ledger:
         }
 
     def put(self, holder: Holder, parts: Parts) -> None:
-        """`holder` has exactly `parts` from now on. Raises ForbiddenPair, and changes nothing, when that may not be."""
+        """Record that `holder` has exactly `parts`. Raises ForbiddenPair without a change if a pair is forbidden."""
         for (service, instance), held in self.in_the_way(holder, parts).items():
             there = min(held)
             new = min(parts & barred_by([there]))
@@ -131,9 +132,9 @@ class Ledger:
 
 
 class Holding:
-    """A process's own side: what it holds, works with and waits for. Every change is a new report, `number`.
+    """A process's own view: the parts it holds, uses and waits for. Each change makes a report with a new `number`.
 
-    It moves nothing: whoever is granted parts loads them, and what `obey` returns is to be taken off, then `left`.
+    It moves no memory: the caller loads granted parts, takes off the parts that `obey` returns, and then calls `left`.
     """
 
     def __init__(self) -> None:
@@ -143,7 +144,7 @@ class Holding:
         self.wants = NOTHING
 
     def want(self, parts: Parts) -> bool:
-        """Ask for `parts`, all at once; until they are granted nothing is in use. True: they are in use already."""
+        """Ask for all `parts` together, and return whether they are in use already. Until then no part is in use."""
         if parts <= self.using:
             return True
         if parts != self.wants:
@@ -152,13 +153,13 @@ class Holding:
         return False
 
     def done(self) -> None:
-        """Nothing is worked with or waited for any more; what is held stays until somebody else wants the room."""
+        """Stop using and waiting. Held parts stay on the device until another process needs the room."""
         if self.using or self.wants:
             self.using = self.wants = NOTHING
             self.number += 1
 
     def obey(self, number: int, allowed: Parts, *, granted: bool) -> Parts:
-        """Take over the answer to report `number`; returns what has to leave. One to an older report says nothing."""
+        """Apply the answer to report `number`, and return the parts that must leave. Older answers are ignored."""
         if number != self.number:
             return NOTHING
         leaving = self.holds - allowed
@@ -169,6 +170,6 @@ class Holding:
         return leaving
 
     def left(self, parts: Parts) -> None:
-        """`parts` are off the device."""
+        """Record that `parts` are off the device."""
         self.holds -= parts
         self.number += 1

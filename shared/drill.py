@@ -1,6 +1,6 @@
-"""The start-up drill's arithmetic: the perturbed copy and the canary that trainer and engines must agree on.
+"""Arithmetic of the start-up drill: the perturbed copy, and the canary on which trainer and engines must agree.
 
-Must never depend on a framework, a thread count or the time: the same name, values and seed give the same bits.
+It does not depend on a framework, the number of threads or the time: equal names, values and seeds give equal bits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import xxhash
 
 from proto.tensors import Array
 
-TABLE_SIZE = 65537  # prime, so that no row length of a matrix repeats with it
+TABLE_SIZE = 65537  # a prime, so that the noise does not repeat with the row length of a matrix
 RELATIVE_SCALE = 0.05
 ZERO_SCALE = 0.01
 CANARY_TOKENS = 32
 LONG_CANARY_TOKENS = 64
-"""Of weights of 16 bits, which are judged by a quantile of the differences: it needs enough of them."""
+"""Tokens of the canary of 16-bit weights. Their differences are judged by a quantile, which needs enough of them."""
 SHORT_CANARY_TOKENS = 8
 SHORT_CANARY_BYTES = 256 << 20
-"""Of float32 weights: from here on a canary costs the reading of the weights, and more tokens add to every sync. Every
-layer, every row of the output and the attention between positions still take part, and float32's tolerance is narrow:
-one parameter of the quickstart's model that was left behind in the drill shows as ten times the tolerance at least,
-with 4 tokens as 1.2 times. The drill itself keeps all tokens."""
+"""Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
+the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
+output and the attention between positions, and the float32 tolerance is narrow: one stale parameter of the quickstart's
+model in the drill gives at least ten times the tolerance, with 4 tokens only 1.2 times. The drill itself keeps all
+tokens."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -35,10 +36,10 @@ def _noise(seed: int) -> Array:
 
 
 def perturb(name: str, values: Array, seed: int, factor: float = 1.0) -> Array:
-    """`values` plus noise, same shape and dtype, a new array: what the parameter `name` holds in the drill.
+    """Return a new array of the same shape and dtype: the values of parameter `name` in the drill.
 
-    The noise is `noise_scale` times `factor` times standard normals. Sums in float32, cast back to the dtype.
-    Integers (a counter among the buffers) stay as they are.
+    The noise added to `values` is `noise_scale` times `factor` times standard normals. Sums are computed in float32 and
+    cast back. Integers, such as a counter among the buffers, are not changed.
     """
     if values.dtype.kind in "biu" or values.size == 0:
         return values.copy()
@@ -48,24 +49,24 @@ def perturb(name: str, values: Array, seed: int, factor: float = 1.0) -> Array:
 
 
 def noise_scale(values: Array) -> float:
-    """Standard deviation of the drill's noise on `values`: 0.05 * mean|values|.
+    """Return the standard deviation of the drill's noise on `values`: 0.05 * mean|values|.
 
-    0.01 where they are all zero: a fresh bias must move too.
+    It is 0.01 if all values are zero, so that a freshly initialised bias changes, too.
     """
     mean = float(np.abs(values.reshape(-1).astype(np.float32)).mean(dtype=np.float64))
     return RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE
 
 
 def noise(name: str, size: int, seed: int) -> Array:
-    """float32 [size]: standard normals, read from a table at an offset that follows from the name."""
+    """Return float32 [size]: standard normals, read from a table at an offset derived from the name."""
     offset = xxhash.xxh3_64_intdigest(name.encode()) % TABLE_SIZE
     return np.resize(np.roll(_noise(seed), -offset), size)
 
 
 def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, float]:
-    """`perturb`'s factor of each parameter, from `WeightsRef.drill_factors`: of the sorted names; 1 if it is empty.
+    """Return the `factor` of each parameter for `perturb`. `factors` is `WeightsRef.drill_factors`.
 
-    Raises ValueError when they are of another model.
+    It holds one factor per sorted name, or none, in which case all are 1. Raises ValueError if their number differs.
     """
     ordered = sorted(names)
     if factors and len(factors) != len(ordered):
@@ -74,18 +75,18 @@ def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, f
 
 
 def canary_error(logprobs: Array, scores: Array, quantile: float) -> float:
-    """The `quantile` of |scores - logprobs|, 1 for the largest; NaN when any of them is no number."""
+    """Return the `quantile` of |scores - logprobs|, where 1 is the maximum. NaN if any of them is NaN."""
     differences = np.abs(scores.astype(np.float64) - logprobs)
     return float(np.quantile(differences, quantile, method="higher"))
 
 
 def canary_tokens(vocab_size: int, seed: int, length: int = CANARY_TOKENS) -> Array:
-    """int32 [length]: the fixed sequence, uniform over the vocabulary."""
+    """Return int32 [length]: a fixed sequence, uniform over the vocabulary."""
     return np.random.Generator(np.random.Philox(seed)).integers(0, vocab_size, length, dtype=np.int32)
 
 
 def canary_length(parameters: int, dtype: str) -> int:
-    """Tokens of the canary of a model with so many parameters of `dtype`."""
+    """Return the number of canary tokens for a model with `parameters` parameters of `dtype`."""
     if dtype != "float32":
         return LONG_CANARY_TOKENS
     return SHORT_CANARY_TOKENS if 4 * parameters >= SHORT_CANARY_BYTES else CANARY_TOKENS

@@ -1,7 +1,7 @@
-"""The worker's side of leases: acquire, renew by progress, complete, hand back. It must never do the work itself.
+"""The worker's side of leases: acquire, renew by progress, complete, hand back.
 
-A scheduler or store that is away is waited for: every call has a limit and is repeated, while the lease is held. A call
-within its limit renews the lease, however short `lease_s` is; one that outlives it hangs in this process, and does not.
+Calls to a scheduler or store that is away are repeated while the lease is held, each with a time limit. A call within
+its limit renews the lease, however short `lease_s` is. A call that exceeds its limit hangs, and no longer renews it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class LeaseLost(Exception):
-    """The scheduler has given the lease to someone else: drop the work."""
+    """The lease is no longer held, and its work is to be dropped."""
 
 
 class Lease:
-    """One lease held. `cancel` is set when its work must stop, and may be watched from any thread; the loop's own code
-    may wait for `given_up`.
+    """A held lease. `cancel` is set when its work must stop, and may be read from any thread; code on the loop may wait
+    for `given_up`.
 
-    Until `computed` is called its progress is that of the compute thread (which may be busy with the lease before);
-    after it, what `advance` counts, so that a lease stuck after its computation is lost although others compute.
+    Until `computed` is called, the lease progresses with the compute thread, which may be busy with the lease before.
+    After it, only `advance` counts, so that a lease stuck after its computation is lost although others compute.
     """
 
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
@@ -52,7 +52,7 @@ class Lease:
         self.cancel = threading.Event()
         self.given_up = asyncio.Event()
         self.untouched = False
-        """It only waits for its turn: whatever ends it now, its tasks are not to blame."""
+        """Whether the work has not begun. Whatever ends the lease then, its tasks are not to blame."""
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
@@ -67,25 +67,25 @@ class Lease:
         return self._computed is not None
 
     def computed(self) -> None:
-        """The compute thread is done with this lease."""
+        """Record that the compute thread is done with this lease."""
         if self._computed is None:
             self._computed = self._computing()
 
     def advance(self) -> None:
-        """Some of the rest of the work has been done."""
+        """Record progress outside of the compute thread."""
         self._advanced += 1
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for a peer, who has time left."""
+        """Whether the lease waits for a peer whose time limit has not passed."""
         return time.monotonic() < self._waits_until
 
     def wait(self, limit_s: float) -> None:
-        """It waits for a peer, who has so long from now on; 0: it does not, any more."""
+        """Wait for a peer for up to `limit_s` seconds from now on. With 0, stop waiting."""
         self._waits_until = time.monotonic() + limit_s
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
-        """The result of `work`, which has so long to end and renews the lease meanwhile: it ends by itself."""
+        """Return the result of `work`, and renew the lease meanwhile for up to `limit_s`. `work` ends by itself."""
         self.wait(limit_s)
         try:
             return await work
@@ -94,12 +94,12 @@ class Lease:
             self.advance()
 
     def give_up(self) -> None:
-        """Its work must stop. Loop thread only."""
+        """Tell the work to stop. Loop thread only."""
         self.cancel.set()
         self.given_up.set()
 
     async def while_held(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the lease is given up first. Raises LeaseLost then."""
+        """Return the result of `work`. If the lease is given up first, cancel `work` and raise LeaseLost."""
         task = asyncio.create_task(work)
         given_up = asyncio.create_task(self.given_up.wait())
         either: set[asyncio.Task[Any]] = {task, given_up}
@@ -114,20 +114,20 @@ class Lease:
             await asyncio.gather(*either, return_exceptions=True)
 
     def check(self) -> None:
-        """Raises LeaseLost when the work must stop."""
+        """Raise LeaseLost if the work must stop."""
         if self.cancel.is_set():
-            raise LeaseLost(f"lease {self.grant.lease_id} is not held any more")
+            raise LeaseLost(f"lease {self.grant.lease_id} is no longer held")
 
 
 class LeaseBook:
-    """The leases a service holds for one stage. Belongs to the service's loop."""
+    """The leases that a service holds for one stage. Belongs to the service's loop."""
 
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
-        """`computing`: the compute thread's progress counter, which nothing else advances."""
+        """`computing` returns the progress counter of the compute thread, which only that thread advances."""
         self.stands: Callable[[], bool] = lambda: False
-        """Whether nothing can be computed because others have the devices, whose turn has a limit of its own."""
+        """Whether computation is blocked because other processes have the devices, in turns with their own limits."""
         self.behind: set[Lease] = set()
-        """Leases that wait for others to end: they get on as those do."""
+        """Leases that wait for other leases to end. They progress whenever one of the others does."""
         self._others = 0
         self.computing = computing
         self._service = service
@@ -140,11 +140,11 @@ class LeaseBook:
 
     @property
     def uncomputed(self) -> list[Lease]:
-        """Those that the compute thread is not done with."""
+        """Leases that the compute thread is not done with."""
         return [lease for lease in self._held.values() if not lease.is_computed]
 
     def progress(self) -> list[LeaseProgress]:
-        """For the heartbeat."""
+        """Return the progress of all leases, for the heartbeat."""
         for lease in self._held.values():
             if lease.waits:
                 lease.advance()
@@ -159,7 +159,7 @@ class LeaseBook:
         return [LeaseProgress(number, lease.progress, lease.untouched) for number, lease in self._held.items()]
 
     def lost(self, lease_ids: Sequence[int]) -> None:
-        """The scheduler has taken these leases away."""
+        """Give up these leases, which the scheduler has taken away."""
         for lease_id in lease_ids:
             lease = self._held.pop(lease_id, None)
             if lease is not None:
@@ -167,15 +167,15 @@ class LeaseBook:
                 self._service.log.warning("lease lost", lease_id=lease_id, stage=self._stage)
 
     def forget(self, lease: Lease, why: str) -> None:
-        """Drop a lease that is not ours any more."""
+        """Drop a lease that is no longer held."""
         lease.give_up()
         self._held.pop(lease.grant.lease_id, None)
         self._service.log.warning("block dropped", lease_id=lease.grant.lease_id, why=why)
 
     async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
-        """Wait until there is work. `holds` gives (lineage, step) of the engine's weights.
+        """Wait until there is work, and return its lease. `holds` returns (lineage, step) of the engine's weights.
 
-        Raises RpcError(bad_request) only: everything else is asked again.
+        Raises only RpcError(bad_request); after any other error the request is repeated.
         """
         while True:
             lineage, step = holds()
@@ -204,10 +204,10 @@ class LeaseBook:
     async def persist(
         self, lease: Lease, what: str, attempt: Callable[[Moved], Coroutine[Any, Any, T]], limit_s: float
     ) -> T:
-        """Repeat `attempt` while its peer is away and the lease is held.
+        """Repeat `attempt` while its peer is away and the lease is held, and return its result.
 
-        `limit_s`: within which the attempt ends, counted anew whenever something `Moved`. So long it renews the
-        lease. Raises LeaseLost at once when that is lost, or the RpcError that repeating cannot help.
+        An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `Moved` callback
+        starts them again. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
         """
         return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 
@@ -229,10 +229,10 @@ class LeaseBook:
     async def complete(
         self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array] | None = None
     ) -> None:
-        """End the lease with `results`; tasks that are not in them go back. Raises LeaseLost."""
+        """End the lease with `results`. Its other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            # not given up with the lease: a heartbeat between the acceptance and its answer finds the lease ended
+            # The call goes on if the lease is given up: a heartbeat may find the lease ended before the answer arrives.
             call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
             ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:
@@ -245,9 +245,9 @@ class LeaseBook:
             self._service.log.warning("result refused", task_id=refusal.task_id, code=refusal.code, why=refusal.message)
 
     async def hand_back(self, lease: Lease, why: str, *, untouched: bool = False) -> None:
-        """End the lease without results, with one bounded attempt: if it fails, the lease ends by itself.
+        """End the lease without results. There is one attempt with a deadline; if it fails, the lease expires.
 
-        `untouched`: it was not worked on, and its tasks are not to blame.
+        With `untouched`, the lease was not worked on, and its tasks are not to blame.
         """
         lease.give_up()
         if self._held.pop(lease.grant.lease_id, None) is None:

@@ -1,4 +1,4 @@
-"""How someone who is waited for says that something came, without being known to who waits."""
+"""Progress callbacks for long operations."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ Moved = Callable[[], None]
 
 
 def nobody() -> None:
-    """A `Moved` where nobody counts what comes."""
+    """A `Moved` that ignores the progress."""

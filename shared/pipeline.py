@@ -1,6 +1,7 @@
-"""Keeps a compute thread busy with leases: while some are computed the next is leased and prepared, and those
-before them are finished. Must never hold more than one lease ahead, let a finished block's error pass in silence, nor
-wait for ever for a computation that hangs.
+"""Keeps a compute thread busy with leases: while some are computed, the next is prepared and earlier ones are finished.
+
+At most one lease is held ahead. Errors of blocks being finished are reported, and a computation that hangs ends the
+service.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from shared.rpc.errors import RpcError
 FINISHING_BLOCKS = 2
 DRAIN_FINISH_S = 4.0
 STOP_S = 4.0
-"""For a computation to end that is cancelled."""
+"""Seconds in which a cancelled computation has to end."""
 PREPARE_S = 30.0
 PREPARE_ATTEMPTS = 4
-"""So long, and so often, one lease after the other may be refused its preparation, all with the same weights."""
+"""Seconds and number of attempts after which repeated failures to prepare leases with the same weights are fatal."""
 P = TypeVar("P")
 C = TypeVar("C")
 
 
-class _Refused:
-    """Preparations that failed in a row."""
+class _PreparationFailures:
+    """Counts consecutive failed preparations."""
 
     def __init__(self) -> None:
         self._of = ("", 0)
@@ -34,8 +35,9 @@ class _Refused:
         self._since = 0.0
 
     def count(self, lease: Lease, error: RpcError) -> None:
-        """Raises RpcError(internal) when there is no hope left that the next lease of the same version can be prepared:
-        nothing of it counts as an attempt, so that the run would stand for ever.
+        """Count a failure. Raises RpcError(internal) once `PREPARE_S` and `PREPARE_ATTEMPTS` are both reached.
+
+        Failed preparations do not count as attempts at their tasks. Without a limit, the run would stand still.
         """
         weights, now = lease.grant.weights, time.monotonic()
         of = (weights.task_id, weights.fence) if weights is not None else ("", 0)
@@ -48,7 +50,7 @@ class _Refused:
         if weights is not None:
             what = f" with version {weights.step} of lineage {weights.lineage} ({weights.task_id} in {weights.store})"
             remedy = (
-                "; if its weights are lost or damaged there: end the run and --resume it, which publishes them again"
+                "; if its weights are lost or damaged there, end the run and --resume it, which publishes them again"
             )
         raise RpcError(
             ErrorCode.INTERNAL,
@@ -58,12 +60,12 @@ class _Refused:
 
 
 class LeasePipeline(Generic[P, C]):
-    """Belongs to the service's loop. A lease whose preparation or finish a peer refuses goes back.
+    """A pipeline on the service's loop. If a peer refuses to prepare or finish a lease, the lease is handed back.
 
-    `acquire` waits for a lease; `prepare` makes it ready to compute; `compute` returns None when it has ended the
-    lease itself, and not before the compute thread is free again; `finish` completes it. LeaseLost from any of them
-    forgets the block. RpcError from `compute` and bad_request from `prepare` end the service, and so does a preparation
-    that fails again and again.
+    `acquire` waits for a lease, `prepare` makes it ready to compute, `compute` computes it and `finish` completes it.
+    `compute` returns only when the compute thread is free again, and returns None if it has ended the lease itself. A
+    LeaseLost from any of them drops the block. RpcError from `compute`, bad_request from `prepare` and repeated
+    failures to prepare end the service.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class LeasePipeline(Generic[P, C]):
         side_by_side: int = 1,
         may_lease: asyncio.Event | None = None,
     ) -> None:
-        """`side_by_side`: leases that may be computed at a time. `may_lease`: nothing new is leased while it is not
-        set (None: always)."""
+        """`side_by_side` is the number of leases computed at a time. Leases are acquired only while `may_lease` is set
+        (None: always)."""
         self._book = book
         self._acquire = acquire
         self._prepare = prepare
@@ -90,8 +92,8 @@ class LeasePipeline(Generic[P, C]):
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Work until cancelled; blocks that are being finished then go on until `drain`."""
-        ahead = asyncio.create_task(self._next())
+        """Run until cancelled. Blocks that are being finished then continue until `drain`."""
+        ahead = asyncio.create_task(self._next_prepared())
         try:
             while True:
                 while not ahead.done() or len(self._computing) >= self._side_by_side:
@@ -101,7 +103,7 @@ class LeasePipeline(Generic[P, C]):
                 lease, prepared = ahead.result()
                 self._book.behind.discard(lease)
                 lease.untouched = False
-                ahead = asyncio.create_task(self._next())
+                ahead = asyncio.create_task(self._next_prepared())
                 self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
         finally:
             for task in (ahead, *self._computing):
@@ -109,8 +111,11 @@ class LeasePipeline(Generic[P, C]):
             await asyncio.gather(ahead, *self._computing, return_exceptions=True)
 
     async def drain(self) -> None:
-        """What is computed is finished if that is quick; every other lease goes back at once, and it is no attempt of
-        tasks that were not computed: whoever ends this service does not end it for them."""
+        """Finish computed blocks within DRAIN_FINISH_S, then hand back all other leases.
+
+        Leases that were not computed are handed back as untouched: stopping the service does not count as an
+        attempt at their tasks.
+        """
         if self._finishing:
             _, late = await asyncio.wait(self._finishing, timeout=DRAIN_FINISH_S)
             for task in late:
@@ -122,10 +127,10 @@ class LeasePipeline(Generic[P, C]):
         )
         await asyncio.gather(*back)
 
-    async def _next(self) -> tuple[Lease, P]:
-        refused = _Refused()
+    async def _next_prepared(self) -> tuple[Lease, P]:
+        refused = _PreparationFailures()
         while True:
-            lease = await self._leased()
+            lease = await self._next_lease()
             try:
                 prepared = await self._prepare(lease)
             except LeaseLost as error:
@@ -133,29 +138,29 @@ class LeasePipeline(Generic[P, C]):
             except RpcError as error:
                 if error.code == ErrorCode.BAD_REQUEST:
                     raise
-                # What it lacks (the weights of a version, most often) is not there again at once.
+                # Missing data, most often the weights of a version, does not return at once.
                 await self._book.hand_back(lease, f"not prepared: {error}", untouched=True)
                 refused.count(lease, error)
                 await asyncio.sleep(BACKOFF_S)
             else:
-                self._book.behind.add(lease)  # until there is room among those that are computed
+                self._book.behind.add(lease)  # until there is room to compute it
                 lease.untouched = True
                 return lease, prepared
 
-    async def _leased(self) -> Lease:
-        """The next lease. The scheduler may have held the request back until nothing was to be leased any more."""
+    async def _next_lease(self) -> Lease:
+        """Return the next lease. One that is granted after `may_lease` was cleared is handed back."""
         while self._may_lease is not None:
             await self._may_lease.wait()
             lease = await self._acquire()
             if self._may_lease.is_set():
                 return lease
-            await self._book.hand_back(lease, "finished blocks wait, and so would this one", untouched=True)
+            await self._book.hand_back(lease, "finished blocks are waiting, so this one would, too", untouched=True)
         return await self._acquire()
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:
             lease.check()
-            computed = await self._computed(lease, prepared)
+            computed = await self._result_of(lease, prepared)
         except LeaseLost as error:
             self._book.forget(lease, str(error))
             return
@@ -171,9 +176,9 @@ class LeasePipeline(Generic[P, C]):
             self._book.behind.discard(lease)
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
-    async def _computed(self, lease: Lease, prepared: P) -> C | None:
-        """What `compute` returns. Raises RpcError(internal) when it has stood still for `lease_s` after its lease was
-        lost: no lease would get anything from this compute thread any more.
+    async def _result_of(self, lease: Lease, prepared: P) -> C | None:
+        """Return the result of `compute`. Raises RpcError(internal) if it stands still for `lease_s` after its lease
+        was lost: the compute thread hangs and can serve no further lease.
         """
         computing: asyncio.Future[C | None] = asyncio.ensure_future(self._compute(lease, prepared))
         given_up = asyncio.ensure_future(lease.given_up.wait())
@@ -193,7 +198,7 @@ class LeasePipeline(Generic[P, C]):
         finally:
             for each in either:
                 each.cancel()
-            # Bounded: what hangs must not keep the process from its end.
+            # With a timeout, so that a computation that hangs does not keep the process from ending.
             await asyncio.wait({asyncio.gather(*either, return_exceptions=True)}, timeout=STOP_S)
 
     async def _end(self, lease: Lease, prepared: P, computed: C) -> None:

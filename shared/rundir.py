@@ -1,4 +1,4 @@
-"""The run directory: where everything of one run lies and how its services find one another. No configuration here."""
+"""The run directory: the paths of one run, through which its services find each other. It holds no configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOPOLOGY = "topology.yaml"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
 ABANDONED_S = 60.0
-"""Volatile directories younger than this are never swept: a service that was killed may be about to come back."""
+"""Minimum age in seconds of volatile directories to sweep: a killed service may be about to restart."""
 
 
 def service_name(service: str, instance: int) -> str:
@@ -36,7 +36,7 @@ def service_name(service: str, instance: int) -> str:
 
 
 def parse_service_name(name: str) -> tuple[str, int]:
-    """`"rollout/0"` -> `("rollout", 0)`; without a number the instance is -1, which means all. Raises RpcError."""
+    """`"rollout/0"` -> `("rollout", 0)`. Without a number the instance is -1, which means all. Raises RpcError."""
     service, _, number = name.partition("/")
     if not service or (number and not number.isdigit()):
         raise RpcError(ErrorCode.BAD_REQUEST, f"service {name!r}: write NAME or NAME/INSTANCE, e.g. rollout/0")
@@ -44,7 +44,7 @@ def parse_service_name(name: str) -> tuple[str, int]:
 
 
 def folder_id(folder: Path) -> str:
-    """The same for all who see this folder on this host, under whatever path; no other folder's, no other host's."""
+    """Return an id of the folder that does not depend on its path, and differs between folders and between hosts."""
     status = folder.stat()
     return f"{_BOOT_ID.read_text().strip()}/{status.st_dev:x}/{status.st_ino:x}"
 
@@ -57,7 +57,7 @@ class RunDir:
     sockets: Path
     shm: Path
     scheduler: str = ""
-    """On a host that joined the run: the scheduler's tcp endpoint. Empty where the run was begun."""
+    """The scheduler's tcp endpoint on a host that joined the run. Empty on the host that started it."""
 
     @property
     def name(self) -> str:
@@ -93,14 +93,14 @@ class RunDir:
 
     @property
     def host_id(self) -> str:
-        """The same for all who see these sockets, in whatever container or network they are; no other host's."""
+        """An id that is equal in all containers and networks that share these sockets, and differs on other hosts."""
         return folder_id(self.sockets)
 
     def log_file(self, service: str, instance: int) -> Path:
         return self.logs / f"{service}-{instance}.jsonl"
 
     def endpoint(self, service: str, instance: int) -> str:
-        """The mailbox of a service on this host."""
+        """Return the endpoint of the mailbox of a service on this host."""
         return f"ipc://{self.sockets}/{service}-{instance}"
 
     def socket_file(self, service: str, instance: int) -> Path:
@@ -108,9 +108,9 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Make the directory with its private socket and shared-memory directories.
+        """Create the run directory, and private directories for its sockets and shared memory.
 
-        Raises RpcError(bad_request) when `path` holds a run already.
+        Raises RpcError(bad_request) if `path` already holds a run.
         """
         path = path.absolute()
         if (path / "run.json").exists():
@@ -121,22 +121,21 @@ class RunDir:
         for name in ("logs", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
         keys.create(path / "keys")
-        return cls._place(path, shm_root)
+        return cls._write(path, shm_root)
 
     @classmethod
     def reopen(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """For --resume: the same run with fresh socket and shared-memory directories, and the keys it has."""
+        """Reopen a run for --resume, with its keys and new directories for sockets and shared memory."""
         old = cls.open(path)
         old.remove_volatile()
         keys.create(old.keys)
-        return cls._place(old.path, shm_root, old.scheduler)
+        return cls._write(old.path, shm_root, old.scheduler)
 
     @classmethod
     def join(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Make `path` a run directory of this host for the run that `access` leads to, with sockets and shared memory
-        of its own.
+        """Make `path` this host's directory of the run that `access` describes, with its own sockets and shared memory.
 
-        Raises RpcError(bad_request) when `path` holds a run already or `access` is not that of a service.
+        Raises RpcError(bad_request) if `path` already holds a run, or the role of `access` is not service.
         """
         path = path.absolute()
         if access.role != Role.SERVICE:
@@ -151,10 +150,10 @@ class RunDir:
             (path / name).mkdir(exist_ok=True)
         keys.save(path / "keys", access.keys)
         (path / _TOPOLOGY).write_text(access.topology)
-        return cls._place(path, shm_root, access.endpoints["scheduler"])
+        return cls._write(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
-    def _place(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
+    def _write(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
         sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
         longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
         if longest > MAX_IPC_PATH_BYTES:
@@ -166,7 +165,7 @@ class RunDir:
             )
         shm_root.mkdir(parents=True, exist_ok=True)
         shm = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=shm_root))
-        (sockets / _SHM_LINK).symlink_to(shm)  # tells the sweep whose sockets these are
+        (sockets / _SHM_LINK).symlink_to(shm)  # shows the sweep to which run the sockets belong
         run = cls(path=path, sockets=sockets, shm=shm, scheduler=scheduler)
         text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
         scratch = path / "run.json.tmp"
@@ -176,7 +175,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Read an existing run directory. Raises RpcError(bad_request) when it is none."""
+        """Read an existing run directory. Raises RpcError(bad_request) if `path` is not one."""
         path = path.absolute()
         try:
             data = json.loads((path / "run.json").read_text())
@@ -197,35 +196,35 @@ class RunDir:
             ) from None
 
     def hold(self) -> int:
-        """Mark the volatile directories as in use until this process dies; returns the lock's descriptor."""
+        """Mark the volatile directories as in use until this process dies, and return the lock's descriptor."""
         descriptor = os.open(self.shm / _OWNER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return descriptor
 
     @property
     def spill_link(self) -> Path:
-        """Leads to what the batch stores have spilled to disk, when they have."""
+        """Symbolic link to the data that the batch stores have spilled to disk, if any."""
         return self.shm / _SPILL_LINK
 
     def remove_volatile(self) -> None:
-        """Delete sockets, shared memory and spilled data; what is mapped stays readable to who mapped it."""
+        """Delete sockets, shared memory and spilled data. Existing mappings stay readable."""
         shutil.rmtree(self.sockets, ignore_errors=True)
         self.remove_shards()
 
     def remove_shards(self) -> None:
-        """Delete shared memory and what was spilled from it."""
+        """Delete shared memory and the data spilled from it."""
         _remove_shards(self.shm)
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
-    """Delete shared memory and sockets of runs none of whose processes live (all were killed at once).
+    """Delete the shared memory and sockets of runs that have no living process, as after all were killed at once.
 
-    Returns what went. Nothing younger than `ABANDONED_S` is touched, and nothing that cannot be told to be ours.
+    Returns the deleted directories. Those younger than `ABANDONED_S` stay, and so do those that cannot be recognised.
     """
-    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _old(folder) and _remove_unowned(folder)]
+    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _past_min_age(folder) and _remove_unowned(folder)]
     for folder in Path(tempfile.gettempdir()).glob(f"{SHM_PREFIX}*"):
         link = folder / _SHM_LINK
-        if link.is_symlink() and not link.exists() and _old(folder):
+        if link.is_symlink() and not link.exists() and _past_min_age(folder):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
     return gone
@@ -238,11 +237,11 @@ def _remove_shards(shm: Path) -> None:
     shutil.rmtree(shm, ignore_errors=True)
 
 
-def _old(folder: Path) -> bool:
+def _past_min_age(folder: Path) -> bool:
     try:
         return time.time() - folder.stat().st_mtime > ABANDONED_S
     except OSError:
-        return False  # gone meanwhile
+        return False  # removed meanwhile
 
 
 def _remove_unowned(folder: Path) -> bool:
@@ -262,7 +261,7 @@ def _remove_unowned(folder: Path) -> bool:
 
 
 def newest_run(base: Path) -> Path:
-    """The run under `base` (usually `runs/`) that was begun last. Raises RpcError when there is none."""
+    """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is none."""
     runs = [folder for folder in base.glob("*") if (folder / "run.json").exists()]
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")

@@ -1,4 +1,4 @@
-"""`Sample`: what a reward function is given. It must stay plain data that users can build in their own tests."""
+"""`Sample`: the argument of a reward function. It is plain data that users can build in their own tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 class Sample:
     """One finished sample of a task.
 
-    `row` is the dataset's, `messages` the prompt's messages followed by the assistant's answer (a raw-text prompt
-    counts as one user message), `completion` the text after the prompt without special tokens, `token_ids` what was
-    sampled, the EOS included. `finish_reason` is `stop` or `length`; `turns` counts the assistant's turns; `state`
-    is the workflow's own.
+    `row` is the row of the dataset, `messages` are the prompt's messages followed by the assistant's answer (a raw-text
+    prompt counts as one user message), `completion` is the text after the prompt without special tokens, `token_ids`
+    are the sampled tokens with the EOS. `finish_reason` is `stop` or `length`, `turns` counts the assistant's turns,
+    and `state` belongs to the workflow.
     """
 
     task_id: str

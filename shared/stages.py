@@ -1,4 +1,4 @@
-"""The declared graph of stages a train task goes through: who needs which shards, who makes which.
+"""The graph of stages of a train task: which shards each stage needs, and which it makes.
 
 A task is ready for a stage when all keys it needs are accepted. A new stage (a critic, a judge) is one declaration.
 
@@ -6,19 +6,19 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 
 | key | dtype, shape | |
 |---|---|---|
-| token_ids | int32 [T] | sequences one after the other |
-| lengths | int32 [S] | tokens a sequence; sums to T |
-| sample_index | int32 [S] | which sample of the group a sequence belongs to, 0-based among the survivors |
-| loss_mask | uint8 [T] | 1 where the policy sampled the token (the sampled EOS included) |
+| token_ids | int32 [T] | the concatenated sequences |
+| lengths | int32 [S] | tokens per sequence; sums to T |
+| sample_index | int32 [S] | the sample of the group to which a sequence belongs, 0-based among the surviving samples |
+| loss_mask | uint8 [T] | 1 where the policy sampled the token (including a sampled EOS) |
 | rollout_logprobs | float32 [T] | the engine's log-prob of each sampled token at the sampling temperature, else 0 |
 | versions | int32 [T] | policy version that sampled the token, else -1 |
-| ref_logprobs | float32 [T] | the frozen reference's, of logits / temperature, where loss_mask is 1, else 0 |
-| prox_logprobs:<call> | float32 [T] | the trainer's own at the start of the step, likewise |
+| ref_logprobs | float32 [T] | the reference's log-prob from logits / temperature where loss_mask is 1, else 0 |
+| prox_logprobs:<call> | float32 [T] | likewise, the trainer's log-prob at the start of the step |
 
-`<call>` is the driver's incarnation (hexadecimal), `-` and the order of its `Forward`: a step that is replayed may give
-other bits (other weights, another number of ranks), and a shard never changes. It is a revision (proto/SPEC.md, names):
-the store lets go of the former call's shards once the later ones are sealed. The part of stage `proximal` in a batch's
-metadata names the key.
+`<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may give other
+bits (other weights, another number of ranks), while a shard never changes, hence the new name. It is a revision
+(proto/SPEC.md, names): the store deletes the shards of the earlier call once the later ones are sealed. The part of
+stage `proximal` in a batch's metadata names the key.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dataclasses import dataclass
 
 TRAIN = "train"
 WEIGHTS = "weights"
-"""Split name of weight shards: task id `weights/<lineage>/<step>`, one key a parameter."""
+"""Split name of weight shards. The task id is `weights/<lineage>/<step>`, with one key per parameter."""
 
 REFERENCE_SCALAR = "reference_step"
-"""Which version of the policy the reference stood at (with `algorithm.kl.refresh_every`)."""
+"""Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of a task's life before it is READY. `service` is who leases it."""
+    """One stage of a task. `service` is the service that leases it."""
 
     name: str
     service: str
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     scalars: frozenset[str] = frozenset()
-    """Per-sample values that its results may bring besides; the rollout stage brings whichever it likes."""
+    """Per-sample scalars that its results may contain. The rollout stage may add any."""
 
 
 ROLLOUT = Stage(
@@ -58,12 +58,12 @@ REFERENCE = Stage(
     makes=("ref_logprobs",),
     scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
-"""Scalar `kl`, only with the KL in the reward: the sum over the sample's tokens, from `rollout_logprobs`. Scalar
-`reference_step`, only with a refreshed reference: the step of the policy version that scored, 0 for the first model."""
+"""Scalar `kl`, only with the KL in the reward, is the sum over the sample's tokens, from `rollout_logprobs`. Scalar
+`reference_step`, only with a refreshed reference, is the step of the version that scored, 0 for the initial model."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
-"""Made by the trainer itself once a task is BATCHED; never leased. In the stores under `prox_logprobs:<call>`."""
+"""Made by the trainer itself once a task is BATCHED, and not leased. Stored under `prox_logprobs:<call>`."""
 
 
 def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:
-    """The stages that a train task must pass to be READY, in topological order."""
+    """Return the stages that a train task passes before it is READY, in topological order."""
     return (ROLLOUT, REFERENCE) if with_reference else (ROLLOUT,)

@@ -1,6 +1,6 @@
-"""numpy arrays and torch tensors over the same memory, for every dtype of the wire. It must never change a byte.
+"""numpy arrays and torch tensors over the same memory, for every dtype of the wire. Conversions preserve every bit.
 
-The only module below the services that imports torch; nothing that the light services need may import it.
+Light services import nothing that imports this module, because it imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from proto import dtypes
 from proto.tensors import Array
 
 _NAMES = {getattr(torch, row.name): row.name for row in dtypes.TABLE}
-# Types that torch and numpy do not hand to one another; same-sized integers carry their bits.
+# Types that torch and numpy cannot exchange. Integers of the same size carry their bits.
 _CARRIERS = {
     "bfloat16": (torch.int16, np.dtype("<i2")),
     "float8_e4m3fn": (torch.uint8, np.dtype("u1")),
@@ -24,7 +24,7 @@ _CARRIERS = {
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """`tensor` as an array of the same shape, strides and bits; shares memory unless the tensor is on a device.
+    """Return an array of the same shape, strides and bits. It shares memory unless the tensor is on a device.
 
     Raises WireError for a dtype outside `proto.dtypes`.
     """
@@ -37,9 +37,9 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """`array` as a tensor of the same shape and bits; shares memory.
+    """Return a tensor of the same shape and bits that shares memory with `array` if possible.
 
-    Copied only when torch cannot hold it as it is: read-only (torch has no read-only tensor), big-endian, with
+    The array is copied if torch cannot represent it: read-only (torch has no read-only tensors), big-endian, with
     negative strides, or not aligned to its elements. Raises WireError for a dtype outside `proto.dtypes`.
     """
     row = dtypes.by_numpy(array.dtype)

@@ -1,7 +1,7 @@
-"""A process's turns on the devices it computes on: waits until it may load something, gives up what others wait for.
-Must never let anything be loaded that was not granted, nor take off what is being worked with.
+"""A process's turns on its devices: it waits until it may load parts, and gives up parts that other processes need.
 
-`SharedDevices` asks the scheduler (`HoldDevices`); `OwnDevices` is for a process that shares with nobody.
+Only granted parts are loaded, and parts in use stay. `SharedDevices` asks the scheduler (`HoldDevices`); `OwnDevices`
+is for a process with devices of its own.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from shared.rpc.errors import RpcError
 POLL_S = 20.0
 BACKOFF_S = 0.05
 _AGAIN = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY, ErrorCode.LOST)
-"""Answers after which the same report is sent again: nothing to do, the scheduler restarts, not registered yet."""
+"""Codes after which the report is sent again: no order yet, or a scheduler that restarts or does not know us yet."""
 
 
 class Turns(Protocol):
-    """Belongs to the service's loop. One turn at a time."""
+    """Turns on devices, one at a time. Belongs to the service's loop."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a turn is being waited for."""
+        """Whether the process waits for a turn."""
 
     async def acquire(self, parts: Parts) -> None:
-        """Wait until `parts`, and what is in use already, may lie on the devices; they are in use from then on."""
+        """Wait until `parts`, and those already in use, may be on the devices. They are in use from then on."""
 
     def done(self) -> None:
-        """Nothing is in use any more. It may stay where it is until somebody else wants the room. Whoever waits in
-        `acquire` goes on waiting."""
+        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire` goes on
+        waiting."""
 
 
 class OwnDevices:
-    """Everything may lie there at all times."""
+    """Turns on devices that are not shared: all parts may be there at any time."""
 
     waiting = False
 
     async def acquire(self, parts: Parts) -> None:
-        """At once."""
+        """Return at once."""
 
     def done(self) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing."""
 
 
 class SharedDevices:
-    """The turns of one process; `run` must run for them to come."""
+    """The turns of one process on shared devices. They are granted while `run` runs."""
 
     def __init__(self, service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> None:
-        """`leave` takes parts off the devices and returns all that went with them; called only between turns."""
+        """`leave` takes parts off the devices and returns all parts that left with them. It is called between turns."""
         self._service = service
         self._leave = leave
         self._own = Holding()
@@ -86,10 +86,10 @@ class SharedDevices:
             self._changed.set()
 
     async def run(self) -> None:
-        """Report, obey, until cancelled. Raises RpcError when the scheduler refuses what this process says."""
+        """Report and obey until cancelled. Raises RpcError if the scheduler refuses a report of this process."""
         while True:
             self._changed.clear()
-            report = self._report()  # now: a task begins later, when it may say more than its number stands for
+            report = self._report()  # made now: the task starts later, when the parts may no longer match the number
             asking = asyncio.create_task(self._ask(report))
             changed = asyncio.create_task(self._changed.wait())
             try:
@@ -124,20 +124,20 @@ class SharedDevices:
             except RpcError as error:
                 if error.code not in _AGAIN:
                     raise
-                await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))  # paces the retries, nothing waits on it
+                await asyncio.sleep(max(error.retry_after_s, BACKOFF_S))  # paces the retries
 
 
 def take_turns(service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> SharedDevices:
-    """The turns of `service` from now to its end.
+    """Return the turns of `service`, and keep them running to its end.
 
-    Raises RpcError(bad_request) for a process that no supervisor started: nobody could kill it if it hung with others'
-    memory, and nobody would know when its own is free.
+    Raises RpcError(bad_request) if no supervisor started the process: a supervisor is needed to kill the process if it
+    hangs on devices that others need, and to know when its memory is free.
     """
     if not service.supervised:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"{service.name}: takes turns on shared devices (placement.colocate), where who hangs must be killed: only "
-            f"a launcher may start it; use `python -m launch.ctl --run {service.run.path} restart {service.name}`",
+            f"{service.name}: takes turns on shared devices (placement.colocate) and must be killed if it hangs, so "
+            f"only a launcher may start it; use `python -m launch.ctl --run {service.run.path} restart {service.name}`",
         )
     turns = SharedDevices(service, leave)
     service.keep(turns.run())

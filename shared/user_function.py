@@ -1,5 +1,6 @@
-"""Finds a function that a topology names by import path, `my.module:fn`. Must fail at start, in one line; must never
-take a path from a message: only the topology says what is imported.
+"""Finds a function that a topology names by import path, `my.module:fn`. Errors are one line, raised at start.
+
+Paths come from the topology only, not from messages.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Any
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """The function at `path`; its module is looked for on Python's path, then in the current directory.
+    """Return the function at `path`. Its module is searched for on Python's path, then in the current directory.
 
-    Raises ValueError, which says why and leaves it to the caller to say for what.
+    Raises ValueError with the reason; the caller adds the key and the path.
     """
     module_name, _, name = path.partition(":")
     folder = os.getcwd()
     if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's folder must not hide our packages
+        sys.path.append(folder)  # last, so that a user's folder does not hide our packages
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # anything that the user's module raises during import
         raise ValueError(f"cannot be imported from {folder} ({type(error).__name__}: {error})") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -33,10 +34,10 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def find_function(path: str, key: str, arguments: int, params: Mapping[str, object]) -> Callable[..., Any]:
-    """As `import_function`; it must take `arguments` positional arguments and the keywords `params`.
+    """Return the function at `path`, which must accept `arguments` positional arguments and the keywords `params`.
 
-    `key`: where the topology names it. Raises ValueError, one line, for what cannot be imported, is no function or
-    takes other arguments.
+    `key` is the topology key that names it. Raises ValueError, in one line, if the path cannot be imported, is not a
+    function, or does not accept the arguments.
     """
     try:
         function = import_function(path)

@@ -1,13 +1,12 @@
-"""What a workflow is given and what it returns. It must stay plain data and protocols that users can build on in their
-own tests.
+"""The arguments and the result of a workflow, as plain data and protocols that users can implement in their own tests.
 
     async def workflow(row: dict, llm: LLM, ctx: Context, **params) -> Trajectory     # makes one sample
 
-`llm.chat` calls the policy; its tokens are kept as they were sampled. A history that begins with the one of an earlier
-call (the policy's answer included) continues that call's sequence; any other history opens a new one.
+`llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with that of an earlier
+call (including the policy's answer) continues the sequence of that call; any other history opens a new one.
 
-Workflows run in processes of their own, many samples in one loop: nothing is shared between samples but what a module
-holds, and a sample whose process broke is made again from its start.
+Workflows run in separate processes, many samples in one loop. Samples share only what modules hold, and a sample whose
+process broke is made again from the start.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 
 class WorkflowError(Exception):
-    """A call that a workflow may not make, or a trajectory that it may not return. One line."""
+    """A workflow made an invalid call or returned an invalid trajectory. The message is one line."""
 
 
 class ContextFull(WorkflowError):
@@ -30,7 +29,7 @@ class ContextFull(WorkflowError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call in the policy's answer, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` writes it."""
+    """One tool call in the policy's answer: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     name: str
     arguments: dict[str, Any]
@@ -40,9 +39,9 @@ class ToolCall:
 class Turn:
     """One answer of the policy.
 
-    `token_ids`, `logprobs` and `versions` are of the sampled tokens, the EOS included; `text` is without special
-    tokens and cut before a stop text; `finish_reason` is `stop` or `length`; `prompt_tokens` counts the input.
-    `message` is what to append to the history, so that the next call continues this one.
+    `token_ids`, `logprobs` and `versions` are those of the sampled tokens, including the EOS. `text` has no special
+    tokens and ends before a stop text. `finish_reason` is `stop` or `length`. `prompt_tokens` counts the input tokens.
+    Append `message` to the history to have the next call continue this one.
     """
 
     text: str
@@ -60,8 +59,8 @@ class Turn:
 
 @dataclass
 class Sequence:
-    """One token sequence: four lists of the same length. `loss_mask` is 1 where the policy sampled the token;
-    elsewhere `logprobs` is 0 and `versions` -1."""
+    """One token sequence: four lists of equal length. `loss_mask` is 1 where the policy sampled the token. Elsewhere
+    `logprobs` is 0 and `versions` is -1."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -71,7 +70,7 @@ class Sequence:
 
 @dataclass
 class Trajectory:
-    """One sample. `reward` None: the topology's reward functions score it. `metrics`: numbers for telemetry."""
+    """One sample. With `reward` None, the topology's reward functions score it. `metrics` are numbers for telemetry."""
 
     sequences: list[Sequence]
     reward: float | dict[str, float] | None = None
@@ -79,35 +78,37 @@ class Trajectory:
 
 
 class LLM(Protocol):
-    """The policy, for one sample."""
+    """The policy, as one sample calls it."""
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
-        """The policy's answer to a history. Raises ContextFull, and WorkflowError for what no template takes."""
+        """Return the policy's answer to a history. Raises ContextFull, and WorkflowError for an invalid history."""
 
     async def complete(self, prompt: str) -> Turn:
-        """The policy's continuation of raw text; always a sequence of its own."""
+        """Return the policy's continuation of raw text, always as a new sequence."""
 
     def trajectory(
         self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
     ) -> Trajectory:
-        """Everything that was sampled for this sample so far."""
+        """Return a trajectory of everything sampled for this sample so far."""
 
 
 class Context(Protocol):
-    """What else a workflow has. `base_url` speaks OpenAI's chat completions for this sample alone (any `api_key`)."""
+    """The context of one sample. `base_url` serves OpenAI's chat completions for this sample (with any `api_key`)."""
 
     task_id: str
     sample: int
     state: dict[str, Any]
-    """The workflow's own; reward functions get it as `sample.state`. What JSON has, nothing else."""
+    """Values of the workflow, which reward functions receive as `sample.state`. JSON values only."""
 
     @property
     def base_url(self) -> str: ...
 
     @property
     def remaining_s(self) -> float:
-        """Seconds that this sample has left (`workflow.timeout_s`)."""
+        """Seconds left for this sample (`workflow.timeout_s`)."""
 
     async def call(self, tool: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
-        """`tool(*args)` on a thread of its own. Raises TimeoutError after `timeout_s`, or when the sample's time is
-        over; a tool that never answers is left behind."""
+        """Call `tool(*args)` on a thread of its own, and return its result.
+
+        Raises TimeoutError after `timeout_s`, or when the sample's time is over. The thread is then abandoned.
+        """

@@ -1,1 +1,1 @@
-"""reference."""
+"""The reference actor: scores tokens with a frozen model."""

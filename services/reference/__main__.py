@@ -12,5 +12,5 @@ if __name__ == "__main__":
     status = run_process(ReferenceService, "reference")
     sys.stdout.flush()
     sys.stderr.flush()
-    # not sys.exit: a collective that waits for a dead rank holds its thread, and gloo's threads abort at teardown
+    # Not sys.exit: a collective that waits for a dead rank blocks its thread, and gloo's threads abort at teardown.
     os._exit(status)

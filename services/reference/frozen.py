@@ -1,4 +1,4 @@
-"""A model that only scores, whole on one rank. Must never be trained."""
+"""A frozen model that only scores, complete on one rank."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class Frozen(Protocol):
-    """Lives on a compute thread. Over several ranks every method is a collective."""
+    """A model that only scores. Lives on a compute thread; over several ranks every method is a collective."""
 
     def load(self) -> None:
-        """Take the weights of the model directory. Raises RpcError(bad_request) when there are none to take."""
+        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable ones."""
 
     def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Names of tensors that are missing, too many or of another shape than the model's."""
+        """Return the names of tensors that are missing, unknown, or of another shape than the model's."""
         ...
 
     def take(self, weights: Mapping[str, Array]) -> None:
-        """Take full tensors by Hugging Face name, all of them."""
+        """Copy in the weights: full tensors by Hugging Face name, all of them."""
 
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        """float32 [T], the same on every rank; 0 where the mask is 0. `on_part` is called after each micro-batch."""
+        """Return float32 [T], equal on all ranks, 0 where the mask is 0. `on_part` is called once per micro-batch."""
         ...
 
     def tensors(self) -> list[Tensor]:
-        """All memory of this rank that `Shelf` may take."""
+        """Return all tensors of this rank that `Shelf` may move off the device."""
         ...
 
 
 class FrozenTorch:
-    """See `Frozen`: any Hugging Face causal language model on one rank."""
+    """Implements `Frozen` for any Hugging Face causal language model on one rank."""
 
     def __init__(self, model: Path, dtype: str, max_tokens: int, device: str = "cpu") -> None:
-        """`max_tokens`: of one forward pass; `device`: `cpu`, or `cuda` for the first GPU that the process sees."""
+        """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU."""
         self._device = device
         self._path = model
         self._dtype = dtype

@@ -1,5 +1,6 @@
-"""A model that only scores, in pieces over tensor, pipeline and context parallel ranks. Must never be trained, nor hold
-a gradient or an optimizer.
+"""A frozen model that only scores, sharded over tensor, pipeline and context parallel ranks.
+
+It holds no gradients and no optimizer.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class FrozenMegatron:
-    """See `frozen.Frozen`: this rank's pieces of a Llama, Qwen2 or Qwen3. The process group of all ranks is open."""
+    """Implements `frozen.Frozen` for a Llama, Qwen2 or Qwen3. The process group of all ranks must be open."""
 
     @in_megatron
     def __init__(self, model: Path, dtype: str, max_tokens: int, place: Place, device: str) -> None:
-        """`max_tokens`: of one micro-batch. Raises RpcError(bad_request) for a model that megatron does not know."""
+        """`max_tokens` limits one micro-batch. Raises RpcError(bad_request) if megatron does not support the model."""
         self._pieces = Pieces(model, dtype, place, device=device, max_tokens=max_tokens)
         self._pieces.model.eval().requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""The KL to the reference as a number a sample, for a KL in the reward. Numbers only: nothing here has a gradient."""
+"""The KL to the reference as one number per sample, for a KL in the reward. Nothing here has a gradient."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import numpy as np
 from proto.tensors import Array
 
 NEEDS = ("rollout_logprobs", "sample_index")
-"""Shards that are needed besides those of the reference stage."""
+"""Keys of the shards needed in addition to those of the reference stage."""
 
 
 def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
-    """float32 [samples]: sum over a sample's sampled tokens of the estimate of KL(policy that sampled || reference).
+    """Return float32 [samples]: per sample, the sum over its sampled tokens of an estimate of KL(sampler || reference).
 
-    `shards`: of one task, `ref` float32 [T] its reference log-probs. With d = rollout - ref: k1 d, k2 d^2 / 2,
-    k3 exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020. Raises ValueError for another name.
+    `shards` are those of one task, `ref` (float32 [T]) are its reference log-probs. With d = rollout - ref, the
+    estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
+    Raises ValueError for another estimator.
     """
     d = shards["rollout_logprobs"].astype(np.float64) - ref
     if estimator == "k1":

@@ -1,5 +1,7 @@
-"""The frozen model on its compute thread. Must never be trained, nor loaded by a light process, nor score with weights
-that have not matched the trainer's canary.
+"""The frozen model on its compute thread.
+
+Weights of the policy are used only after they have matched the trainer's canary. Light processes do not import this
+module.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ UNKNOWN, BEGINNING = (-1, -1), (0, 0)
 
 
 class Scorer:
-    """Log-probs under the frozen model. Its coroutines belong to the service's loop."""
+    """Computes log-probs under the frozen model. Its coroutines belong to the service's loop."""
 
     def __init__(
         self,
@@ -41,10 +43,11 @@ class Scorer:
         scratch: Path | None = None,
         ranks: int = 1,
     ) -> None:
-        """`make`: the model, made on the compute thread; `source`: its directory, for messages; `temperature`: the
-        training sampling's; `deterministic`: the same tasks in the same order give the same bits; `scratch`: a file for
-        weights that leave the device, when that is the host's memory (None: they never leave); `ranks`: that hold
-        pieces of the model.
+        """`make` makes the model on the compute thread; `source` is its directory, for messages.
+
+        `temperature` is that of sampling for training. With `deterministic`, the same tasks in the same order give the
+        same bits. `scratch` is a file for weights that leave the device, if that is the host's memory; with None they
+        do not leave. `ranks` is the number of ranks that share the model.
         """
         self._make = make
         self._source = source
@@ -53,30 +56,30 @@ class Scorer:
         self._deterministic = deterministic
         self._alone = ranks == 1
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._made: list[Frozen] = []  # filled by start
+        self._made: list[Frozen] = []  # filled by `start`
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
         self._progress = 0
         self._version = UNKNOWN
 
     @property
     def version(self) -> tuple[int, int]:
-        """(lineage, step) of the weights: (0, 0) are those of the model directory."""
+        """(lineage, step) of the weights. The weights of the model directory are (0, 0)."""
         return self._version
 
     @property
     def progress(self) -> int:
-        """Advanced by the compute thread only: once a micro-batch."""
+        """Progress counter. Only the compute thread advances it, once per micro-batch."""
         return self._progress
 
     async def start(self) -> None:
-        """Load the model directory's weights."""
+        """Load the weights of the model directory."""
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
-        """Take over the policy's `weights` of version `ref`, by Hugging Face name; or the model directory's.
+        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else those of the model directory.
 
-        Returns the largest difference from the trainer's canary. Raises RpcError(conflict) when it is over the
-        tolerance, or the names or shapes are of another model: the scorer then holds no version.
+        Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if it exceeds the tolerance,
+        or the names or shapes are those of another model. The scorer then holds no version.
         """
         if ref is None or weights is None:
             await self._on_compute(self._load)
@@ -84,23 +87,24 @@ class Scorer:
         return await self._on_compute(lambda: self._take(ref, weights))
 
     async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
-        """float32 [T] for each task with `token_ids`, `lengths`, `loss_mask`; 0 where the mask is 0. One batch.
+        """Return float32 [T] for each task, 0 where the mask is 0. All tasks are scored as one batch.
 
-        Raises LeaseLost at the next micro-batch once `cancel` is set; at the end, when other ranks compute too.
+        Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
+        micro-batch, or at the end if other ranks compute, too.
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
     async def leave(self) -> None:
-        """Give the memory of the weights back; `come_back` brings the same bits."""
+        """Free the memory of the weights. `come_back` restores the same bits."""
         await self._on_compute(self._leave)
 
     async def come_back(self) -> None:
-        """Have the weights where they can be computed with."""
+        """Restore the weights to the memory in which they are used."""
         if self._shelf is not None and self._shelf.holds:
             await self._on_compute(self._shelf.take)
 
     def stop(self) -> None:
-        """End the thread once its present block is done."""
+        """End the thread after its current block."""
         if self._shelf is not None:
             self._shelf.remove()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -121,7 +125,7 @@ class Scorer:
             self._made.append(self._make())
         self._model.load()
         if self._shelf is not None:
-            # As on the way back: memory mapped from a file is aligned otherwise, which changes the last bits.
+            # As in `come_back`: memory mapped from a file has another alignment, which changes the last bits.
             own_storages(self._model.tensors())
             self._shelf.renewed()
         self._version = BEGINNING
@@ -137,7 +141,7 @@ class Scorer:
         if strange:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"reference: weights {ref.task_id} are of another model than {self._source}: {', '.join(strange[:3])}",
+                f"reference: weights {ref.task_id} are not those of model {self._source}: {', '.join(strange[:3])}",
             )
         self._model.take(weights)
         if self._shelf is not None:
@@ -148,11 +152,11 @@ class Scorer:
         mask[0] = 0
         found = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
         error = canary_error(ref.canary.logprobs, found[1:], ref.canary.quantile)
-        if not error <= ref.canary.tolerance:  # a NaN is no match either
+        if not error <= ref.canary.tolerance:  # a NaN does not match, either
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} over "
-                f"the tolerance {ref.canary.tolerance:.3g}; it must not score",
+                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with it",
             )
         self._version = (ref.lineage, ref.step)
         self._progress += 1
@@ -166,7 +170,7 @@ class Scorer:
 
         def on_part() -> None:
             self._count()
-            if self._alone and cancel.is_set():  # with other ranks nobody may leave a collective
+            if self._alone and cancel.is_set():  # with other ranks, no rank may leave a collective
                 raise LeaseLost("the block was given up between two micro-batches")
 
         logprobs = self._model.logprobs(

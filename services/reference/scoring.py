@@ -1,8 +1,7 @@
-"""A block's log-probs from all ranks that hold pieces of the model: one of them has the lease, the others follow. Must
-never have a rank enter a collective that another one cannot join.
+"""Scores a block on all ranks that share the model: rank 0 holds the lease, the others follow.
 
-A rank that cannot get ready says so where they meet, and the lease goes back. One that dies ends the group: all of them
-end, and meet again in their next lives.
+All ranks meet before they enter a collective. A rank that cannot get ready reports it there, and the lease is handed
+back. A rank that dies ends the group: all its ranks exit, and meet again after their restart.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ Asked = asyncio.Queue[tuple[ScoreTogether, Call]]
 Fetch = Callable[[Moved], Coroutine[Any, Any, list[dict[str, Array]]]]
 
 TOGETHER_S = 3600.0
-"""Longest that a block may take, the others' turns on shared devices included."""
+"""Maximum seconds that a block may take, including the turns of other processes on shared devices."""
 DATA_CALL_S = 30.0
 WEIGHTS_CALL_S = 300.0
 _PARTS: Parts = frozenset({WEIGHTS})
 
 
 class Scoring:
-    """Of one rank; belongs to the service's loop. A model on one rank has nobody to wait for."""
+    """One rank's part in scoring, on the service's loop. A model on a single rank waits for no other rank."""
 
     def __init__(
         self, service: Service, scorer: Scorer, data: DataClient, turns: Turns, group: Group, others: Sequence[Client]
     ) -> None:
-        """`turns`: on the scorer's devices; `others`: the mailboxes of the other ranks, for rank 0."""
+        """`turns` are those on the scorer's devices. `others` are clients of the other ranks, used by rank 0."""
         self.turns = turns
         self._service = service
         self._scorer = scorer
@@ -62,9 +61,9 @@ class Scoring:
     async def lead(
         self, lease: Lease, leases: LeaseBook, shards: Sequence[dict[str, Array]]
     ) -> tuple[list[Array], float]:
-        """float32 [T] for each task of the lease, and the seconds it took once all were ready.
+        """Return float32 [T] for each task of the lease, and the seconds it took once all ranks were ready.
 
-        Raises LeaseLost, GroupEnded, RpcError(conflict) when trainer and reference disagree on the version.
+        Raises LeaseLost, GroupEnded, and RpcError(conflict) if trainer and reference disagree on the version.
         """
         self._number += 1
         ref = lease.grant.weights
@@ -76,8 +75,8 @@ class Scoring:
             weights = await self._ready(
                 request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
             )
-            await self._come()
-            if not self._others:  # with others nobody may stay away any more
+            await self._acquire_devices()
+            if not self._others:  # with other ranks, this one can no longer stay away
                 lease.check()
             return await self._group.together(_name(request), self._compute(ref, weights, shards, lease.cancel))
         except GroupEnded:
@@ -86,21 +85,23 @@ class Scoring:
             if not self._others or error.code == ErrorCode.CONFLICT:
                 raise
             await leases.hand_back(lease, f"not scored: {error}")
-            raise LeaseLost(f"another rank could not score it: {error}") from None
+            raise LeaseLost(f"another rank could not score the block: {error}") from None
         finally:
             for each in following:
                 each.cancel()
             await asyncio.gather(*following, return_exceptions=True)
 
-    # ---- the others
+    # ---- other ranks
 
     async def follow(self, asked: Asked) -> None:
-        """Score with rank 0 whatever it asks for, until cancelled. Raises GroupEnded."""
+        """Take part in everything that rank 0 scores, until cancelled. Raises GroupEnded."""
         while True:
             request, call = await asked.get()
             try:
                 if request.generation != self._group.generation:
-                    raise RpcError(ErrorCode.LOST, f"group {request.generation:x} has ended; this is another one")
+                    raise RpcError(
+                        ErrorCode.LOST, f"group {request.generation:x} has ended and was replaced by another"
+                    )
                 await self._follow(request)
             except RpcError as error:
                 call.fail(error)
@@ -119,16 +120,16 @@ class Scoring:
             return shards, await self._weights(ref, lambda get: get(nobody))
 
         shards, weights = await self._ready(request, prepare())
-        await self._come()
-        nobody_asks = threading.Event()  # the lease is rank 0's
+        await self._acquire_devices()
+        nobody_asks = threading.Event()  # never set: rank 0 holds the lease
         await self._group.together(_name(request), self._compute(ref, weights, shards, nobody_asks))
 
     # ---- every rank
 
     async def _ready(self, request: ScoreTogether, preparation: Awaitable[T], lease: Lease | None = None) -> T:
-        """The result of `preparation` once every rank has its own. Raises RpcError when another rank failed.
+        """Return the result of `preparation` once every rank has its own. Raises RpcError if another rank failed.
 
-        Others' fetches take their time, too: the `lease` waits for them.
+        The `lease` is renewed meanwhile, because the other ranks need time for their fetches, too.
         """
         try:
             prepared = await preparation
@@ -139,14 +140,14 @@ class Scoring:
         await (meeting if lease is None else lease.within(self._group.deadline_s, meeting))
         return prepared
 
-    async def _come(self) -> None:
+    async def _acquire_devices(self) -> None:
         await self.turns.acquire(_PARTS)
         await self._scorer.come_back()
 
     async def _weights(
         self, ref: WeightsRef | None, attempt: Callable[[Fetch], Awaitable[list[dict[str, Array]]]]
     ) -> Weights | None:
-        """Those of version `ref` when they have to be taken."""
+        """Fetch the weights of version `ref`, or return None if the scorer holds that version."""
         if ref is None or self._scorer.version == _wanted(ref):
             return None
         (weights,) = await attempt(
@@ -161,7 +162,7 @@ class Scoring:
         shards: Sequence[dict[str, Array]],
         cancel: threading.Event,
     ) -> tuple[list[Array], float]:
-        """Stand at the version, and prove it; then score."""
+        """Load the version, verify it with the canary, then score."""
         if self._scorer.version != _wanted(ref):
             error = await self._scorer.init_model(ref, weights)
             if ref is not None:

@@ -1,5 +1,6 @@
-"""The reference actor: leases rolled-out tasks, scores their tokens with the frozen model, puts `ref_logprobs`.
-Must never score at another temperature than the tokens were sampled at, nor with another version than the lease names.
+"""The reference actor: leases rolled-out tasks, scores their tokens with the frozen model, and puts `ref_logprobs`.
+
+It scores at the temperature at which the tokens were sampled, with the version that the lease names.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ Shards = list[dict[str, Array]]
 
 
 class ReferenceService(Service):
-    """One rank of a copy of the frozen model; rank 0 of each copy takes leases. Which version scores, each lease says,
-    so that a new life needs no memory.
+    """One rank of a copy of the frozen model. Rank 0 of each copy takes leases.
+
+    Each lease names the version that scores, so a restarted process needs no saved state.
     """
 
     NAME: ClassVar[str] = "reference"
@@ -80,7 +82,7 @@ class ReferenceService(Service):
             await self._group.until_ended(self._start())
 
     async def _start(self) -> None:
-        # Imports take seconds: off the loop, so that the mailbox answers meanwhile.
+        # Imports take seconds. They run off the loop, so that the mailbox answers meanwhile.
         scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group)
         self._scorer = scorer
         self.progress = lambda: scorer.progress
@@ -137,7 +139,7 @@ class ReferenceService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # of a lease that was lost before its turn nobody else tells
+        self._worker.rest()  # nothing else ends the turn of a lease that was lost before it was computed
         return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
@@ -146,7 +148,7 @@ class ReferenceService(Service):
 
 
 class ReferenceWorker:
-    """Takes leases from mapped shards to completed ones. Belongs to the service's loop."""
+    """Processes leases, from fetching their shards to completing them. Belongs to the service's loop."""
 
     def __init__(
         self,
@@ -159,9 +161,10 @@ class ReferenceWorker:
         *,
         refreshed: bool = False,
     ) -> None:
-        """`scoring`: brings the log-probs about; `store`: where shards go (`batch-store/0`); `reward_kl`: estimator of
-        a KL in the reward, "" for none; `refreshed`: whether the version that scores changes
-        (`algorithm.kl.refresh_every`).
+        """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
+
+        `reward_kl` is the estimator of a KL in the reward, "" for none. `refreshed` says whether the version that
+        scores changes (`algorithm.kl.refresh_every`).
         """
         self._service = service
         self._data = data
@@ -192,7 +195,7 @@ class ReferenceWorker:
                 DATA_CALL_S,
             )
         except RpcError as error:
-            # Shards that are gone do not come back under this fence: say so, for the tasks to be rolled out again.
+            # Lost shards do not return under this fence. Reporting them makes the scheduler roll the tasks out again.
             gone = _tasks_of(error, meta.tasks) if error.code == ErrorCode.MISSING else []
             if not gone:
                 raise
@@ -213,7 +216,7 @@ class ReferenceWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """Others may have the devices when no lease (`but` the one that is done) needs the model."""
+        """End the turn on the devices if no lease needs the model, except `but`, which is done."""
         if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
@@ -259,15 +262,15 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 
 
 def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
-    """The tasks whose shards the error names (`task_id#key`)."""
+    """Return the tasks whose shards the error names (`task_id#key`)."""
     named = {name.partition("#")[0] for name in error.names}
     return [task for task in tasks if task.task_id in named]
 
 
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Scorer:
-    """The model of `topology`, to be made on the scorer's compute thread. Raises RpcError(bad_request).
+    """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
 
-    Imports torch; `group`: of the ranks that hold pieces of the model, which have met.
+    Imports torch. `group` holds the ranks that share the model; they have met.
     """
     from services.reference.scorer import Scorer
 
@@ -284,7 +287,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Sco
         return FrozenTorch(model, dtype, max_tokens, settings.device)
 
     def pieces() -> Frozen:
-        from services.reference.frozen_megatron import FrozenMegatron  # an extra that not everybody installs
+        from services.reference.frozen_megatron import FrozenMegatron  # an optional extra
         from shared.ranks.process_group import open_group, own_device
 
         parallel = settings.parallel

@@ -1,7 +1,7 @@
-"""Puts shards into the host's stores and fetches them again; the stores themselves see metadata only.
+"""Puts shards into the host's stores and fetches them again. The stores themselves handle only metadata.
 
-Nothing here waits without a deadline, and nothing computes on the event loop's thread. A put survives the restart of
-its store: it goes on under the same id, or begins again when the unsealed file was lost.
+Every wait has a deadline, and no computation runs on the event loop's thread. A put survives a restart of its store: it
+continues under the same id, or begins again if the unsealed file was lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from shared.rundir import parse_service_name
 
 LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
-"""What most shards are; the rest is looked at one by one."""
+"""dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TaskShards:
-    """What one task adds: `shards` in the order of its stage's keys, which is the order of the content hash."""
+    """The shards to put for one task, in the order of its stage's keys, which is the order of the content hash."""
 
     task_id: str
     fence: int
@@ -69,7 +69,7 @@ class TaskShards:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A sealed task: `content_hash` as in `proto.blockfile`, `nbytes` of its shards."""
+    """A sealed task. `content_hash` is defined in `proto.blockfile`; `nbytes` is the size of its shards."""
 
     task_id: str
     fence: int
@@ -79,8 +79,8 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wants:
-    """Tasks to read the same keys of, from one store; `keys` None: whatever is there; `at`: places in the result."""
+class _ReadRequest:
+    """Tasks with the same keys to read from one store. `keys` None means all; `at` holds their places in the result."""
 
     store: str
     keys: tuple[str, ...] | None
@@ -89,7 +89,7 @@ class _Wants:
 
 
 class DataClient:
-    """One per process; belongs to the event loop of its clients."""
+    """Puts and fetches shards. One per process, on the event loop of its clients."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class DataClient:
         plain: bool = False,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
-        """`client_of`: as `Service.client`, the bus client of (service, instance).
+        """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
-        The rest is about stores on other hosts. `plain`: take streams in clear too. `inflight_bytes`: asked for and not
-        received.
+        The other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
+        `inflight_bytes` limits the bytes requested and not received.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -120,7 +120,7 @@ class DataClient:
         )
 
     def close(self) -> None:
-        """End the threads; what was fetched stays valid."""
+        """End the threads. Fetched arrays stay valid."""
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
@@ -128,11 +128,11 @@ class DataClient:
         self._write_mappings.close()
 
     async def put(self, tasks: Sequence[TaskShards], *, store: str, deadline_s: float) -> list[Receipt]:
-        """Put all shards of `tasks` as one file into `store` (`batch-store/0`); one receipt a task, in order.
+        """Put all shards of `tasks` as one file into `store` (`batch-store/0`). Return one receipt per task, in order.
 
-        The arrays must not change until this returns. Raises WireError (what cannot be written), RpcError: busy (no
-        room until the deadline), collected (`names`: tombstoned tasks), conflict (same fence, other bytes),
-        bad_request (larger than the store), DeadlineExceeded.
+        The arrays must not change until this returns. Raises WireError for values that cannot be written,
+        DeadlineExceeded, and RpcError: busy (no room until the deadline), collected (`names` holds the tombstoned
+        tasks), conflict (same fence, other bytes), bad_request (larger than the store).
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
@@ -153,12 +153,12 @@ class DataClient:
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRNOS:
                     raise
-                # the store counts it, and keeps the grant of a producer that it hears from
+                # The store counts these, and keeps the grant of a producer that reports.
                 again = msgspec.structs.replace(begin, full=True)
                 grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
                 continue
-            if written is None:  # taken back or lost with the store before it was written
+            if written is None:  # revoked, or lost with the store, before it was written
                 grant = await _ask(client, begin, PutGrant, deadline)
                 continue
             descriptor, receipts = written
@@ -171,17 +171,17 @@ class DataClient:
                 return receipts
             finally:
                 os.close(descriptor)
-            grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store threw the unsealed file away
+            grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store has deleted the unsealed file
 
     async def fetch(
         self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
     ) -> list[dict[str, Array]]:
-        """The shards `keys` of every task of `meta`, one dict a task, private to the caller.
+        """Return the shards `keys` of every task of `meta`, one dict per task, private to the caller.
 
-        What lies in stores of this host is mapped copy-on-write, the rest is streamed and checked to the last byte.
-        No keys: every shard that the tasks' stores hold, in the order they were put (the weights of a version).
-        Raises RpcError: missing (`names`: `task_id#key`), collected, and DeadlineExceeded. A stream's deadline is put
-        off by what comes: it ends one of which nothing came for `deadline_s`, not one that is slow; `moved` is told.
+        Shards in stores of this host are mapped copy-on-write. Others are streamed, and every byte is verified.
+        Without keys, all shards in the tasks' stores are returned in put order, as for the weights of a version.
+        Raises DeadlineExceeded and RpcError: missing (`names` holds `task_id#key`), collected. Arriving data calls
+        `moved` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is slow.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
@@ -207,9 +207,9 @@ class DataClient:
         return self._shares[store]
 
     def _with_descriptors(self, work: Callable[[], T], what: str) -> T:
-        """What `work` returns, the second time without the mappings that are kept if it finds no descriptor.
+        """Return the result of `work`. If no descriptor is left, close the kept mappings and try once more.
 
-        Raises RpcError(internal) when there is none then either.
+        Raises RpcError(internal) if there is still none.
         """
         try:
             return work()
@@ -233,7 +233,7 @@ class DataClient:
     async def _write(
         self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
     ) -> tuple[int, list[Receipt]] | None:
-        """The descriptor (its lock shows the store that the producer lives) and the receipts; None: file gone."""
+        """Return the descriptor, whose lock shows a live producer, and the receipts. None if the file is gone."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
         try:
             return await asyncio.shield(work)
@@ -254,17 +254,19 @@ class DataClient:
             raise
 
     def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
-        """Of every row, once all is written."""
+        """Write the file and return the checksum of every row."""
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
-        # on two cores the other one computes the canary of large weights meanwhile
+        # With two cores, the other one computes the canary of large weights meanwhile.
         helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
         return copy_block(target, layout, helper)
 
     # ---- fetch
 
-    async def _fetch(self, wants: _Wants, results: list[dict[str, Array]], deadline_s: float, moved: Moved) -> None:
+    async def _fetch(
+        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, moved: Moved
+    ) -> None:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
@@ -276,7 +278,7 @@ class DataClient:
         for at, arrays in zip(wants.at, found, strict=True):
             results[at] = merged(results[at], arrays, ()) if results[at] else arrays
 
-    async def _map(self, client: Client, wants: _Wants, deadline: float) -> list[dict[str, Array]]:
+    async def _map(self, client: Client, wants: _ReadRequest, deadline: float) -> list[dict[str, Array]]:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -288,12 +290,12 @@ class DataClient:
             found = await loop.run_in_executor(self._threads, read)
             if found is not None:
                 return found
-            await asyncio.sleep(AGAIN_S)  # collected between the answer and the mapping; the store now says so
+            await asyncio.sleep(AGAIN_S)  # collected after the answer; the store will report it now
 
-    def _read(self, located: Located, wants: _Wants) -> list[dict[str, Array]] | None:
+    def _read(self, located: Located, wants: _ReadRequest) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]
         try:
-            whole = wants.keys is None  # all of it will be read: weights, by a service that samples meanwhile
+            whole = wants.keys is None  # weights, all of which a service will read while it samples
             for place, ats in _by_file(located).items():
                 mapping = BlockMapping(located.files[place], self._cache, self._read_mappings)
                 index = mapping.table.index
@@ -311,7 +313,7 @@ class DataClient:
 
 
 async def _ask(client: Client, request: Request, reply: type[R], deadline: float) -> R:
-    """The answer of a store, once it is not busy any more. Raises RpcError: busy until the deadline, in loop time."""
+    """Return the answer of a store, retrying while it is busy. Raises RpcError(busy) at the deadline, in loop time."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -323,7 +325,7 @@ async def _ask(client: Client, request: Request, reply: type[R], deadline: float
 
 
 async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
-    """Until the next attempt. Raises RpcError(busy) when there is no time for one."""
+    """Wait until the next attempt is due. Raises RpcError(busy) if the deadline is earlier."""
     if asyncio.get_running_loop().time() + FULL_RETRY_S >= deadline:
         raise RpcError(
             ErrorCode.BUSY,
@@ -335,7 +337,7 @@ async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:
-    """File -> places of the tasks that it holds shards of, files in the order in which they are named."""
+    """Return file -> places of the tasks of which it holds shards. Files are in the order in which they are named."""
     by_file: dict[int, list[int]] = {}
     for at, places in enumerate(located.places):
         for place in places:
@@ -343,8 +345,8 @@ def _by_file(located: Located) -> dict[int, list[int]]:
     return by_file
 
 
-def _check_whole(found: list[dict[str, Array]], wants: _Wants) -> None:
-    """Raises RpcError(missing) naming the shards that no file has."""
+def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
+    """Raise RpcError(missing) that names the shards found in no file, if any."""
     keys = wants.keys or ()
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:
@@ -357,7 +359,7 @@ def _plan(tasks: Sequence[TaskShards]) -> Layout:
 
 
 def _writable(task: TaskShards) -> dict[str, Array]:
-    """The shards as they are written. Raises WireError naming the one that cannot be."""
+    """Return the shards in the form to write. Raises WireError that names a shard that cannot be written."""
     return {
         key: array
         if isinstance(array, np.ndarray)
@@ -371,7 +373,7 @@ def _writable(task: TaskShards) -> dict[str, Array]:
 
 def _as_wire(array: Array, where: str) -> Array:
     if not hasattr(array, "dtype"):
-        raise WireError(f"{where} is a {type(array).__name__}: shards are arrays; leave out what there is none of")
+        raise WireError(f"{where} is a {type(array).__name__}: shards are arrays; omit keys without a value")
     try:
         return as_wire(array)
     except WireError as error:
@@ -379,7 +381,7 @@ def _as_wire(array: Array, where: str) -> Array:
 
 
 def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> None:
-    """The put was cancelled: let go of its file, so that the store takes the room back."""
+    """Close the file of a cancelled put, so that the store reclaims its room."""
     if not work.cancelled() and work.exception() is None:
         written = work.result()
         if written is not None:
@@ -393,7 +395,7 @@ def _receipts(tasks: Sequence[TaskShards], layout: Layout, checksums: list[int],
     ]
 
 
-def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
+def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
     part_of = {key: number for number, part in enumerate(meta.parts) for key in part.keys}
     unknown = [key for key in keys if key not in part_of]
     if unknown:
@@ -416,14 +418,14 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_Wants]:
             wanted.setdefault((number, mine), []).extend(ats)
     tasks = [PutTask(handle.task_id, handle.fence) for handle in meta.tasks]
     return [
-        _Wants(meta.stores[number], mine, page, [tasks[at] for at in page])
+        _ReadRequest(meta.stores[number], mine, page, [tasks[at] for at in page])
         for (number, mine), ats in wanted.items()
         for page in (ats[first : first + LOCATE_TASKS] for first in range(0, len(ats), LOCATE_TASKS))
     ]
 
 
 def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
-    """Store -> the keys to read from it; no keys: None for each store."""
+    """Return store -> the keys to read from it. Without keys, the value is None for each store."""
     if not keys:
         return dict.fromkeys(stores)
     by_store: dict[int, list[str]] = {}

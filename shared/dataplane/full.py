@@ -1,8 +1,6 @@
-"""What the kernel says when a mount or a directory takes no more bytes: producers and stores answer it with BUSY, never
-with their end.
-"""
+"""Errors of a full mount or directory. Producers and stores answer them with BUSY and keep running."""
 
 import errno
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""A full mount; a directory whose quota is used up."""
+"""Errors of a full mount and of an exhausted quota."""

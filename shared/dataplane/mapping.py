@@ -1,8 +1,8 @@
-"""Maps sealed block files copy-on-write and makes arrays of their shards. It must never give out a collected file.
+"""Maps sealed block files copy-on-write and makes arrays of their shards. Collected files are not mapped.
 
-Each fetch maps for itself: a reader that writes to its arrays changes nobody else's, in its own process either. The
-lock taken here belongs to the open file description, which the mapping keeps: the kernel releases it when the last
-array over the mapping goes or the process dies, and only then the store gives the bytes free.
+Each fetch makes its own mapping, so a reader that writes to its arrays changes no others, even in its own process. The
+lock taken here belongs to the open file description, which the mapping keeps open. The kernel releases it when the last
+array over the mapping is deleted or the process dies. Only then does the store free the bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from shared.descriptors import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
-"""What a table takes beside its rows (60 bytes each), in rows: files of one row each would cost 20 times as much."""
+"""Fixed size of a table, in rows of 60 bytes. Without it, files of one row would be underestimated 20-fold."""
 CACHED_FILES = 4096
-"""A batch of 130,000 tasks in groups of 64 is 2048 files; the kernel's tables take 1/512 of the bytes mapped."""
+"""Maximum number of cached mappings. A batch of 130,000 tasks in groups of 64 is 2048 files. The kernel's page tables
+take 1/512 of the mapped bytes."""
 DESCRIPTOR_SHARE = 4
-"""A store's mappings: at most the limit on descriptors by this."""
+"""Maximum number of mappings of a store: the descriptor limit divided by this."""
 AGAIN_S = 0.05
-"""Between two looks for a file that has left the name under which it was found."""
+"""Seconds before a file is located again that has left the name under which it was found."""
 TOUCH_BYTES = 64 << 10
-"""The kernel maps so many bytes around a page that is read for the first time."""
+"""Bytes that the kernel maps around a page that is read for the first time."""
 
 
 def lock_named(path: str, flags: int) -> int | None:
-    """A descriptor of `path` under a shared lock, or None when the name no longer leads to that file."""
+    """Return a descriptor of `path` with a shared lock, or None if the name no longer leads to that file."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -60,7 +61,7 @@ def lock_named(path: str, flags: int) -> int | None:
 
 
 class TableCache:
-    """Parsed headers by path, newest kept, about 16 MB at most. Files never change, names are never reused."""
+    """Parsed headers of the latest files by path, about 16 MB at most. Files do not change; names are not reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,7 +69,7 @@ class TableCache:
         self._rows = 0
 
     def get(self, path: str, data: mmap.mmap | Array) -> Table:
-        """The table of the file at `path`, mapped as `data`. Raises WireError."""
+        """Return the table of the file at `path`, mapped as `data`. Raises WireError."""
         with self._lock:
             table = self._tables.get(path)
             if table is not None:
@@ -89,11 +90,11 @@ class TableCache:
 
 
 class MappingCache:
-    """Read-only mappings of the files that were read last, because half of what it costs to send a file is mapping it.
+    """Read-only mappings of the files read last. Mapping a file is half of the cost of sending it.
 
-    At most `CACHED_FILES`, and with those that streams still send `most_files`, which leaves descriptors for all else.
-    A mapping pins its file: that is not deleted while this or a view of it lives. Whoever retires a file must `drop` it
-    here. Any thread.
+    It holds at most `CACHED_FILES`, and with those that streams still send at most `most_files`, which leaves
+    descriptors for other uses. A mapping pins its file, which is not deleted while the mapping or a view of it lives.
+    Code that retires a file must `drop` it here. Usable from any thread.
     """
 
     def __init__(self) -> None:
@@ -103,8 +104,9 @@ class MappingCache:
         self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def get(self, path: str) -> mmap.mmap:
-        """The file, read-only. Raises FileNotFoundError when it was collected, OSError (EMFILE) when streams have too
-        many mapped.
+        """Return a read-only mapping of the file.
+
+        Raises FileNotFoundError if it was collected, and OSError (EMFILE) if streams have too many files mapped.
         """
         with self._lock:
             mapping = self._mapped.get(path)
@@ -121,32 +123,32 @@ class MappingCache:
             self._mapped[path] = mapping
             self._alive.add(mapping)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
-        del oldest  # outside of the lock, too
-        if not os.path.exists(path):  # retired meanwhile, perhaps before it stood here
+        del oldest  # outside of the lock, as in `drop`
+        if not os.path.exists(path):  # retired meanwhile, perhaps before it was cached
             self.drop(path)
             raise FileNotFoundError(path)
         return mapping
 
     def clear(self) -> None:
-        """Keep none; streams that send them go on."""
+        """Drop all mappings. Streams that send them continue."""
         with self._lock:
             mapped, self._mapped = self._mapped, OrderedDict()
         mapped.clear()
 
     def drop(self, path: str) -> None:
-        """The file has lost that name; streams that send it go on."""
+        """Drop the mapping of a file that has lost its name. Streams that send it continue."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
-        del mapping  # outside of the lock: unmapping takes its time
+        del mapping  # outside of the lock, because unmapping takes time
 
 
 class BlockMapping:
-    """One mapping of one file; lives as long as this object or any array made by it."""
+    """One mapping of one file. It lives as long as this object or any array made by it."""
 
     def __init__(self, path: str, cache: TableCache, kept: ReadMappingPool | None = None) -> None:
-        """`kept`: look there first for a mapping of a file that came back under this name.
+        """`kept` is searched first for an earlier mapping of the same inode.
 
-        Raises FileNotFoundError when the file was collected, WireError when it is no block file.
+        Raises FileNotFoundError if the file was collected, and WireError if it is not a block file.
         """
         self._data: mmap.mmap | Array
         self._touched = False
@@ -168,11 +170,11 @@ class BlockMapping:
         return self._table
 
     def arrays(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
-        """The shards that are here of tasks (by index in `table`), all or those in `keys`; writable, private views."""
+        """Return this file's shards of `tasks` (indices in `table`), all or only `keys`, as private writable views."""
         return views(self._table, self._data, tasks, keys)
 
     def touch(self, helper: Executor) -> None:
-        """Take the page faults here and on `helper`'s thread, instead of where the arrays are read first."""
+        """Take the page faults now, on this and `helper`'s thread, instead of where the arrays are first read."""
         if self._touched:
             return
         pages = np.frombuffer(self._data, np.uint8)[::TOUCH_BYTES]
@@ -189,9 +191,9 @@ def views(
     keys: Sequence[str] | None,
     moves: Array | None = None,
 ) -> list[dict[str, Array]]:
-    """Shards in a mapped file, one dict a task (by its index), all of them or those in `keys`, without a copy.
+    """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`.
 
-    `moves`: by how many bytes each task stands further to the front than in the file.
+    `moves` holds the number of bytes by which each task is nearer to the front than in the file.
     """
     picked = selection.select(table, tasks, keys, moves)
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
@@ -213,7 +215,7 @@ def views(
 
 
 def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], each: int) -> list[dict[str, Array]]:
-    """`views` where all tasks have the same keys and types: a third of the time."""
+    """Do the work of `views` in a third of the time, for tasks with equal keys and types."""
     columns: list[list[Array]] = []
     for at, code in enumerate(picked.codes[:each].tolist()):
         whole = flat[code]
@@ -227,16 +229,16 @@ def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array]
 
 
 def merged(first: dict[str, Array], second: dict[str, Array], order: Sequence[str]) -> dict[str, Array]:
-    """Arrays of one task from two places; of a key that was put twice (the same bytes) the first will do.
+    """Return the arrays of one task from two places, in `order` if it is not empty.
 
-    In `order`, if there is one.
+    If a key was put twice, which gives the same bytes, the array of `first` is used.
     """
     both = second | first
     return {key: both[key] for key in order if key in both} if order else both
 
 
 def _flat(data: mmap.mmap | Array, code: int) -> Array:
-    """All of a mapping as elements of one type; slices of it keep it alive, and nothing copies."""
+    """Return a whole mapping as elements of one type, without a copy. Slices keep the mapping alive."""
     dtype = dtypes.by_code(code).numpy
     whole: Array = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
     return whole

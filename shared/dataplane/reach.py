@@ -1,7 +1,7 @@
-"""Does a process share memory with a store? Found out, never configured: it must not believe a name or a path.
+"""Detects whether a process shares memory with a store. This is not configured, and host names and paths do not count.
 
-The store writes a random token to a file beside its shards. Who reads that token there sees the same file system; the
-boot id keeps apart hosts that share a network file system, where mappings and locks do not do what they do here.
+The store writes a random token to a file next to its shards. A process that reads the same token sees the same file
+system. The boot id separates hosts that share a network file system, where mappings and locks behave differently.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Reach(Enum):
-    """How a reader gets at shards."""
+    """How a reader accesses shards."""
 
     AUTO = "auto"  # map where memory is shared, stream elsewhere
-    STREAM = "stream"  # always as from another host
+    STREAM = "stream"  # always stream, as from another host
 
 
 def write_place(path: str) -> StorePlace:
-    """Make the token file of a store, or take the one that is there; only the owner can read it."""
+    """Create the token file of a store, or reuse an existing one. Only its owner can read it."""
     boot_id = _boot_id()
     token = f"{boot_id} {secrets.token_hex(16)}"
     try:
@@ -41,7 +41,7 @@ def write_place(path: str) -> StorePlace:
 
 
 def shares_memory(place: StorePlace) -> bool:
-    """Can this process map the files of the store that announced `place`? Raises OSError: no descriptor to find out."""
+    """Whether this process can map the files of the store at `place`. Raises OSError if no descriptor is left."""
     if not place.token.startswith(_boot_id()):
         return False
     try:

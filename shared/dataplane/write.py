@@ -1,7 +1,9 @@
-"""Writes a block file in one pass: each chunk is hashed while it comes into the cache, then written from there.
+"""Writes a block file in one pass: each chunk is hashed, which brings it into the cache, and then written from there.
 
-Plain writes, not a mapping: a full shared-memory mount is an error here, where a store through a mapping would be a
-SIGBUS. Only a file whose pages are all there may be given mapped. It must never run on an event loop's thread.
+Files are written with plain writes: on a full shared-memory mount they return an error, while a store through a mapping
+raises SIGBUS. Only a file whose pages are all allocated may be passed as a mapping.
+
+The functions block, and must not run on an event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from proto.tensors import Array, Buffer
 
 CHUNK_BYTES = 512 << 10
 COPY_BYTES = 4 << 20
-"""Chunks into a mapping: no system call each, and a copy of so many bytes need not read its target first (where the
-launcher's GLIBC_TUNABLES hold): 1 GiB in 0.09 s instead of 0.15 s."""
+"""Bytes per chunk copied into a mapping. A copy needs no system call, and at this size does not read its target first
+(with the launcher's GLIBC_TUNABLES): 1 GiB takes 0.09 s instead of 0.15 s."""
 SMALL_BYTES = 128 << 10
-"""Up to here the other threads may wait for a copy: letting go of the interpreter costs as much."""
-MAX_PIECES = 1024  # IOV_MAX, padding included
+"""Maximum bytes copied without releasing the interpreter lock. Releasing it would cost as much as the copy."""
+MAX_PIECES = 1024  # IOV_MAX, including padding
 HALVE_BYTES = 8 << 20
 _PADDINGS = [bytes(count) for count in range(64)]
-_NONE = b""
+_NO_BYTES = b""
 _digest = xxhash.xxh3_64_intdigest
 
 
 def write_block(descriptor: int, layout: Layout, helper: Executor | None = None) -> list[int]:
-    """Write the whole file to `descriptor`; returns the checksum of every row.
+    """Write the whole file to `descriptor`, and return the checksum of every row.
 
-    `helper`: a second thread that takes half of a large file. Raises OSError (ENOSPC: the mount is full).
+    `helper` is a second thread, which writes half of a large file. Raises OSError (ENOSPC if the mount is full).
     """
     checksums = _in_halves(lambda begin, end: _write_rows(descriptor, layout, begin, end), layout, helper)
     _write(descriptor, [layout.head(checksums)], 0)
@@ -40,9 +42,9 @@ def write_block(descriptor: int, layout: Layout, helper: Executor | None = None)
 
 
 def copy_block(target: Array, layout: Layout, helper: Executor | None = None) -> list[int]:
-    """The same into `target` uint8 [file_bytes], a mapping of a file whose pages are all there."""
+    """Do the same into `target`, uint8 [file_bytes], a mapping of a file whose pages are all allocated."""
     if layout.file_bytes < SMALL_BYTES * len(layout.arrays):
-        helper = None  # which would only wait for the interpreter
+        helper = None  # it would only wait for the interpreter lock
     checksums = _in_halves(lambda begin, end: _copy_rows(target, layout, begin, end), layout, helper)
     head = np.frombuffer(layout.head(checksums), np.uint8)
     target[: len(head)] = head
@@ -58,7 +60,7 @@ def _in_halves(work: Callable[[int, int], list[int]], layout: Layout, helper: Ex
     try:
         mine = work(0, middle)
     finally:
-        wait([other])  # it writes to a descriptor or a mapping that is the caller's to close
+        wait([other])  # it writes to a descriptor or mapping that the caller closes
     return mine + other.result()
 
 
@@ -86,7 +88,7 @@ def _copy_large(target: Array, array: Array, offset: int) -> int:
 
 
 def _middle(layout: Layout) -> int:
-    """The first row of the second half, by bytes."""
+    """Return the first row of the second half, by bytes."""
     return int(np.searchsorted(np.asarray(layout.offsets), layout.file_bytes // 2))
 
 
@@ -105,21 +107,21 @@ def _write_rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[i
             first += 1
             continue
         checksums.extend(map(_digest, flat[first:upto]))
-        pieces: list[Buffer] = [_NONE] * (2 * (upto - first))
+        pieces: list[Buffer] = [_NO_BYTES] * (2 * (upto - first))
         pieces[::2] = flat[first:upto]
         pieces[1::2] = [_PADDINGS[gap] for gap in gaps[first:upto]]
-        pieces.pop()  # what is behind the last row is written before the next, or nobody reads it
+        pieces.pop()  # padding after the last row is written with the next rows, or not read
         _write(descriptor, pieces, int(starts[first]))
         first = upto
     return checksums
 
 
 def _flat(array: Array) -> Buffer:
-    """Its bytes, without a copy."""
+    """Return the bytes of an array without a copy."""
     try:
         return array.data.cast("B")
-    except (ValueError, TypeError):  # empty, or of a type that buffers do not know
-        return array.reshape(-1).view(np.uint8).data if array.nbytes else _NONE
+    except (ValueError, TypeError):  # empty, or of a type that buffers do not support
+        return array.reshape(-1).view(np.uint8).data if array.nbytes else _NO_BYTES
 
 
 def _write_large(descriptor: int, data: Buffer, offset: int) -> int:
@@ -134,7 +136,7 @@ def _write_large(descriptor: int, data: Buffer, offset: int) -> int:
 def _write(descriptor: int, pieces: list[Buffer], offset: int) -> None:
     written = os.pwritev(descriptor, pieces, offset)
     total = sum(map(len, pieces))
-    if written < total:  # a signal, or the mount is nearly full: the rest shows which
+    if written < total:  # a signal, or a nearly full mount; writing the rest shows which
         rest = b"".join(bytes(piece) for piece in pieces)[written:]
         while rest:
             offset += written

@@ -1,1 +1,1 @@
-"""Rewards: from the topology's terms to one number a sample. User code runs in processes of its own, never here."""
+"""Rewards: turns the topology's terms into one number per sample. User code runs in separate processes."""

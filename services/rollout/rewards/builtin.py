@@ -1,6 +1,6 @@
-"""Reward functions by the name `builtin:<name>`. Each is an ordinary reward function: no access to the service.
+"""Reward functions that are named `builtin:<name>`. Each is an ordinary function without access to the service.
 
-Functions that need a library import it when they are called: the name of an optional extra is checked at start.
+Functions that need an optional library import it when they are called; `load` checks at start that it is installed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(sample: Sample) -> float:
-    """1.0 when the completion, stripped, is the row's `answer` as text, stripped; else 0.0. KeyError without one."""
+    """Return 1.0 if the stripped completion equals the row's `answer` as stripped text, else 0.0.
+
+    Raises KeyError if the row has no `answer`.
+    """
     return float(sample.completion.strip() == str(sample.row["answer"]).strip())
 
 
 def numeric(sample: Sample, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
-    """1.0 when the last number of the completion is within `tolerance` + `relative` * |answer| of the row's `answer`.
+    """Return 1.0 if the completion's last number is within `tolerance` + `relative` * |answer| of the row's `answer`.
 
-    0.0 for a completion without a number; ValueError for an answer that is none.
+    Returns 0.0 for a completion without a number. Raises ValueError if the answer is not a number.
     """
     answer = row_number(sample.row["answer"])
     found = _NUMBER.findall(sample.completion)
@@ -33,8 +36,10 @@ def numeric(sample: Sample, *, tolerance: float = 1e-6, relative: float = 0.0) -
 
 
 def regex(sample: Sample, *, pattern: str) -> float:
-    """1.0 when `pattern` is found in the completion; if it has a group named `answer`, the last such capture must
-    also be the row's `answer` (both stripped)."""
+    """Return 1.0 if `pattern` is found in the completion, else 0.0.
+
+    If the pattern has a group named `answer`, its last capture must also equal the row's `answer` (both stripped).
+    """
     found = list(re.finditer(pattern, sample.completion))
     if not found:
         return 0.0
@@ -44,21 +49,21 @@ def regex(sample: Sample, *, pattern: str) -> float:
 
 
 def math_verify(sample: Sample) -> float:
-    """1.0 when the last mathematical expression of the completion equals the row's `answer` (library math-verify)."""
+    """Return 1.0 if the completion's last mathematical expression equals the row's `answer` (library math-verify)."""
     from math_verify import parse, verify
 
-    # Without timeouts of its own: those use SIGALRM, and this process is ended from outside when it is late.
+    # The library's own timeouts are off: they use SIGALRM, and a late process is killed from outside anyway.
     gold = parse(_as_latex(str(sample.row["answer"])), parsing_timeout=None, raise_on_error=True)
     if not gold:
-        raise ValueError(f"answer {sample.row['answer']!r:.60} is no mathematical expression")
+        raise ValueError(f"answer {sample.row['answer']!r:.60} is not a mathematical expression")
     answer = parse(sample.completion, parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 
 
 def reasoning_gym(sample: Sample) -> float:
-    """The score that the row's own reasoning-gym data set gives to the completion, stripped, from 0.0 to 1.0.
+    """Return the score, from 0.0 to 1.0, that the row's reasoning-gym data set gives to the stripped completion.
 
-    KeyError for a row of another source.
+    Raises KeyError for a row of another source, and ValueError if the data set generates another question for it.
     """
     made = sample.row[GYM_KEY]
     entry = _entries(made["source"]).entry(made["index"])
@@ -73,7 +78,7 @@ def _entries(source: str) -> GymEntries:
 
 
 def row_number(value: Any) -> float:
-    """A number as it stands in data: `1,234.5` too. ValueError for what is none."""
+    """Return the number that `value` stands for; `1,234.5` is accepted. Raises ValueError if it is not a number."""
     return float(str(value).strip().replace(",", ""))
 
 
@@ -87,8 +92,12 @@ def _check_regex(params: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Builtin:
-    """`inline`: so short and so sure to end that a process would cost more than it guards (3 µs against 80 to 110 µs
-    a call, measured). `modules` come with the optional `extra`. `check` raises for params that can never work."""
+    """A built-in reward function.
+
+    An `inline` function is called in the service itself: it always ends, and takes 3 µs per call, where a call through
+    a process costs 80 to 110 µs (measured). `modules` are installed with the optional `extra`. `check` raises for
+    params with which no call can succeed.
+    """
 
     call: Callable[..., Any]
     inline: bool = False

@@ -1,4 +1,4 @@
-"""What service and reward process say to one another (`services.rollout.user_frames`)."""
+"""Messages between the service and a reward process, framed by `services.rollout.user_frames`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.sample import Sample
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """Service -> process, once. `memory_bytes`: what calls may take beyond what the process holds once it is ready."""
+    """Service -> process, once. `memory_bytes`: limit for calls, beyond the memory of the ready process."""
 
     functions: list[tuple[str, dict[str, Any]]]
     timeout_s: float
@@ -20,8 +20,10 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Ready(msgspec.Struct, array_like=True):
-    """Process -> service, once: what the functions are, or the one-line `error` of one that cannot be had. `pid`: who
-    writes its stack when it is asked to."""
+    """Process -> service, once: the kinds of the functions, or the one-line `error` of one that cannot be loaded.
+
+    `pid` is the process that writes its stacks on request.
+    """
 
     group: list[bool]
     is_async: list[bool]
@@ -31,14 +33,14 @@ class Ready(msgspec.Struct, array_like=True):
 
 
 class Work(msgspec.Struct, array_like=True):
-    """Service -> process: calls of one function, each with the samples of a group or with one sample."""
+    """Service -> process: calls of one function. Each call has one sample, or the samples of a group."""
 
     function: int
     calls: list[list[Sample]]
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Process -> service: the scores of call `number` of the Work. `last`: the process ends itself after it."""
+    """Process -> service: the scores of call `number` of the Work. After the `last` answer the process exits."""
 
     number: int
     scores: list[Score]

@@ -1,5 +1,7 @@
-"""Whether an error of a reward function means that the judge behind it does not answer, and when to ask that again.
-Pure: no clock, no timer. Must never import a user's HTTP library: its errors are known by their names and attributes.
+"""Decides whether an error of a reward function means that its judge is unavailable, and when to try the judge again.
+
+The module is pure: it has no clock and no timer. It imports no HTTP library, and recognises the libraries' errors by
+their names and attributes.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from services.rollout.user_trace import chain
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Times that a judge may refuse one call while it answers others; then that sample is lost, and no judge is out."""
+"""Maximum number of refusals of one call by a judge that answers others. Then the sample fails; there is no outage."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
-"""Endings of class names, wherever the class is from."""
+"""Suffixes of class names that count in any package."""
 _CLIENTS = frozenset(
     {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
-"""Endings of class names of these packages only: a program that is run may well time out too."""
+"""Suffixes of class names that count only in `_CLIENTS`: a program that the function runs may time out, too."""
 
 
 class Retry(Protocol):
-    """Section `reward.retry` of the topology, in seconds."""
+    """Section `reward.retry` of the topology. All values are in seconds."""
 
     @property
     def limit_s(self) -> float: ...
@@ -38,11 +40,11 @@ class Retry(Protocol):
 
 
 def unavailable(error: BaseException) -> float | None:
-    """None when `error` is the function's own; else the judge does not answer: seconds that it asks to be left alone.
+    """Return None if `error` is the function's own, else the seconds for which the judge asks not to be called.
 
-    A judge does not answer when its connection is refused or reset, its name does not resolve, the HTTP client's own
-    timeout ends, or the status is 429 with Retry-After, or 500 and above. A timeout that the function sets itself
-    (asyncio.timeout) says nothing of a judge.
+    A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
+    timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself
+    (asyncio.timeout) is no sign of an unavailable judge.
     """
     for each in chain(error):
         status = _status(each)
@@ -50,7 +52,7 @@ def unavailable(error: BaseException) -> float | None:
             after_s = _retry_after(each)
             if status >= SERVER_ERROR or (status == TOO_MANY and after_s is not None):
                 return after_s or 0.0
-            return None  # it has answered
+            return None  # the judge has answered
         if _is_away(each):
             return 0.0
     return None
@@ -58,7 +60,7 @@ def unavailable(error: BaseException) -> float | None:
 
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, ConnectionError):
-        return not isinstance(error, BrokenPipeError)  # a pipe to a program, more often than a judge
+        return not isinstance(error, BrokenPipeError)  # more often from a pipe to a program than from a judge
     if type(error) is TimeoutError:
         return _raised_in(error) in _SOCKET_MODULES
     for kind in type(error).__mro__:
@@ -69,7 +71,7 @@ def _is_away(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The module of the innermost line of Python."""
+    """Return the name of the module of the innermost Python frame."""
     found, step = "", error.__traceback__
     while step is not None:
         found, step = str(step.tb_frame.f_globals.get("__name__", "")), step.tb_next
@@ -77,8 +79,8 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _sources(error: BaseException) -> Iterator[Any]:
-    """An error of an HTTP library and the response that it may hold."""
-    with contextlib.suppress(Exception):  # an attribute may be a property of the user's
+    """Yield an error of an HTTP library and the response that it may hold."""
+    with contextlib.suppress(Exception):  # an attribute may be a property that user code defines
         yield error
         response = getattr(error, "response", None)
         if response is not None:
@@ -95,26 +97,26 @@ def _status(error: BaseException) -> int | None:
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """Seconds; None without the header, or with a date in it."""
+    """Return the header in seconds, or None if it is absent or holds a date."""
     for source in _sources(error):
         headers = getattr(source, "headers", None)
         for name in ("Retry-After", "retry-after"):
             with contextlib.suppress(Exception):
-                seconds = float(headers[name])  # type: ignore[index]  # whatever the library has
+                seconds = float(headers[name])  # type: ignore[index]  # headers of any type
                 if math.isfinite(seconds) and seconds >= 0:
                     return min(seconds, MOST_RETRY_AFTER_S)
     return None
 
 
 class Held(Protocol):
-    """A call that waits for its judge."""
+    """A call that waits for its judge to answer."""
 
     tries: int
-    """Times that the judge was asked and did not answer."""
+    """Number of times that the judge was asked and did not answer."""
     refusals: int
-    """Those of them between which it answered other calls."""
+    """Number of tries that failed although the judge had answered another call since the previous try."""
     answers: int
-    """`Judge.answers` at the last of them; -1 before the first."""
+    """`Judge.answers` at the last try; -1 before the first."""
 
 
 C = TypeVar("C", bound=Held)
@@ -122,7 +124,7 @@ C = TypeVar("C", bound=Held)
 
 @dataclass
 class Outage:
-    """Times by any steady clock, in seconds. `error`: what the judge was last refused with, one line."""
+    """An outage of a judge. Times are in seconds of a monotonic clock; `error` is the last error, in one line."""
 
     began: float
     delay_s: float
@@ -132,17 +134,20 @@ class Outage:
 
 @dataclass
 class Judge(Generic[C]):
-    """What stands behind one reward function. While there is an outage one call at a time is tried again."""
+    """The judge behind one reward function. During an outage, one call at a time is tried again."""
 
     retry: Retry
     outage: Outage | None = None
     held: list[C] = field(default_factory=list)
     answers: int = 0
-    """Calls answered so far."""
+    """Number of calls answered so far."""
 
     def refused(self, call: C, error: str, now: float, *, after_s: float, probe: bool) -> bool:
-        """The judge did not answer `call`. True: the call is held, try one again in `outage.delay_s`, if `probe` (or
-        the outage begins with it); False: it answers others, and the sample is lost."""
+        """Record that the judge did not answer `call`, and return whether the call is held until it answers again.
+
+        If so, and `call` was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If not, the
+        judge answers other calls, or retries are off, and the sample fails.
+        """
         call.tries += 1
         call.refusals += call.answers not in (-1, self.answers)
         call.answers = self.answers
@@ -160,7 +165,7 @@ class Judge(Generic[C]):
         return True
 
     def next_try(self) -> C | None:
-        """Take the call to ask again with: the one that was tried least."""
+        """Remove and return the held call with the fewest tries, or None."""
         if not self.held:
             return None
         call = min(self.held, key=lambda each: each.tries)
@@ -168,12 +173,12 @@ class Judge(Generic[C]):
         return call
 
     def answered(self) -> Sequence[C]:
-        """It has answered a call: returns those that waited, in order, and the outage is over."""
+        """Record that a call was answered, end the outage, and return the held calls in order."""
         self.answers += 1
         self.outage = None
         held, self.held = self.held, []
         return held
 
     def is_over_limit(self, now: float) -> bool:
-        """Whether it has been out for longer than it may be."""
+        """Whether the outage has lasted longer than `retry.limit_s`."""
         return self.outage is not None and now - self.outage.began > self.retry.limit_s

@@ -1,4 +1,4 @@
-"""Finds the reward functions a topology names. Must fail at the start of a run, in one line, and never later."""
+"""Finds the reward functions that a topology names. Errors are one line, and are raised at the start of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHAT = "reward function"
 
 
 class Term(Protocol):
-    """One line of the topology's `reward`: `shared.topology` has such a class."""
+    """One function of the topology's section `reward`. `shared.topology` has a class that matches."""
 
     @property
     def function(self) -> str: ...
@@ -30,7 +30,7 @@ class Term(Protocol):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function ready to call. `group`: takes all samples of a task at once; `is_async`: returns a coroutine."""
+    """A loaded function. With `group` it takes all samples of a task; with `is_async` it returns a coroutine."""
 
     name: str
     call: Callable[..., Any]
@@ -41,16 +41,16 @@ class RewardFunction:
 
 
 def is_inline(function: str) -> bool:
-    """Whether the function at this import path may run in the service itself: some builtins, never a user's."""
+    """Whether the function at this import path may run in the service itself, as some builtins may."""
     name = builtin_name(function, BUILTINS, WHAT)
     return name is not None and BUILTINS[name].inline
 
 
 def load_reward(function: str, params: dict[str, Any]) -> RewardFunction:
-    """The function at the import path `function`.
+    """Return the function at the import path `function`.
 
-    One whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) for what cannot
-    be imported, is no function, or does not take its `params`.
+    A function whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) if the
+    path cannot be imported, is not a function, or does not accept `params`.
     """
     call = _find(function, params)
     try:
@@ -78,7 +78,7 @@ def _find(path: str, params: dict[str, Any]) -> Callable[..., Any]:
     builtin = BUILTINS[name]
     require(builtin.modules, builtin.extra, path, WHAT)
     for module in builtin.modules:
-        importlib.import_module(module)  # now, not in the first call's time
+        importlib.import_module(module)  # now, so that the first call's timeout does not include it
     if builtin.check is not None:
         try:
             builtin.check(params)

@@ -1,9 +1,10 @@
-"""Scores samples in a pool of processes that can be killed. A function that hangs, crashes, raises or eats memory costs
-its own sample and never the block, the loop or the service.
+"""Scores samples in a pool of processes that can be killed.
 
-A process works through the calls it was given one by one (coroutine functions: at once) and answers each; when it is
-late or dies, the call it was at is the culprit: that sample fails, the others go to the process that replaces it. Calls
-whose judge does not answer are not failures: they wait and are tried again (`rewards.judge`).
+A function that hangs, crashes, raises or exhausts memory costs its own sample, not the block, the loop or the service.
+
+A process works through its calls one by one (coroutine functions: concurrently) and answers each. When it is late or
+dies, the current call is to blame: that sample fails, and the other calls go to the process that replaces it. Calls
+whose judge is unavailable are not failures; they wait and are tried again (`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from services.rollout.user_trace import Home, StackFile, hangs_at
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
-GRACE_S = 0.5  # a call on a busy machine is not hung yet
+GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy
 WATCH_S = 0.25
 MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
 LATE_CALLS = 4
-"""Coroutines that may be late in one process: each may have left a thread behind, of the five or more that a loop has
+"""Maximum number of late coroutines in one process. Each may have left a thread behind, and a loop has as few as five
 for `asyncio.to_thread`."""
 _READY = msgspec.msgpack.Decoder(Ready)
 _ANSWER = msgspec.msgpack.Decoder(Answer)
@@ -42,9 +43,11 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 @dataclass(eq=False)
 class _Call:
-    """One call of function `function` over the samples at `places` of the block. `alone`: with no other call at the
-    same time; `fresh`: so, and in a process that has made no other before; `probe`: so, to see whether its judge
-    answers again. The others: see `judge.Held`."""
+    """One call of function `function` over the samples at `places` of the block.
+
+    An `alone` call runs with no other call at the same time. A `fresh` call also gets a process that has made no call
+    before. A `probe` runs alone to find out whether its judge answers again. See `judge.Held` for the other fields.
+    """
 
     function: int
     samples: list[Sample]
@@ -64,7 +67,7 @@ class _Call:
 
 
 class RewardPool:
-    """Belongs to the service's loop. `start` before the first block, `close` at the end."""
+    """A pool of reward processes on the service's loop. Call `start` before the first block and `close` at the end."""
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class RewardPool:
         retry: Retry,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
-        """`retry`: how a judge that does not answer is waited for; `emit(topic, values)`: where telemetry goes."""
+        """`retry` limits the wait for a judge that does not answer. `emit(topic, values)` sends telemetry."""
         self._terms = list(terms)
         self._setup = Setup([(term.function, term.params) for term in terms], timeout_s, memory_bytes)
         self._processes = processes
@@ -88,30 +91,30 @@ class RewardPool:
         self._judges: list[Judge[_Call]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
-        """Set while every judge answers."""
+        """Set while no judge is unavailable."""
         self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
         self._waiting: deque[_Call] = deque()
-        self._more = asyncio.Event()
+        self._queue_changed = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
         self._fresh: set[UserProcess] = set()
         self._late: Counter[UserProcess] = Counter()
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Load every function once. Raises RpcError(bad_request), one line, for one that cannot be had."""
+        """Load every function once. Raises RpcError(bad_request), in one line, if a function cannot be loaded."""
         inline = {at: term for at, term in enumerate(self._terms) if is_inline(term.function)}
         self._inline = {at: load_reward(term.function, term.params) for at, term in inline.items()}
         self._group = self._is_async = [False] * len(self._terms)
         if len(inline) < len(self._terms):
-            first = await self._spawn()  # a user's module is never imported in this process
+            first = await self._spawn()  # user modules are not imported in this process
             self._workers = [
                 asyncio.create_task(self._work(first if number == 0 else None)) for number in range(self._processes)
             ]
 
     async def watch(self) -> None:
-        """Wait for the end of a process that cannot be replaced: raises its RpcError. Without processes, for ever."""
+        """Wait until a process cannot be replaced, and raise its RpcError. Without processes, wait forever."""
         await asyncio.gather(*self._workers, asyncio.Event().wait())
 
     async def close(self) -> None:
@@ -124,11 +127,10 @@ class RewardPool:
         self._workers.clear()
 
     async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
-        """Scores of every sample, in the shape of `groups` (one group a task): the weighted sum over the functions.
+        """Return each sample's score, in the shape of `groups` (one group per task): a weighted sum over functions.
 
-        `advance` is called every WATCH_S until then: a call, the start and the end of a process are each held to a
-        time of their own, so that to wait for them, or for one's turn, is not to hang.
-        Raises RpcError(bad_request) when processes cannot be started any more.
+        `advance` is called every WATCH_S meanwhile. Waiting is not hanging: calls, and the start and end of a process,
+        each have a time limit of their own. Raises RpcError(bad_request) if processes can no longer be started.
         """
         flat = [sample for group in groups for sample in group]
         sums = [Score(0.0) for _ in flat]
@@ -144,7 +146,7 @@ class RewardPool:
             await self._finished(calls, advance)
         finally:
             for call in calls:
-                call.done.set()  # given up: whoever meets it in the queue leaves it
+                call.done.set()  # abandoned: workers skip it in the queue
         for call in calls:
             add_all(sums, call.places, call.scores, self._terms[call.function].weight)
         self._counts["calls"] += len(calls)
@@ -157,7 +159,7 @@ class RewardPool:
         for call in calls:
             judge = self._judges[call.function]
             (self._waiting if judge.outage is None else judge.held).append(call)
-        self._more.set()
+        self._queue_changed.set()
         everything = asyncio.create_task(_all_done(calls))
         try:
             while not everything.done():
@@ -197,12 +199,12 @@ class RewardPool:
             values["last_failure"] = failures[-1].failure
         self._emit("reward", values)
 
-    # ---- one task a process
+    # ---- one worker task per process
 
     async def _work(self, process: UserProcess | None) -> None:
         try:
             while True:
-                # Before there is work for it: the others take what comes while this one starts.
+                # Started before there is work for it: the other workers take calls meanwhile.
                 process = process or await self._spawn_again()
                 calls = await self._take()
                 if calls[0].fresh and process not in self._fresh:
@@ -223,26 +225,26 @@ class RewardPool:
                     self._probe(given_up.function)
             if self._waiting:
                 break
-            self._more.clear()
-            await self._more.wait()
+            self._queue_changed.clear()
+            await self._queue_changed.wait()
         first = self._waiting.popleft()
         calls = [first]
-        # A fair share: a long queue must not lie with one process while another is idle.
+        # A fair share, so that one process does not hold a long queue while another is idle.
         most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
         most = 1 if first.alone or first.fresh or first.probe else min(most, 1 + len(self._waiting) // self._processes)
-        while len(calls) < most and self._waiting and _same(first, self._waiting[0]):
+        while len(calls) < most and self._waiting and _may_join(first, self._waiting[0]):
             calls.append(self._waiting.popleft())
         return calls
 
     async def _run(self, process: UserProcess, calls: list[_Call]) -> bool:
-        """Have `calls` done; False when the process was ended."""
+        """Have `process` do `calls`. Return False if the process was ended."""
         function = calls[0].function
         name, timeout_s = self._terms[function].function, self._setup.timeout_s
         calls, later, message = _encoded(name, calls)
         self._waiting.extendleft(reversed(later))
-        self._more.set()
+        self._queue_changed.set()
         pending = dict(enumerate(calls))
-        # Memory that a call did not get, another one may hold: of those at once, or of those before it.
+        # If a call runs out of memory, a concurrent or an earlier call may be holding it.
         shared = len(calls) > 1 or process not in self._fresh
         self._fresh.discard(process)
         limit_s = timeout_s + GRACE_S * (2 if self._is_async[function] else 1)
@@ -276,7 +278,7 @@ class RewardPool:
         del self._late[process]
         left = list(pending.values())
         broken = bool(left) and not ended
-        # The socket closes a moment before the exit status is there.
+        # The socket closes a moment before the exit status is available.
         status = await process.end(GRACE_S if broken and failure == CRASHED else 0.0)
         self._counts["restarts"] += 1
         if broken:
@@ -284,20 +286,22 @@ class RewardPool:
             at = hangs_at(stack, self._homes[function])
             self._blame(left, failed(name, failure, why, at=at, trace=stack), begun=sent)
         elif self._is_async[function]:
-            _set_alone(left)
+            _repeat_alone(left)
         self._put_back(self._judges[function], left)
         return False
 
     def _blame(self, left: list[_Call], score: Score, *, begun: bool) -> None:
-        """The call that ended the process: the first not answered; of calls at once, or not begun, none until it does
-        so alone."""
+        """Fail the first unanswered call, which ended the process.
+
+        If calls ran concurrently, or none was begun, no call is blamed: each is repeated alone.
+        """
         if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
-            _set_alone(left)
+            _repeat_alone(left)
         else:
             self._answered(left[0], [score] * len(left[0].samples))
 
     def _put_back(self, judge: Judge[_Call], left: Sequence[_Call]) -> None:
-        """Calls that their process did not come to: they wait for the next one, or for their judge."""
+        """Queue calls that their process did not reach for another process, or hold them for their judge."""
         for call in reversed(left):
             if call.done.is_set() or call in judge.held:
                 continue
@@ -305,12 +309,12 @@ class RewardPool:
                 self._waiting.appendleft(call)
             else:
                 judge.held.insert(0, call)
-        self._more.set()
+        self._queue_changed.set()
 
     # ---- judges
 
     def troubles(self) -> list[Trouble]:
-        """For the heartbeat."""
+        """Return the troubles to report in the heartbeat."""
         found = self._failing.troubles()
         now = asyncio.get_running_loop().time()
         for term, judge in zip(self._terms, self._judges, strict=True):
@@ -328,12 +332,12 @@ class RewardPool:
         return found
 
     def _answered(self, call: _Call, scores: list[Score]) -> None:
-        """End `call`, or have it wait until its judge answers again."""
+        """Finish `call`, or hold it until its judge answers again."""
         judge, probe = self._judges[call.function], call.probe
         call.probe = False
         refused = next((score for score in scores if score.kind == JUDGE), None)
         if refused is None and probe and any(score.kind == TIMEOUT for score in scores):
-            refused = scores[0]  # late while the judge was out: no sign that it is back
+            refused = scores[0]  # late during the outage: no sign that the judge is back
         if refused is None:
             self._resume(call.function)
         elif self._refused(call, judge, refused, probe=probe):
@@ -342,7 +346,7 @@ class RewardPool:
         call.finish(scores)
 
     def _refused(self, call: _Call, judge: Judge[_Call], score: Score, *, probe: bool) -> bool:
-        """Whether `call` waits for its judge."""
+        """Record the refusal, and return whether `call` is held for its judge."""
         begins = judge.outage is None
         now = asyncio.get_running_loop().time()
         if not judge.refused(call, score.failure, now, after_s=score.retry_after_s, probe=probe):
@@ -358,7 +362,7 @@ class RewardPool:
         return True
 
     def _hold_back(self, function: int) -> None:
-        """Calls in the line have to wait too."""
+        """Hold the queued calls of `function`, too."""
         waiting = [call for call in self._waiting if not call.done.is_set()]
         self._judges[function].held += [call for call in waiting if call.function == function]
         self._waiting = deque(call for call in waiting if call.function != function)
@@ -370,20 +374,20 @@ class RewardPool:
             self._probing[function] = loop.call_later(outage.delay_s, self._probe, function)
 
     def _probe(self, function: int) -> None:
-        """Ask the judge again, with one of the calls that wait for it."""
+        """Ask the judge again with one of the held calls."""
         self._probing.pop(function, None)
         judge = self._judges[function]
         judge.held = [call for call in judge.held if not call.done.is_set()]
         call = judge.next_try()
-        if call is None:  # nobody waits for it: the next call will tell
+        if call is None:  # no call is held: the next one will show whether the judge answers
             self._resume(function)
             return
         call.probe = True
         self._waiting.appendleft(call)
-        self._more.set()
+        self._queue_changed.set()
 
     def _resume(self, function: int) -> None:
-        """The judge has answered."""
+        """Record that the judge has answered, and queue its held calls."""
         judge = self._judges[function]
         was_out = judge.outage is not None
         self._waiting.extend(judge.answered())
@@ -392,7 +396,7 @@ class RewardPool:
         timer = self._probing.pop(function, None)
         if timer is not None:
             timer.cancel()
-        self._more.set()
+        self._queue_changed.set()
         self._log.info("judge answers again", function=self._terms[function].function)
         if all(each.outage is None for each in self._judges):
             self.reachable.set()
@@ -427,8 +431,10 @@ async def _all_done(calls: Sequence[_Call]) -> None:
 
 
 def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], bytes]:
-    """The calls that a process can be handed, those that are too large beside them, and the Work of the first; what can
-    never be handed over fails here."""
+    """Return the calls that fit into one Work, the remaining calls, and the encoded Work.
+
+    Calls that are too large on their own fail here.
+    """
     try:
         return calls, [], frame(Work(calls[0].function, [call.samples for call in calls]), TO_PROCESS_BYTES)
     except UNFIT:
@@ -441,16 +447,16 @@ def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], b
             call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
         else:
             fit.append(call)
-    # One: together they may be past the limit.
+    # Only one call: together they may exceed the limit.
     return fit[:1], fit[1:], frame(Work(calls[0].function, [call.samples for call in fit[:1]]), TO_PROCESS_BYTES)
 
 
-def _same(first: _Call, other: _Call) -> bool:
+def _may_join(first: _Call, other: _Call) -> bool:
     taken_alone = other.alone or other.fresh or other.probe
     return other.function == first.function and not taken_alone and not other.done.is_set()
 
 
-def _set_alone(calls: list[_Call]) -> None:
+def _repeat_alone(calls: list[_Call]) -> None:
     for call in calls:
         call.alone = True
 

@@ -1,5 +1,7 @@
-"""One reward process: loads the functions, calls them one Work after the other, and is killed when it is late. Must
-never be trusted to end itself, and must never import torch: `python -m services.rollout.rewards.process SOCKET STACK`.
+"""A reward process: `python -m services.rollout.rewards.process SOCKET STACK`.
+
+It loads the functions and processes one Work after the other. The service kills it when it is late and does not rely on
+it to exit. It does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MAX_CONCURRENT_CALLS = 64
 
 
 def main(descriptor: int, stack: int) -> None:
-    """Serve the service at the other end of the socket until it goes away. `stack`: see `user_trace.write_stacks`."""
+    """Serve the service at the other end of the socket until it closes. For `stack` see `user_trace.write_stacks`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
@@ -42,7 +44,7 @@ def main(descriptor: int, stack: int) -> None:
         pid=os.getpid(),
     )
     link.sendall(frame(ready, TO_SERVICE_BYTES))
-    loop = asyncio.Runner()  # one for all calls: a client or a lock of the user's module belongs to its loop
+    loop = asyncio.Runner()  # one loop for all calls, because clients and locks of user modules belong to a loop
     while (work := read(link, Work)) is not None:
         function = functions[work.function]
         if function.is_async:
@@ -56,7 +58,7 @@ def _serve_plain(link: socket.socket, function: RewardFunction, work: Work) -> N
         try:
             answer = function.call(samples if function.group else samples[0], **function.params)
             scores = totals(function.name, answer, len(samples), group=function.group)
-        except BaseException as error:  # a user's sys.exit(), too, costs only its sample
+        except BaseException as error:  # a sys.exit() in user code, too, costs only its sample
             scores = _raised(function, samples, error)
         _send(link, function, number, scores)
 
@@ -100,7 +102,7 @@ def _raised(function: RewardFunction, samples: list[Sample], error: BaseExceptio
 
 
 def _send(link: socket.socket, function: RewardFunction, number: int, scores: list[Score]) -> None:
-    # What is left in memory after an allocation failed is not known: the next call gets a fresh process.
+    # The state of the process after a failed allocation is unknown: the next call gets a fresh process.
     last = any(score.kind == MEMORY for score in scores)
     try:
         answer = frame(Answer(number, scores, last), TO_SERVICE_BYTES)

@@ -1,4 +1,4 @@
-"""`Score`: what one sample is worth, or why it has none. Pure functions, no I/O."""
+"""`Score`: the reward of one sample, or the reason why it has none. Pure functions, no I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proto.messages import LossReason
 
 TOTAL_KEY = "reward"
 LIMIT = 3.4028234663852886e38
-"""The largest float32: what rewards travel as."""
+"""The largest float32, the type in which rewards are sent."""
 
 RAISED, ANSWER, TIMEOUT, CRASHED = LossReason.RAISED, LossReason.ANSWER, LossReason.TIMEOUT, LossReason.CRASHED
 MEMORY, JUDGE, WORKFLOW = LossReason.MEMORY, LossReason.JUDGE, LossReason.WORKFLOW
@@ -19,9 +19,12 @@ MEMORY, JUDGE, WORKFLOW = LossReason.MEMORY, LossReason.JUDGE, LossReason.WORKFL
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`value` None: the sample failed, `failure` says why and where in one line, `kind` in one word (a `LossReason`).
-    `parts`: what a dict reward named. `trace`: the traceback of the user's code, when there is one. `retry_after_s`:
-    how long the judge wants to be left alone (kind JUDGE)."""
+    """The score of one sample.
+
+    If `value` is None the sample failed: `failure` gives the reason and place in one line, `kind` is a `LossReason`.
+    `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is one.
+    `retry_after_s` is how long the judge asks not to be called (kind JUDGE).
+    """
 
     value: float | None
     failure: str = ""
@@ -32,16 +35,16 @@ class Score:
 
 
 def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
-    """The score of a sample that `function` could not score. `at`: the line of the user's code, as `file.py:12`."""
+    """Return the score of a sample that `function` could not score. `at` is a line of user code, as in `file.py:12`."""
     text = f"{function}: {why}"[:300] + (f" (at {at})" if at else "")
     return Score(None, text.replace("\n", " "), kind=kind, trace=trace, retry_after_s=retry_after_s)
 
 
 def total(answer: Any) -> Score:
-    """The score of one sample from what a function returned.
+    """Return the score of one sample from the return value of a function.
 
-    A number counts as it is; of a dict its key `reward` if there is one, else the sum of its values. Fails for NaN,
-    infinity, what float32 does not hold, and everything else.
+    A number is the score itself. For a dict, it is the value of key `reward` if there is one, else the sum of all
+    values. NaN, infinity, numbers beyond float32 and other types give a failed score.
     """
     try:
         if isinstance(answer, dict):
@@ -57,7 +60,7 @@ def total(answer: Any) -> Score:
 
 
 def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Score]:
-    """Scores of the `samples` of one call of `function`; a group's answer is a list of as many rewards."""
+    """Return the scores of the `samples` of one call of `function`. A group's answer is a list with one reward each."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
         why = f"answered {answer!r:.60} for {samples} samples, must be a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples
@@ -66,7 +69,7 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
 
 
 def add(left: Score, right: Score, weight: float) -> Score:
-    """`left + weight * right`; a sample that fails in one function fails, and so does one whose sum is too large."""
+    """Return `left + weight * right`. A failed score stays failed, and a sum beyond float32 fails."""
     if left.value is None:
         return left
     if right.value is None:

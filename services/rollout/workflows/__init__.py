@@ -1,1 +1,1 @@
-"""Workflows: coroutines of users that make one sample each, with as many calls of the policy as they like."""
+"""Workflows: user coroutines that each make one sample, with any number of calls to the policy."""

@@ -1,6 +1,7 @@
-"""Collects the calls of many samples into blocks for the engine. Must never let a call wait for one that has not come
-yet longer than GATHER_S, nor for the blocks before it if the engine works on several: samples take turns at their own
-pace.
+"""Collects the calls of many samples into blocks for the engine.
+
+Samples take turns at their own pace: a call waits at most GATHER_S for further calls, and does not wait for earlier
+blocks if the engine works on several at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ QUIET_S = 0.002
 MAX_BLOCK = 256
 
 
-class _Either(threading.Event):
-    """Is set once `other` is, too."""
+class _EitherEvent(threading.Event):
+    """An event that is also set while `other` is."""
 
     def __init__(self, other: threading.Event) -> None:
         super().__init__()
@@ -38,55 +39,55 @@ class _Waiting:
 
 
 class CallBatcher:
-    """Belongs to the service's loop. One a lease: its `cancel` ends what the engine is at, and so does `give_up`."""
+    """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
-    def __init__(self, engine: Engine, cancel: threading.Event, told: Callable[[float], None]) -> None:
-        """`told(seconds)`: the engine had blocks to sample for so long, and has none."""
+    def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
+        """`on_idle(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
         self._engine = engine
-        self._gives_up = False
-        self._cancel = _Either(cancel)
-        self._told = told
+        self._given_up = False
+        self._cancel = _EitherEvent(cancel)
+        self._on_idle = on_idle
         self._waiting: deque[_Waiting] = deque()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()
         self._began = 0.0
 
     @property
     def asks(self) -> bool:
-        """Whether anything waits for the engine."""
+        """Whether any call waits for the engine."""
         return bool(self._under_way or self._waiting)
 
     def give_up(self) -> None:
-        """`run` ends as soon as the engine has let go of what it is at, which is for nobody any more."""
-        self._gives_up = True
+        """Abandon all calls. `run` ends as soon as the engine has stopped working on them."""
+        self._given_up = True
         self._cancel.set()
-        self._came.set()
+        self._arrived.set()
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
-        """One generation. Calls with equal `sampling` share a block; `prompt.name` must be unique among calls."""
+        """Return one generation. Calls with equal `sampling` share a block. `prompt.name` must be unique."""
         mine = _Waiting(prompt, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
-        self._came.set()
+        self._arrived.set()
         return await mine.answer
 
     async def run(self) -> None:
-        """Work until cancelled or given up. Raises what the engine raises: GenerationCancelled at the lease's end."""
+        """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled at the lease's end."""
         gathering = asyncio.create_task(self._gather())
         try:
-            while not self._gives_up:
+            while not self._given_up:
                 may_begin = self._engine.side_by_side or not self._under_way
                 waiting = {*self._under_way, *(() if gathering.done() else (gathering,))}
                 if not may_begin or not gathering.done():
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
                     continue
-                block = self._block()
+                block = self._take_block()
                 if block:
                     self._begin(block)
                 gathering = asyncio.create_task(self._gather())
             await asyncio.gather(*self._under_way)
         except GenerationCancelled:
-            if not self._gives_up:
+            if not self._given_up:
                 raise
         finally:
             for task in (gathering, *self._under_way):
@@ -111,22 +112,22 @@ class CallBatcher:
             self._under_way.discard(task)
             task.result()
             if not self._under_way:
-                self._told(asyncio.get_running_loop().time() - self._began)
+                self._on_idle(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
-        """Until something waits and nothing more comes for a moment."""
+        """Wait until there is a call, and no further one arrives for QUIET_S, or for GATHER_S at most."""
         if not self._waiting:
-            self._came.clear()
-            await self._came.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GATHER_S):
                 while True:
-                    self._came.clear()
+                    self._arrived.clear()
                     async with asyncio.timeout(QUIET_S):
-                        await self._came.wait()
+                        await self._arrived.wait()
 
-    def _block(self) -> list[_Waiting]:
-        """The calls that go with the oldest one."""
+    def _take_block(self) -> list[_Waiting]:
+        """Remove and return the calls with the same `sampling` as the oldest one, at most MAX_BLOCK."""
         live = [each for each in self._waiting if not each.answer.done()]
         block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]
         taken = set(map(id, block))

@@ -1,4 +1,4 @@
-"""Workflows by the name `builtin:<name>`. Each is an ordinary workflow: no access to the service."""
+"""Workflows that are named `builtin:<name>`. Each is an ordinary workflow without access to the service."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ CALCULATOR: dict[str, Any] = {
 
 
 async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
-    """Turns with a calculator: an answer that calls it, in a tool call or by ending in `=`, gets the value back and is
-    asked again; so is one that is wrong, as the calculator checks it against the prompt's own expression. At most
-    `max_turns` answers. Metric `calculator_calls`.
+    """Let the policy answer in up to `max_turns` turns with a calculator.
+
+    If an answer calls the calculator, by a tool call or by ending in `=`, its value is appended and the policy answers
+    again. The same happens if the answer differs from the value of the expression in the prompt. Emits the metric
+    `calculator_calls`.
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -44,7 +46,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     calls = 0
     for left in range(max_turns - 1, -1, -1):
         turn = await llm.chat(messages, tools=[CALCULATOR])
-        expression = _wanted(turn.text, [call.arguments for call in turn.tool_calls], asked)
+        expression = _expression_of(turn.text, [call.arguments for call in turn.tool_calls], asked)
         if expression is None or not left:
             break
         calls += 1
@@ -53,8 +55,8 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     return llm.trajectory(metrics={"calculator_calls": float(calls)})
 
 
-def _wanted(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
-    """The expression to compute, None when the answer stands."""
+def _expression_of(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
+    """Return the expression to compute, or None if the answer is final."""
     if called:
         return str(called[0].get("expression", ""))
     if text.strip().endswith("="):
@@ -75,20 +77,20 @@ def _value_text(expression: str) -> str:
 
 
 def compute(expression: str) -> int | float:
-    """The value of numbers, + - * / and parentheses; nothing else is ever run. Raises ValueError."""
+    """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > _MOST_CHARACTERS:
         raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
-    return _computed(ast.parse(expression.strip(), mode="eval").body)
+    return _value_of(ast.parse(expression.strip(), mode="eval").body)
 
 
-def _computed(node: ast.AST) -> int | float:
+def _value_of(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        value: int | float = _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+        value: int | float = _OPERATORS[type(node.op)](_value_of(node.left), _value_of(node.right))
         return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
+        return -_value_of(node.operand)
     raise ValueError("only numbers, + - * / and parentheses")
 
 

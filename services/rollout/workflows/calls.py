@@ -1,5 +1,6 @@
-"""The service's side of one sample's calls: history to tokens, tokens through the engine, tokens to text. Belongs
-to the service's loop; must never run a user's code.
+"""The service's side of one sample's calls: history to tokens, tokens through the engine, tokens to text.
+
+It belongs to the service's loop and runs no user code.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ T = TypeVar("T")
 
 
 class OnText(Protocol):
-    """Runs blocking work on the thread of rows and tokenizer."""
+    """Runs blocking work on the thread of the dataset rows and the tokenizer."""
 
     def __call__(self, work: Callable[[], Any]) -> Awaitable[Any]: ...
 
 
 class SampleCalls:
-    """Calls of the policy for one sample, one after the other or at once; every one is captured."""
+    """Calls of the policy for one sample, sequential or concurrent. All of them are captured."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class SampleCalls:
         versions: BlockVersions,
         on_text: OnText,
     ) -> None:
-        """`name`: the sample's, unique in the run; `versions`: what the engine holds while the lease is sampled."""
+        """`name` is the sample's, unique in the run. `versions` holds the engine's versions during the lease."""
         self._name = name
         self.conversation = conversation
         self._prompts = prompts
@@ -51,11 +52,11 @@ class SampleCalls:
         self._calls = 0
         self._giving_up: set[asyncio.Task[None]] = set()
         self.closed = ""
-        """Why no more calls are taken; empty while they are."""
+        """Why no more calls are accepted. Empty while they are."""
 
     @property
     def temperature(self) -> float:
-        """What every call is sampled at."""
+        """The sampling temperature of every call."""
         return self._sampling.temperature
 
     async def chat(
@@ -66,40 +67,40 @@ class SampleCalls:
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> Turn:
-        """The policy's answer. `max_new_tokens` and `stop` may shorten it, beyond what the topology says.
+        """Return the policy's answer. `max_new_tokens` and `stop` may shorten it further than the topology does.
 
         Raises ContextFull and WorkflowError.
         """
         self._check_open()
-        call = await self._begun(lambda: self.conversation.begin(messages, tools or None))
-        return await self._sampled(call, max_new_tokens, stop)
+        call = await self._begin(lambda: self.conversation.begin(messages, tools or None))
+        return await self._sample(call, max_new_tokens, stop)
 
     async def complete(self, prompt: str) -> Turn:
-        """The policy's continuation of raw text. Raises like `chat`."""
+        """Return the policy's continuation of raw text. Raises the same errors as `chat`."""
         self._check_open()
-        call = await self._begun(lambda: self.conversation.begin_text(prompt))
-        return await self._sampled(call, None, ())
+        call = await self._begin(lambda: self.conversation.begin_text(prompt))
+        return await self._sample(call, None, ())
 
     async def captured(self, take: Callable[[list[Sequence]], T]) -> T:
-        """What `take` makes of everything sampled so far, on the text thread."""
+        """Call `take` on the text thread with everything sampled so far, and return its result."""
         taken: T = await self._on_text(lambda: take(self.conversation.sequences()))
         return taken
 
-    async def _begun(self, begin: Callable[[], Call]) -> Call:
-        """What `begin` returns. A caller that goes away while the text thread is at it leaves no call behind."""
+    async def _begin(self, begin: Callable[[], Call]) -> Call:
+        """Run `begin` on the text thread. If the caller is cancelled meanwhile, the call that it opens is given up."""
         beginning: asyncio.Future[Call] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            beginning.add_done_callback(self._never_sampled)
+            beginning.add_done_callback(self._give_up_unsampled)
             raise
 
-    def _never_sampled(self, beginning: asyncio.Future[Call]) -> None:
+    def _give_up_unsampled(self, beginning: asyncio.Future[Call]) -> None:
         if not beginning.cancelled() and beginning.exception() is None:
             self._give_up(beginning.result())
 
     def _give_up(self, call: Call) -> asyncio.Task[None]:
-        """Return the call's room, whoever is cancelled meanwhile."""
+        """Release the tokens reserved for the call, even if the caller is cancelled meanwhile."""
 
         async def give_up() -> None:
             await self._on_text(lambda: self.conversation.give_up(call))
@@ -109,7 +110,7 @@ class SampleCalls:
         task.add_done_callback(self._giving_up.discard)
         return task
 
-    async def _sampled(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _sample(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         conversation = self.conversation
         self._calls += 1
         room = conversation.room(call)

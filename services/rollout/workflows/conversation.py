@@ -1,5 +1,6 @@
-"""The token side of one sample's calls: which sequence a call continues, and what is appended to it. Must never
-tokenise again what was sampled.
+"""The tokens of one sample's calls: which sequence a call continues, and what is appended to it.
+
+Sampled tokens are kept as they are; their text is not tokenised again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shared.workflow import ContextFull, Message, Sequence, WorkflowError
 
 @dataclass(eq=False)
 class _Open:
-    """A sequence with the history that its tokens stand for; `tools` are part of its first prompt."""
+    """A sequence and the history that its tokens encode. `tools` are part of its first prompt."""
 
     history: list[Message]
     tools: list[dict[str, Any]] | None
@@ -26,7 +27,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class Call:
-    """A call to be sampled: `prompt_ids` is the whole input, its last `added` tokens are not in the sequence yet."""
+    """A call to sample. `prompt_ids` is the whole input; its last `added` tokens are not in the sequence yet."""
 
     sequence: _Open
     messages: list[Message]
@@ -35,60 +36,60 @@ class Call:
 
 
 class Conversation:
-    """All sequences of one sample. Belongs to one thread at a time (the tokenizer's)."""
+    """All sequences of one sample. Used by one thread at a time, the tokenizer's."""
 
     def __init__(self, prompts: PromptBuilder, *, context_tokens: int, max_tokens: int, max_new_tokens: int) -> None:
-        """`context_tokens`: of the model; `max_tokens`: of all sequences together; `max_new_tokens`: of a call."""
+        """Limits: `context_tokens` of the model, `max_tokens` of all sequences together, `max_new_tokens` of a call."""
         self._prompts = prompts
         self._context_tokens = context_tokens
         self._max_tokens = max_tokens
         self._max_new_tokens = max_new_tokens
         self._open: list[_Open] = []
-        self._promised = 0
+        self._reserved_tokens = 0
         self.last_messages: list[Message] = []
         self.last_text = ""
         self.finish_reason = ""
         self.turns = 0
 
     def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Call:
-        """The call for a history: the longest sequence that it continues, else a new one.
+        """Return the call for a history. It continues the longest matching sequence, or opens a new one.
 
-        Raises ContextFull when it does not fit, WorkflowError when the template does not take it.
+        Raises ContextFull if it does not fit, and WorkflowError if the chat template rejects it.
         """
         if not messages:
             raise WorkflowError("a chat needs at least one message")
         try:
             for sequence in sorted(self._open, key=lambda each: -len(each.history)):
                 known = len(sequence.history)
-                if sequence.busy or sequence.tools != tools or not _begins(messages, sequence.history):
+                if sequence.busy or sequence.tools != tools or not _continues(messages, sequence.history):
                     continue
                 held = sequence.tokens.token_ids
                 room = self._context_tokens - len(held)
                 added = self._prompts.continuation(messages[known:], tools, held, room)
-                return self._fits(Call(sequence, messages, [*held, *added], len(added)))
+                return self._reserve(Call(sequence, messages, [*held, *added], len(added)))
             ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
         except PromptTooLong as error:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._fits(Call(_Open([], tools), messages, ids, len(ids)))
+        return self._reserve(Call(_Open([], tools), messages, ids, len(ids)))
 
     def begin_text(self, prompt: str) -> Call:
-        """The call for raw text, always a new sequence. Raises like `begin`."""
+        """Return the call for raw text, which always opens a new sequence. Raises the same errors as `begin`."""
         try:
             ids = self._prompts.token_ids({"prompt": prompt}, self._context_tokens)
         except PromptTooLong as error:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._fits(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
+        return self._reserve(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
 
     def room(self, call: Call) -> int:
-        """Tokens that the call may sample."""
+        """Return the number of tokens that the call may sample."""
         return min(self._max_new_tokens, self._context_tokens - len(call.prompt_ids))
 
     def end(self, call: Call, generation: Generation, versions: list[int], text: str) -> None:
-        """Take up what was sampled; `versions`: the policy version of each token."""
+        """Append the sampled tokens to the call's sequence. `versions` holds the policy version of each token."""
         sequence, tokens = call.sequence, call.sequence.tokens
         if sequence not in self._open:
             self._open.append(sequence)
@@ -104,32 +105,32 @@ class Conversation:
         self.turns += 1
 
     def give_up(self, call: Call) -> None:
-        """The call is not under way any more."""
+        """Release the call's sequence and the tokens reserved for it."""
         call.sequence.busy = False
-        self._promised -= call.added + self.room(call)
+        self._reserved_tokens -= call.added + self.room(call)
 
     def sequences(self) -> list[Sequence]:
-        """Everything sampled, in the order in which the sequences were opened."""
+        """Return all sequences in the order in which they were opened."""
         return [each.tokens for each in self._open]
 
-    def _fits(self, call: Call) -> Call:
+    def _reserve(self, call: Call) -> Call:
         room = self.room(call)
         if room < 1:
             raise ContextFull(
                 f"a prompt of {len(call.prompt_ids)} tokens leaves no room in the model's context of "
                 f"{self._context_tokens}"
             )
-        held = sum(len(each.tokens.token_ids) for each in self._open) + self._promised
+        held = sum(len(each.tokens.token_ids) for each in self._open) + self._reserved_tokens
         if held + call.added + room > self._max_tokens:
             raise ContextFull(
                 f"{held} tokens held, {call.added} added and {room} new ones are more than workflow.max_tokens "
                 f"({self._max_tokens}) of a sample"
             )
         call.sequence.busy = True
-        self._promised += call.added + room
+        self._reserved_tokens += call.added + room
         return call
 
 
-def _begins(messages: Items[Message], history: Items[Message]) -> bool:
-    """Whether `messages` goes on from `history`."""
+def _continues(messages: Items[Message], history: Items[Message]) -> bool:
+    """Whether `messages` begins with `history` and is longer."""
     return len(messages) > len(history) and all(map(same, messages, history))

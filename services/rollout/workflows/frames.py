@@ -1,5 +1,7 @@
-"""What service and workflow process say to one another (`services.rollout.user_frames`). A slot is one attempt of one
-sample in one process; its number, from 1 on, is never used again there."""
+"""Messages between the service and a workflow process, framed by `services.rollout.user_frames`.
+
+A slot is one attempt at one sample in one process. Slots are numbered from 1, and numbers are not reused.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from services.rollout.rewards.score import Score
 from shared.workflow import Message, Sequence, Turn
 
 SLOTS = 1 << 16
-"""Samples of one process, one after the other; then it is replaced."""
+"""Number of samples after which a process is replaced."""
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """Service -> process, once. `memory_bytes`: what all its samples may take together."""
+    """Service -> process, once. `memory_bytes` limits the memory of all its samples together."""
 
     function: str
     params: dict[str, Any]
@@ -24,13 +26,13 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Ready(msgspec.Struct, array_like=True):
-    """Process -> service, once; `error`, one line, for a workflow that cannot be had."""
+    """Process -> service, once. `error` is one line if the workflow cannot be loaded, else empty."""
 
     error: str = ""
 
 
 class Begin(msgspec.Struct, array_like=True, tag=0):
-    """Service -> process: make sample `sample` of the task. `base_url`: the sample's own endpoint."""
+    """Service -> process: make sample `sample` of the task. `base_url` is the endpoint of this sample alone."""
 
     slot: int
     task_id: str
@@ -40,7 +42,7 @@ class Begin(msgspec.Struct, array_like=True, tag=0):
 
 
 class Said(msgspec.Struct, array_like=True, tag=1):
-    """Service -> process: the policy's answer to a call, or why there is none (`refused`, a class of REFUSALS)."""
+    """Service -> process: the policy's answer to a call, or why there is none. `refused` names a class of REFUSALS."""
 
     slot: int
     call: int
@@ -57,13 +59,13 @@ class Captured(msgspec.Struct, array_like=True, tag=2):
 
 
 class GiveUp(msgspec.Struct, array_like=True, tag=3):
-    """Service -> process: nobody waits for the slot any more."""
+    """Service -> process: the slot has been abandoned."""
 
     slot: int
 
 
 class Ping(msgspec.Struct, array_like=True, tag=4):
-    """Service -> process: is the loop alive?"""
+    """Service -> process: a check that the loop is alive."""
 
 
 class Chat(msgspec.Struct, array_like=True, tag=0):
@@ -84,20 +86,20 @@ class Complete(msgspec.Struct, array_like=True, tag=1):
 
 
 class Leave(msgspec.Struct, array_like=True, tag=2):
-    """Process -> service: nobody waits for the answer to this call any more."""
+    """Process -> service: the answer to this call is no longer needed."""
 
     slot: int
     call: int
 
 
 class Ask(msgspec.Struct, array_like=True, tag=3):
-    """Process -> service: what was captured? The process does nothing else until it is answered."""
+    """Process -> service: a request for what was captured. The process does nothing else until it is answered."""
 
     slot: int
 
 
 class Returned(msgspec.Struct, array_like=True, tag=4):
-    """Process -> service, the end of a slot: its trajectory. `score`: the workflow's own reward."""
+    """Process -> service, ends a slot with its trajectory. `score` is the workflow's own reward, if any."""
 
     slot: int
     sequences: list[Sequence]
@@ -107,7 +109,7 @@ class Returned(msgspec.Struct, array_like=True, tag=4):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=5):
-    """Process -> service, the end of a slot: why it has no trajectory. `at`, `trace`: where in the user's code."""
+    """Process -> service, ends a slot without a trajectory. `at` and `trace` locate the error in the user's code."""
 
     slot: int
     why: str
@@ -116,13 +118,13 @@ class Failed(msgspec.Struct, array_like=True, tag=5):
 
 
 class NoMemory(msgspec.Struct, array_like=True, tag=6):
-    """Process -> service: the slot met the limit of memory, whoever has taken it; the process ends itself."""
+    """Process -> service: the slot met the memory limit, which other slots may have used up. The process exits."""
 
     slot: int
 
 
 class Pong(msgspec.Struct, array_like=True, tag=7):
-    """Process -> service: the loop has come round."""
+    """Process -> service: the answer to a Ping."""
 
 
 ToProcess = Begin | Said | Captured | GiveUp | Ping

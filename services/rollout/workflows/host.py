@@ -1,5 +1,7 @@
-"""The service's side of one workflow process: hands it samples, answers their calls, notices when it hangs or dies, and
-says who may have been the cause. Must never lose a sample to another one's doing.
+"""The service's side of one workflow process.
+
+It hands samples to the process, answers their calls, notices when the process hangs or dies, and names the samples that
+may be the cause, so that the others are not lost with them.
 """
 
 from __future__ import annotations
@@ -42,26 +44,26 @@ from shared.workflow import ContextFull, Turn, WorkflowError
 
 MODULE = "services.rollout.workflows.process"
 WATCH_S = 0.25
-GRACE_S = 1.0  # for what a workflow does when its time is over
+GRACE_S = 1.0  # for a workflow to clean up after its time is over
 STALL_S = 10.0
 _READY = msgspec.msgpack.Decoder(Ready)
 _MESSAGE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
 LEFT_TOOLS = 64
-"""Tools that were left behind, after which the process is replaced: each holds a thread."""
+"""Number of abandoned tools after which the process is replaced. Each holds a thread."""
 
 
 class Endpoint(Protocol):
-    """Where agents of their own call the policy: `services.rollout.openai_endpoint`."""
+    """Where external agents call the policy: `services.rollout.openai_endpoint`."""
 
     def open(self, calls: SampleCalls) -> str:
-        """The base URL of one sample's calls, the same for each call. From any thread."""
+        """Return the base URL of one sample's calls, the same each time. May be called from any thread."""
 
     def close(self, calls: SampleCalls) -> None: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sample to be made. `calls` makes its side of the policy, anew for each attempt."""
+    """One sample to make. `calls` returns new `SampleCalls` for each attempt."""
 
     task_id: str
     sample: int
@@ -75,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Broken:
-    """The process ended over its samples. `suspect`: this one may be why; `certain`: it is."""
+    """The process ended while it had samples. `suspect`: this one may be the cause; `certain`: it is the cause."""
 
     why: str
     suspect: bool
@@ -84,7 +86,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended, and what was sampled in it."""
+    """How an attempt ended, and the calls made in it."""
 
     ended: Returned | Failed | Broken
     calls: SampleCalls
@@ -101,7 +103,7 @@ class _Live:
 
 
 class WorkflowProcess:
-    """One process and the samples in it. Belongs to the service's loop."""
+    """One process and its samples. Belongs to the service's loop."""
 
     def __init__(self, process: UserProcess, marks: Marks, setup: Setup, endpoint: Endpoint) -> None:
         self._process = process
@@ -114,16 +116,16 @@ class WorkflowProcess:
         self._silent_rounds = 0
         self._no_memory: int | None = None
         self.broken = False
-        """Whether it ended over its samples."""
+        """Whether the process ended while it had samples."""
         self.leaving = asyncio.Event()
-        """Set once it takes no more samples."""
+        """Set once the process takes no more samples."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve())
-        """Ends with the process."""
+        """Serves the process, and ends with it."""
 
     @classmethod
     async def start(cls, setup: Setup, endpoint: Endpoint) -> WorkflowProcess:
-        """Raises RpcError(bad_request), one line, for a workflow that cannot be had."""
+        """Start a process. Raises RpcError(bad_request), in one line, if the workflow cannot be loaded."""
         descriptor = make_marks()
         try:
             marks = Marks(descriptor)
@@ -138,16 +140,16 @@ class WorkflowProcess:
 
     @property
     def load(self) -> int:
-        """Samples in it."""
+        """Number of samples in the process."""
         return len(self._live)
 
     @property
     def served(self) -> int:
-        """Samples that it was ever given."""
+        """Number of samples that the process was given so far."""
         return self._slot
 
     async def make(self, job: Job) -> Attempt:
-        """One attempt of one sample. Cancelled, the sample is given up."""
+        """Make one attempt at a sample. Cancelling this abandons the sample."""
         self._slot += 1
         slot = self._slot
         if slot == SLOTS:
@@ -168,15 +170,15 @@ class WorkflowProcess:
             self._close(slot, live)
 
     async def end(self) -> None:
-        """Kill it, whatever is in it."""
+        """Kill the process with all its samples."""
         if not self._ended.done():
             self._ended.set_result(None)
         await asyncio.wait({self.task})
 
-    # ---- what the process says
+    # ---- messages of the process
 
     async def _serve(self) -> None:
-        """Until it dies, hangs, or has nothing left to do and leaves."""
+        """Serve the process until it dies, hangs, or is leaving and has no samples left."""
         reading = asyncio.create_task(self._read())
         either: set[asyncio.Future[Any]] = {reading, self._ended}
         why, hung = "", False
@@ -192,7 +194,7 @@ class WorkflowProcess:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             suspects = self._suspects()
-            # The socket closes a moment before the exit status is there.
+            # The socket closes a moment before the exit status is available.
             status = await self._process.end(GRACE_S if gone else 0.0)
             if self._no_memory is not None:
                 why = "met the limit of memory of its process (workflow.memory)"
@@ -215,21 +217,21 @@ class WorkflowProcess:
             elif isinstance(message, NoMemory):
                 self._no_memory = message.slot
             elif (live := self._live.get(message.slot)) is not None:
-                self._take(live, message)
+                self._handle(live, message)
             elif isinstance(message, Ask):
                 self._send(Captured(message.slot, []))
             elif isinstance(message, Chat | Complete):
                 why = "the sample has ended"
                 self._send(Said(message.slot, message.call, refused=WorkflowError.__name__, why=why))
 
-    def _take(self, live: _Live, message: Chat | Complete | Leave | Ask | Returned | Failed) -> None:
+    def _handle(self, live: _Live, message: Chat | Complete | Leave | Ask | Returned | Failed) -> None:
         if isinstance(message, Chat | Complete):
             self._begin(live, message.call, self._answer(live, message))
         elif isinstance(message, Leave):
             if message.call in live.under_way:
                 live.under_way[message.call].cancel()
         elif isinstance(message, Ask):
-            self._begin(live, None, self._show(live, message.slot))
+            self._begin(live, None, self._send_captured(live, message.slot))
         elif not live.ended.done():
             live.ended.set_result(message)
 
@@ -237,11 +239,13 @@ class WorkflowProcess:
         task = live.under_way[call] = asyncio.create_task(work)
         task.add_done_callback(lambda _: live.under_way.pop(call, None))
 
-    async def _show(self, live: _Live, slot: int) -> None:
+    async def _send_captured(self, live: _Live, slot: int) -> None:
         try:
             shown = await live.calls.captured(lambda sequences: frame(Captured(slot, sequences), TO_PROCESS_BYTES))
         except asyncio.CancelledError:
-            shown = frame(Captured(slot, []), TO_PROCESS_BYTES)  # given up; the whole process waits for this answer
+            shown = frame(
+                Captured(slot, []), TO_PROCESS_BYTES
+            )  # abandoned, but the whole process waits for this answer
         self._process.write(shown)
 
     async def _answer(self, live: _Live, asked: Chat | Complete) -> None:
@@ -254,34 +258,34 @@ class WorkflowProcess:
                 turn = await live.calls.complete(asked.prompt)
         except (ContextFull, WorkflowError) as error:
             refused, why = type(error).__name__, str(error)
-        except Exception as error:  # the workflow's to bear, as a call that it made
+        except Exception as error:  # an error of the call, raised in the workflow
             refused, why = "", f"{type(error).__name__}: {error}"
         self._send(Said(asked.slot, asked.call, turn, refused, why))
 
     def _send(self, message: ToProcess) -> None:
         self._process.write(frame(message, TO_PROCESS_BYTES))
 
-    # ---- what the process does not say
+    # ---- hangs and deaths
 
     def _watch(self) -> str:
-        """Why the process must end, empty while it need not."""
+        """Return why the process must end, or an empty string."""
         if not self._silent_rounds:
             self._send(Ping())
-        # By rounds, not by the clock: if this process has slept itself, the answer may lie in the socket.
+        # Counted in rounds, not by the clock: if this process itself was suspended, the answer may be in the socket.
         silent_s = self._silent_rounds * WATCH_S
         self._silent_rounds += 1
         limit_s = min(STALL_S, self._setup.timeout_s)
         if silent_s > limit_s:
             return f"kept the loop of its process for {limit_s:g} s; await ctx.call(tool, ...) instead of calling it"
-        if silent_s <= 2 * WATCH_S:  # else the loop is held, and whoever is late cannot help it
+        if silent_s <= 2 * WATCH_S:  # otherwise the loop is blocked, and late samples are not to blame
             now = asyncio.get_running_loop().time()
             for slot, live in self._live.items():
                 if now > live.deadline and not live.ended.done():
-                    self._late(slot, live)
+                    self._fail_late(slot, live)
         return ""
 
-    def _late(self, slot: int, live: _Live) -> None:
-        """Its coroutine has not heard that its time is over, unless its answer lies in the socket."""
+    def _fail_late(self, slot: int, live: _Live) -> None:
+        """Fail a sample that ignored its timeout. On the first call, its answer may still be in the socket."""
         if not live.late:
             live.late = True
             return
@@ -290,12 +294,12 @@ class WorkflowProcess:
         live.ended.set_result(Failed(slot, why))
 
     def _suspects(self) -> set[int]:
-        """Of the samples in the process, who may have ended it: whose code or tools run; else everyone."""
+        """Return the slots that may have ended the process: those whose code or tools run, or all if none do."""
         if self._no_memory is not None:
             return {self._no_memory}
         found = {slot for slot in self._live if self._marks.tools(slot)}
         current = self._marks.current()
-        if current is not None:  # maybe what an ended sample left behind
+        if current is not None:  # possibly code that an ended sample left behind
             found.add(current)
         return found or set(self._live)
 

@@ -1,5 +1,6 @@
-"""The workflow process's end of its socket: messages to the loop as they come, messages to the service from any
-thread. Must never outlive the service.
+"""The workflow process's end of its socket. It passes messages to the loop and sends messages from any thread.
+
+The process exits when the service is gone.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ READ_BYTES = 1 << 18
 
 
 class Link:
-    """Belongs to the loop it was made on."""
+    """A connection to the service. Belongs to the event loop on which it was made."""
 
     def __init__(self, socket_: socket.socket, take: Callable[[ToProcess], None]) -> None:
-        """`take` is called on the loop with every message that is no answer to `captured`."""
+        """`take` is called on the loop with every message that is not an answer to `captured`."""
         self._socket = socket_
-        self._take = take
+        self._on_message = take
         self._loop = asyncio.get_running_loop()
         self._decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
         self._buffer = bytearray()
@@ -36,19 +37,19 @@ class Link:
         self._loop.add_reader(socket_.fileno(), self._readable)
 
     def send(self, message: ToService) -> None:
-        """From any thread. Raises what `frame` raises."""
+        """Send a message, from any thread. Raises what `frame` raises."""
         data = frame(message, TO_SERVICE_BYTES)
         with self._writing:
             self._socket.sendall(data)
 
     def captured(self, slot: int) -> list[Sequence]:
-        """Everything sampled for `slot`. From any thread; other messages wait meanwhile."""
+        """Return everything sampled for `slot`. May be called from any thread; other messages wait meanwhile."""
         with self._reading:
             self.send(Ask(slot))
             while True:
                 self._receive(0)
                 answer: Captured | None = None
-                for message in self._whole():
+                for message in self._complete_messages():
                     if isinstance(message, Captured):
                         answer = message
                     else:
@@ -63,21 +64,21 @@ class Link:
                 self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:  # `captured` was faster
                 return
-            self._inbox.extend(self._whole())
+            self._inbox.extend(self._complete_messages())
         self._drain()
 
     def _drain(self) -> None:
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._on_message(self._inbox.popleft())
 
     def _receive(self, flags: int) -> None:
         data = self._socket.recv(READ_BYTES, flags)
         if not data:
-            os._exit(0)  # the service is gone; no user's code has a say in it
+            os._exit(0)  # the service is gone; exits without running user code
         self._buffer += data
 
-    def _whole(self) -> list[ToProcess]:
-        """The messages that are there as a whole."""
+    def _complete_messages(self) -> list[ToProcess]:
+        """Remove and return the complete messages in the buffer."""
         found: list[ToProcess] = []
         at = 0
         while len(self._buffer) - at >= LENGTH.size:

@@ -1,4 +1,4 @@
-"""Finds the workflow a topology names. Must fail at the start of a run, in one line, and never later."""
+"""Finds the workflow that a topology names. Errors are one line, and are raised at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Workflow = Callable[[dict[str, Any], LLM, Context], Awaitable[Trajectory]]
 
 
 def load_workflow(function: str, params: dict[str, Any]) -> Workflow:
-    """The coroutine function at the import path `function`, with `params` filled in.
+    """Return the coroutine function at the import path `function`, with `params` bound.
 
-    Raises RpcError(bad_request) for what cannot be imported, is no coroutine function, or does not take `params`.
+    Raises RpcError(bad_request) if it cannot be imported, is not a coroutine function, or does not accept `params`.
     """
     name = builtin_name(function, BUILTINS, WHAT)
     call = find_function(function, WHAT) if name is None else BUILTINS[name]

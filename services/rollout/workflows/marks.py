@@ -1,5 +1,7 @@
-"""Memory that a workflow process and the service share: whose code runs at this moment. It outlives the process, so a
-death can be told from its bystanders. Must never be written by more than one process.
+"""Memory shared between a workflow process and the service, which shows whose code is running.
+
+It outlives the process, so that the service can tell the sample that ended the process from the others. Only the
+workflow process writes it.
 """
 
 from __future__ import annotations
@@ -18,39 +20,39 @@ _NOBODY = 0
 
 
 def make_marks() -> int:
-    """A descriptor of fresh marks, for both ends."""
+    """Return a descriptor of new marks, for both processes."""
     descriptor = os.memfd_create("rlbus-workflow-marks")
     os.ftruncate(descriptor, _BYTES)
     return descriptor
 
 
 class Marks:
-    """A view of the marks behind a descriptor."""
+    """A mapping of the marks behind a descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, _BYTES)
         self._lock = threading.Lock()
 
     def enter(self, slot: int) -> None:
-        """The loop runs the slot's code now."""
+        """Mark that the loop runs the slot's code."""
         _CURRENT.pack_into(self._map, 0, slot)
 
     def leave(self) -> None:
         _CURRENT.pack_into(self._map, 0, _NOBODY)
 
     def tool(self, slot: int, change: int) -> None:
-        """One tool more (1) or less (-1) runs for the slot. From any thread."""
+        """Count one more (1) or one less (-1) running tool of the slot. From any thread."""
         with self._lock:
             at = _CURRENT.size + slot * _TOOLS.size
             _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))
 
     def current(self) -> int | None:
-        """The slot whose code the loop runs."""
+        """Return the slot whose code the loop runs, or None."""
         slot: int = _CURRENT.unpack_from(self._map, 0)[0]
         return None if slot == _NOBODY else slot
 
     def tools(self, slot: int) -> int:
-        """How many tools run for the slot."""
+        """Return the number of running tools of the slot."""
         count: int = _TOOLS.unpack_from(self._map, _CURRENT.size + slot * _TOOLS.size)[0]
         return count
 

@@ -1,5 +1,6 @@
-"""What a message of a history says, however the agent that hands it back has written it. Pure functions; must never
-take two messages for one that a policy would read differently.
+"""Compares the messages of a history regardless of how an agent has rewritten them. Pure functions.
+
+Messages that a policy would read differently do not compare equal.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 
 def same(one: Message, other: Message) -> bool:
-    """Whether both say the same; what agents add (refusal: null, ...) does not matter."""
-    # As JSON: True, 1 and 1.0 are not one argument.
+    """Whether both messages mean the same. Fields that agents add (such as refusal: null) are ignored."""
+    # Compared as JSON, in which True, 1 and 1.0 differ.
     return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
 
 
 def content_text(message: Message) -> Any:
-    """The content; one that is a list of texts as one text."""
+    """Return the content. A list of texts is joined into one text."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
@@ -30,7 +31,7 @@ def content_text(message: Message) -> Any:
 
 
 def arguments(function: dict[str, Any]) -> Any:
-    """Of the `function` of a call: OpenAI's messages have them as text, templates and ours as an object."""
+    """Return a call's arguments as an object. OpenAI's messages hold them as text, templates and ours as an object."""
     found = function.get("arguments")
     if isinstance(found, str):
         with contextlib.suppress(msgspec.DecodeError):
@@ -39,7 +40,7 @@ def arguments(function: dict[str, Any]) -> Any:
 
 
 def called(calls: list[Any]) -> list[Any]:
-    """(name, arguments) of each tool call of a message, whatever else it carries."""
+    """Return [name, arguments] of each tool call of a message, without its other fields."""
     functions = [call.get("function") or {} for call in calls]
     return [[function.get("name"), arguments(function)] for function in functions]
 
@@ -50,7 +51,7 @@ def _plain(message: Message) -> dict[str, Any]:
         kept["content"] = content_text(message)
     if message.get("role") == "assistant" and "tool_calls" in kept and isinstance(kept.get("content"), str):
         written = [[call.name, call.arguments] for call in tool_calls(kept["content"])]
-        # An agent that hands back the calls beside the text that they were read from has changed nothing.
+        # An agent that returns the calls next to the text from which they were parsed has changed nothing.
         with contextlib.suppress(AttributeError, TypeError):
             if _encoded(called(kept["tool_calls"])) == _encoded(written):
                 del kept["tool_calls"]

@@ -1,5 +1,7 @@
-"""Workflow processes, and which sample is made in which of them. A sample that hangs, crashes or eats memory takes its
-process with it; must never be lost for it unless it did so alone, or was seen doing it.
+"""Workflow processes, and the assignment of samples to them.
+
+A sample that hangs, crashes or exhausts memory ends its process. A sample is lost by the end of its process only if it
+was alone in it, or is known to be the cause; otherwise it is made again.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from services.rollout.workflows.load import WHAT
 from shared.rpc.errors import RpcError
 
 MOST_BROKEN = 3
-"""Processes that may break over a sample that was no suspect, before it is made alone."""
+"""Number of broken processes after which a sample is made alone although it was not a suspect."""
 
 
 class WorkflowPool:
-    """Belongs to the service's loop. `start` before the first sample, `close` at the end."""
+    """A pool of processes on the service's loop. Call `start` before the first sample and `close` at the end."""
 
     def __init__(
         self,
@@ -36,25 +38,27 @@ class WorkflowPool:
         self._endpoint = endpoint
         self._ready: set[WorkflowProcess] = set()
         self._all: set[WorkflowProcess] = set()
-        self._came = asyncio.Event()
+        self._process_ready = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
         self._alone = asyncio.Semaphore(processes)
         self.lost = 0
-        """Processes that ended over a sample."""
+        """Number of processes that ended while they had samples."""
 
     async def start(self) -> None:
-        """Load the workflow once. Raises RpcError(bad_request), one line, for one that cannot be had."""
-        # All of them before the first sample: those of a lease are handed out at once.
+        """Start every process. Raises RpcError(bad_request), in one line, if the workflow cannot be loaded."""
+        # All processes are started before the first sample, because the samples of a lease are assigned at once.
         starting = [asyncio.create_task(self._start_one()) for _ in range(self._processes)]
         try:
-            self._keepers = [asyncio.create_task(self._keep(each)) for each in await asyncio.gather(*starting)]
+            self._keepers = [
+                asyncio.create_task(self._replace_when_ended(each)) for each in await asyncio.gather(*starting)
+            ]
         finally:
             for each in starting:
                 each.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Wait for the end of a process that cannot be replaced: raises its RpcError."""
+        """Wait until a process cannot be replaced, and raise its RpcError."""
         await asyncio.gather(*self._keepers)
 
     async def close(self) -> None:
@@ -65,7 +69,7 @@ class WorkflowPool:
         await asyncio.gather(*(process.end() for process in list(self._all)))
 
     async def make(self, job: Job) -> Attempt:
-        """The sample's trajectory, or why it has none; never Broken."""
+        """Return the sample's attempt with its trajectory, or why it has none. The result is not Broken."""
         broken = 0
         alone = False
         while True:
@@ -79,7 +83,7 @@ class WorkflowPool:
             alone = ended.suspect or broken == MOST_BROKEN
 
     async def _make_alone(self, job: Job) -> Attempt:
-        """In a process of its own: if that breaks, nobody else was there."""
+        """Make the sample in a process of its own. If that breaks, the sample is the cause."""
         async with self._alone:
             process = await self._start_again()
             try:
@@ -89,23 +93,23 @@ class WorkflowPool:
 
     async def _least_loaded(self) -> WorkflowProcess:
         while not (ready := [process for process in self._ready if not process.leaving.is_set()]):
-            self._came.clear()
-            await self._came.wait()
+            self._process_ready.clear()
+            await self._process_ready.wait()
         return min(ready, key=lambda process: process.load)
 
     # ---- the processes
 
-    async def _keep(self, process: WorkflowProcess) -> None:
-        """See that there is one, always."""
+    async def _replace_when_ended(self, process: WorkflowProcess) -> None:
+        """Replace `process` whenever it ends."""
         idle_deaths = 0
         while True:
             self._ready.add(process)
-            self._came.set()
+            self._process_ready.set()
             await process.leaving.wait()
             self._ready.discard(process)
             idle_deaths = 0 if process.served else idle_deaths + 1
             if idle_deaths == START_ATTEMPTS:
-                raise refused(WHAT, self._setup.function, "its process ends before it has a sample to make")
+                raise refused(WHAT, self._setup.function, "its process exits before it gets a sample")
             process = await self._start_again()
 
     async def _start_again(self) -> WorkflowProcess:

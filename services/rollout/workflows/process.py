@@ -1,5 +1,7 @@
-"""One workflow process: loads the workflow, runs samples as tasks of one loop, and is killed when it hangs. Must never
-be trusted to end itself, and must never import torch: `python -m services.rollout.workflows.process SOCKET MARKS`.
+"""A workflow process: `python -m services.rollout.workflows.process SOCKET MARKS`.
+
+It loads the workflow and runs samples as tasks of one loop. The service kills it when it hangs and does not rely on it
+to exit. It does not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 
 
 def main(descriptor: int, marks: int) -> None:
-    """Serve the service at the other end of the socket until it goes away."""
+    """Serve the service at the other end of the socket until it closes."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
@@ -69,7 +71,7 @@ async def _serve(socket_: socket.socket, marks: Marks, workflow: Workflow, timeo
 
 
 def _no_memory_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A callback without memory may have lost a message."""
+    """Exit on a MemoryError: a callback that ran out of memory may have lost a message."""
     if isinstance(context.get("exception"), MemoryError):
         os._exit(NO_MEMORY_STATUS)
     loop.default_exception_handler(context)
@@ -87,7 +89,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         self._marks.enter(self._slot)
         try:
             return self._inner.send(value)
-        except (SystemExit, KeyboardInterrupt) as error:  # a task that raises these ends the loop of all samples
+        except (SystemExit, KeyboardInterrupt) as error:  # in a task, these would end the loop of all samples
             raise RuntimeError(repr(error)) from None
         finally:
             self._marks.leave()
@@ -109,7 +111,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 class _Samples:
-    """The samples under way."""
+    """The samples in progress."""
 
     link: Link
 
@@ -117,14 +119,14 @@ class _Samples:
         self._marks = marks
         self._workflow = workflow
         self._timeout_s = timeout_s
-        self._home = home_of(getattr(workflow, "func", workflow))  # under its params
+        self._home = home_of(getattr(workflow, "func", workflow))  # without the partial that binds its params
         self._calls: dict[int, ProcessLLM] = {}
         self._tasks: dict[int, weakref.WeakSet[asyncio.Task[Any]]] = {}
 
     def make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        """The loop's task factory: tasks that a sample makes are its own, in marks and in its end."""
+        """Make a task (the loop's task factory). Tasks that a sample starts are marked and cancelled with its slot."""
         slot = (context.get(_SLOT) if context is not None else None) or _SLOT.get(0)
         if not slot:
             return asyncio.Task(coroutine, loop=loop, context=context)
@@ -133,7 +135,7 @@ class _Samples:
         return task
 
     def take(self, message: ToProcess) -> None:
-        """A message of the service."""
+        """Handle a message from the service."""
         if isinstance(message, Begin):
             context = contextvars.copy_context()
             context.run(_SLOT.set, message.slot)
@@ -146,7 +148,7 @@ class _Samples:
             self._calls[message.slot].said(message)
 
     def _end(self, slot: int) -> None:
-        """Cancel whatever runs for the slot; one that does not hear it is the service's to find."""
+        """Cancel all tasks of the slot. The service finds those that ignore the cancellation."""
         for task in list(self._tasks.pop(slot, ())):
             task.cancel()
 
@@ -156,12 +158,12 @@ class _Samples:
         try:
             ended: Returned | Failed = await self._made(begin, llm, context)
         except MemoryError:
-            # What is left in memory after an allocation failed is not known: nobody else's sample is made with it.
+            # The state of the process after a failed allocation is unknown: no other sample is made in it.
             self.link.send(NoMemory(begin.slot))
             os._exit(NO_MEMORY_STATUS)
         except asyncio.CancelledError:
             ended = Failed(begin.slot, "was cancelled")
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's code raises
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # anything that user code raises
             ended = self._failed(begin, f"raised {type(error).__name__}: {error}", error)
         finally:
             del self._calls[begin.slot]
@@ -182,7 +184,7 @@ class _Samples:
                 return self._failed(begin, f"no trajectory within {self._timeout_s:g} s (workflow.timeout_s)", error)
             return self._failed(
                 begin, f"raised TimeoutError: {error}", error
-            )  # a tool's, which the workflow let through
+            )  # raised by a tool, and not caught by the workflow
         return _returned(begin.slot, trajectory, context.state)
 
     def _failed(self, begin: Begin, why: str, error: BaseException) -> Failed:
@@ -190,7 +192,7 @@ class _Samples:
 
 
 def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
-    """Raises WorkflowError for what is no trajectory."""
+    """Return the message for `trajectory`. Raises WorkflowError if it is not a valid one."""
     if not isinstance(trajectory, Trajectory):
         raise WorkflowError(f"returned {type(trajectory).__name__}, must return a Trajectory (llm.trajectory())")
     score: Score | None = None if trajectory.reward is None else total(trajectory.reward)

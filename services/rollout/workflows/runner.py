@@ -1,5 +1,7 @@
-"""Makes the samples of a lease with a workflow, all at once. A sample that raises, hangs or returns nonsense is lost
-alone; must never let a workflow hold a lease past its samples' time.
+"""Makes the samples of a lease with a workflow, all concurrently.
+
+A sample that raises, hangs or returns an invalid trajectory is lost alone. A workflow cannot hold a lease past the
+timeout of its samples.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ WATCH_S = 0.25
 
 @dataclass(frozen=True)
 class Made:
-    """One sample of a workflow: what was sampled, for whom (`sample`), and its score if it has one already."""
+    """One sample of a workflow: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
 
     rolled: Rolled
     sample: Sample
@@ -44,7 +46,7 @@ class Made:
 
 
 class WorkflowRunner:
-    """Belongs to the service's loop; users' coroutines run in the processes of a `WorkflowPool`."""
+    """Runs on the service's loop. User coroutines run in the processes of a `WorkflowPool`."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class WorkflowRunner:
         on_text: OnText,
         max_tokens: int,
     ) -> None:
-        """`name`: the function's import path, for messages."""
+        """`name` is the function's import path, for messages."""
         self._name = name
         self._pool = pool
         self._engine = engine
@@ -64,20 +66,20 @@ class WorkflowRunner:
         self._on_text = on_text
         self._max_tokens = max_tokens
         self.generate_s = 0.0
-        """Seconds that the engine has worked for workflows, in all."""
+        """Total seconds that the engine has worked for workflows."""
         self._failing = Failing(TroubleKind.WORKFLOWS, "workflows")
 
     @property
     def lost_processes(self) -> int:
-        """Processes that ended over a sample."""
+        """Number of processes that ended while they had samples."""
         return self._pool.lost
 
     def troubles(self) -> list[Trouble]:
-        """For the heartbeat."""
+        """Return the troubles to report in the heartbeat."""
         return self._failing.troubles()
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
-        """Every sample of the lease's tasks, in the shape [tasks][samples]. `versions`: see `InFlight.begin`.
+        """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions` see `InFlight.begin`.
 
         Raises LeaseLost.
         """
@@ -99,11 +101,11 @@ class WorkflowRunner:
                 if pump.done():
                     pump.result()
                 lease.check()
-                if not batcher.asks:  # whom a sample waits for otherwise is bounded by its time
+                if not batcher.asks:  # all other waiting of a sample is limited by its timeout
                     lease.advance()
             everything.result()
             batcher.give_up()
-            # A sample whose time was over while it waited for an engine that hangs has not failed: its lease is lost.
+            # A sample that timed out while the engine hung has not failed: its lease is lost.
             while not pump.done():
                 await asyncio.wait({pump}, timeout=WATCH_S)
                 lease.check()
@@ -118,7 +120,7 @@ class WorkflowRunner:
             for one in each:
                 one.cancel()
             batcher.give_up()
-            await asyncio.wait({pump})  # `LeasePipeline` sees to it that this ends
+            await asyncio.wait({pump})  # bounded by `LeasePipeline`
             raise
         finally:
             for task in (*each, pump):
@@ -168,7 +170,7 @@ class WorkflowRunner:
 
 
 def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:
-    """Raises WorkflowError for what is no trajectory to train on."""
+    """Return the finished sample. Raises WorkflowError if its trajectory cannot be trained on."""
     if returned.score is not None and returned.score.value is None:
         raise WorkflowError(returned.score.failure)
     sequences = [tokens_of(each) for each in returned.sequences]
@@ -195,7 +197,7 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
 
 
 def tokens_of(sequence: Sequence) -> Tokens:
-    """A user's sequence as arrays. Raises WorkflowError for lists that do not fit together."""
+    """Return a user's sequence as arrays. Raises WorkflowError if its lists do not fit together."""
     try:
         made = Tokens(
             np.array(sequence.token_ids, np.int32),
@@ -204,7 +206,7 @@ def tokens_of(sequence: Sequence) -> Tokens:
             np.array(sequence.versions, np.int32),
         )
     except OverflowError as error:
-        raise WorkflowError(f"a sequence's lists hold what is no token, mask or version ({error})") from None
+        raise WorkflowError(f"a sequence's lists hold values that are no token, mask or version ({error})") from None
     sizes = {each.shape for each in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
     if len(sizes) != 1 or not len(made.token_ids) or made.token_ids.ndim != 1:
         raise WorkflowError(f"a sequence's lists have the shapes {sorted(sizes)}, must be equally long and not empty")

@@ -1,4 +1,4 @@
-"""What a workflow sees of the service, in its own process. Must never hold anything that outlives a sample."""
+"""The objects through which a workflow uses the service, in its own process. None of them outlives its sample."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowErro
 T = TypeVar("T")
 TOOL_STACK_BYTES = 4 << 20
 REFUSALS: dict[str, type[Exception]] = {each.__name__: each for each in (ContextFull, WorkflowError)}
-"""What the service may refuse a call with; anything else is a RuntimeError."""
+"""Errors with which the service may refuse a call. Any other error is raised as a RuntimeError."""
 
 
 class ProcessLLM:
-    """See `shared.workflow.LLM`. Calls may come from any thread and any loop."""
+    """Implements `shared.workflow.LLM`. Calls may come from any thread and any loop."""
 
     def __init__(self, slot: int, link: Link) -> None:
         self._slot = slot
@@ -34,10 +34,10 @@ class ProcessLLM:
         self._waiting: dict[int, asyncio.Future[Turn]] = {}
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
-        return await self._over(lambda call: Chat(self._slot, call, messages, tools))
+        return await self._call_on_own_loop(lambda call: Chat(self._slot, call, messages, tools))
 
     async def complete(self, prompt: str) -> Turn:
-        return await self._over(lambda call: Complete(self._slot, call, prompt))
+        return await self._call_on_own_loop(lambda call: Complete(self._slot, call, prompt))
 
     def trajectory(
         self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
@@ -45,7 +45,7 @@ class ProcessLLM:
         return Trajectory(self._link.captured(self._slot), reward, dict(metrics or {}))
 
     def said(self, answer: Said) -> None:
-        """The service has answered a call."""
+        """Deliver the service's answer to a call."""
         waiting = self._waiting.get(answer.call)
         if waiting is None or waiting.done():
             return
@@ -54,19 +54,19 @@ class ProcessLLM:
         else:
             waiting.set_exception(REFUSALS.get(answer.refused, RuntimeError)(answer.why))
 
-    async def _over(self, make: Callable[[int], Chat | Complete]) -> Turn:
+    async def _call_on_own_loop(self, make: Callable[[int], Chat | Complete]) -> Turn:
         if asyncio.get_running_loop() is self._loop:
-            return await self._here(make)
-        turn: Turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._here(make), self._loop))
+            return await self._call(make)
+        turn: Turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(make), self._loop))
         return turn
 
-    async def _here(self, make: Callable[[int], Chat | Complete]) -> Turn:
+    async def _call(self, make: Callable[[int], Chat | Complete]) -> Turn:
         call = next(self._numbers)
         try:
             self._link.send(make(call))
         except UNFIT as error:
             raise WorkflowError(
-                f"a call cannot be handed over, only what JSON has may be in a message: {error}"
+                f"a call cannot be sent, because messages must consist of JSON values: {error}"
             ) from None
         answer: asyncio.Future[Turn] = self._loop.create_future()
         self._waiting[call] = answer
@@ -80,7 +80,7 @@ class ProcessLLM:
 
 
 class ProcessContext:
-    """See `shared.workflow.Context`."""
+    """Implements `shared.workflow.Context`."""
 
     def __init__(self, begin: Begin, timeout_s: float, marks: Marks) -> None:
         self.task_id = begin.task_id
@@ -118,7 +118,7 @@ class ProcessContext:
                 self._marks.tool(self._slot, -1)
                 loop.call_soon_threadsafe(grow_limit, -TOOL_STACK_BYTES)
 
-        # A thread each, not a pool: one that never answers must not keep a place. Its stack is reserved, not used.
+        # One thread per call, not a pool, in which a tool that hangs would occupy a place. Its stack is only reserved.
         grow_limit(TOOL_STACK_BYTES)
         self._marks.tool(self._slot, 1)
         threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
