@@ -1,4 +1,4 @@
-"""The sections `algorithm` and `optimizer`: what a training step computes, never where it runs."""
+"""The sections `algorithm` and `optimizer`, which define what a training step computes but not where it runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
-# They subtract a statistic of the group, which a group of one does not have.
+# These subtract a statistic of the group, which a group of one sample does not have.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
-# A reward's scale and offset change nothing in them.
+# The scale and offset of rewards have no effect on these.
 INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
-# What the losses of these names do with `clip` when it is left out: [low, high].
+# What the losses of these names use for `clip` by default: [low, high].
 CLIPS: dict[str, tuple[float, float]] = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 SAPO_TEMPERATURES = (1.0, 1.05)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_function(name: str) -> bool:
-    """Whether a name is the import path of a user's own function (`my.module:fn`) rather than a builtin's name."""
+    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than that of a builtin."""
     return ":" in name
 
 
@@ -150,12 +150,12 @@ class Algorithm(Section):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of one training step."""
+        """Optimizer steps per training step."""
         return self.num_iterations * -(-self.tasks_per_step // self.mini_batch_tasks)
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether exp(cur - prox) is 1 at every update: the only one is of the weights that `prox` is of."""
+        """Whether exp(cur - prox) is 1 at every update, because the only update starts from the weights of `prox`."""
         return self.loss.anchor == "proximal" and self.updates_per_step == 1
 
 

@@ -1,7 +1,6 @@
-"""`Topology`: the whole of a run in one frozen object. It holds what was written and what follows from it;
-it never touches a file, a process or the network.
+"""`Topology` describes a whole run in one frozen object, with the values that were written and those derived from them.
 
-A field's description is its documentation and the tail of its error messages.
+It uses no file, process or network. The description of a field is its documentation and ends its error messages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shared.topology.plan import ServiceSpec
 from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Part of a task id ("<split>/<epoch>/<index>") and of a metric's name.
+# Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -124,7 +123,7 @@ class Reward(Section):
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, whichever form was written."""
+        """The reward as a weighted sum, in whichever form it was written."""
         if self.function is None:
             return self.functions
         return (RewardTerm(function=self.function, params=self.params),)
@@ -184,12 +183,12 @@ class Topology(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward has a KL term: only then a reference is started."""
+        """Whether the loss or the reward has a KL term, without which no reference is started."""
         return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer puts log-probs of a pass of its own; a step of one update has them from its only pass."""
+        """Whether the trainer puts log-probs of a separate pass. A step of one update gets them from its only pass."""
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property
@@ -198,14 +197,14 @@ class Topology(Section):
         return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
 
     def store_hosts(self) -> list[str | None]:
-        """One host for each batch-store; None is the machine the run was started on."""
+        """One host for each batch-store. None is the machine on which the run was started."""
         placed = [self.services.policy_trainer, self.services.rollout]
         if self.services.reference is not None:
             placed.append(self.services.reference)
         return sorted({service.host for service in placed}, key=lambda host: host or "")
 
     def services_plan(self) -> list[ServiceSpec]:
-        """Every process of the run, each after those it needs to start."""
+        """Return every process of the run, each after those that it needs to start."""
         trainer, rollout = self.services.policy_trainer, self.services.rollout
         plan = [ServiceSpec("scheduler", 0)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
@@ -219,16 +218,16 @@ class Topology(Section):
         return plan
 
     def document(self) -> dict[str, Any]:
-        """The resolved topology as plain data, with the keys a user writes and every default."""
+        """Return the resolved topology as plain data, with the keys that users write and every default."""
         plain: dict[str, Any] = _listed(self.model_dump(by_alias=True))
         return plain
 
     def to_yaml(self) -> str:
-        """The resolved topology as YAML; `load` reads it back to an equal Topology, from any folder."""
+        """Return the resolved topology as YAML, which `load` reads back to an equal Topology from any folder."""
         return document.dump(self.document())
 
     def dump_resolved(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_yaml()` to `path` in one move: a reader never sees half of it."""
+        """Write `to_yaml()` to `path` atomically, so that no reader sees a partial file."""
         target = os.fspath(path)
         partial = f"{target}.{os.getpid()}.partial"
         with open(partial, "w", encoding="utf-8") as stream:

@@ -1,4 +1,4 @@
-"""The sections that say which processes run, where and within which limits; never what they compute."""
+"""The sections that define which processes run, where, and within which limits, but not what they compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
     {"policy-trainer": "policy-trainer-worker", "reference": "reference", "rollout": "rollout"}
 )
-"""What can be colocated, and the service whose processes then hold the devices."""
+"""Services that can be colocated, each with the service whose processes hold its devices."""
 
 
 class Parallel(Section):
@@ -28,7 +28,7 @@ class Parallel(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one copy of the model takes."""
+        """Ranks of one copy of the model."""
         return self.tp * self.pp * self.cp
 
 
@@ -42,17 +42,17 @@ class Placed(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks in all; on CPU exactly one copy of the model."""
+        """Number of all ranks; on CPU exactly one copy of the model."""
         return self.gpus or self.parallel.model_ranks
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: derived, never written."""
+        """Data-parallel ranks, which are always derived."""
         return self.world_size // self.parallel.model_ranks
 
     @property
     def device(self) -> str:
-        """Kind of device that it computes on, as torch names it; of the GPUs a process uses those that it sees."""
+        """Kind of the compute device, as torch names it. A process uses those GPUs that it sees."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -77,12 +77,12 @@ class PolicyTrainer(Scorer):
 
     @property
     def world_size(self) -> int:
-        """Ranks in all: one a GPU, or as many as `workers` says on CPU."""
+        """Number of all ranks: one per GPU, or on CPU the number in `workers`."""
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
 class Reference(Scorer):
-    """The frozen model; every rank is an instance, and ranks that hold pieces of one copy follow one another."""
+    """The frozen model. Every rank is an instance, and the ranks that hold pieces of one copy are consecutive."""
 
 
 class Rollout(Placed):
