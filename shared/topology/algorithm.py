@@ -45,13 +45,14 @@ def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
 
 class Advantage(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
-        default="grpo", description="estimator, or your own as my.module:fn; all but reinforce_pp compare a group"
+        default="grpo",
+        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare a group",
     )
     scale: Literal["std", "none"] | None = Field(
         default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
     )
     std_epsilon: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL has 1e-4)"
+        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL uses 1e-4)"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
 
@@ -59,16 +60,16 @@ class Advantage(Section):
 class RatioMask(Section):
     level: Literal["token", "sequence", "geometric"] = Field(
         default="token",
-        description="what must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
+        description="value that must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
         "sequence, or its geometric mean over the sequence",
     )
-    low: float = Field(default=0.5, ge=0, lt=1, description="least ratio that is trained on, from 0 to below 1")
-    high: float = Field(default=5.0, gt=1, description="greatest ratio that is trained on, above 1")
+    low: float = Field(default=0.5, ge=0, lt=1, description="smallest ratio that is trained on, from 0 to below 1")
+    high: float = Field(default=5.0, gt=1, description="largest ratio that is trained on, above 1")
 
 
 class Loss(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(LOSSES))] = Field(
-        default="ppo_clip", description="policy loss, or your own as my.module:fn"
+        default="ppo_clip", description="policy loss, or your own function as my.module:fn"
     )
     clip: Pair | None = Field(
         default=None,
@@ -88,7 +89,7 @@ class Loss(Section):
     aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens of an optimizer batch")
     anchor: Anchor = Field(
         default="proximal",
-        description="log-probs the ratio is taken against: proximal (the trainer's own at the step's start) "
+        description="log-probs in the denominator of the ratio: proximal (the trainer's own at the step's start) "
         "or rollout (the engine's); default proximal unless staleness is 0 and a step has one update",
     )
     tis_cap: Annotated[float, Field(gt=0)] | None = Field(
@@ -97,19 +98,19 @@ class Loss(Section):
         "proximal and no ratio_mask, otherwise the weight is not truncated; anchor rollout has no such weight",
     )
     ratio_mask: RatioMask | None = Field(
-        default=None, description="leave out tokens where engine and trainer disagree too much; left out: none"
+        default=None, description="mask tokens on which engine and trainer disagree too much; default: no mask"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
 
 
 class KL(Section):
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) a token")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) per token")
     place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
     coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
     refresh_every: Count | None = Field(
         default=None,
         description="steps between refreshes of the reference from the policy, a multiple of checkpoint.every; "
-        "left out: the reference stays the model the run began with",
+        "default: the reference stays the model with which the run began",
     )
 
 
@@ -120,32 +121,32 @@ class FilterZeroVariance(Section):
 
 
 class OverlongPenalty(Section):
-    tokens: Count = Field(description="the last so many of max_new_tokens lose reward, linearly, 1 or more")
-    factor: float = Field(default=1.0, gt=0, description="what a sample of full length loses, above 0")
+    tokens: Count = Field(description="number of last tokens of max_new_tokens that lose reward, linearly, 1 or more")
+    factor: float = Field(default=1.0, gt=0, description="reward that a sample of full length loses, above 0")
 
 
 class Algorithm(Section):
-    tasks_per_step: Count = Field(description="tasks (prompts) a training step consumes, 1 or more")
+    tasks_per_step: Count = Field(description="tasks (prompts) per training step, 1 or more")
     group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where a group is compared")
     mini_batch_tasks: Count = Field(
-        default=1, description="tasks an update consumes; default tasks_per_step, must divide it"
+        default=1, description="tasks per update; default tasks_per_step, which it must divide"
     )
     num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; left out: none")
     filter_zero_variance: FilterZeroVariance | None = Field(
-        default=None, description="drop tasks whose rewards, as the functions gave them, are all equal; left out: keep"
+        default=None, description="drop tasks whose rewards, as returned by the functions, are all equal; default: keep"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="factor of the entropy bonus, 0 or more")
     overlong: Literal["keep", "mask"] = Field(
-        default="keep", description="samples cut at max_new_tokens: train on them or not"
+        default="keep", description="samples cut at max_new_tokens: train on them (keep) or not (mask)"
     )
     overlong_penalty: OverlongPenalty | None = Field(
-        default=None, description="soft punishment of long samples; left out: none"
+        default=None, description="soft penalty for long samples; default: none"
     )
     normalise_rewards: Literal["none", "batch"] = Field(
-        default="none", description="rewards of a step to mean 0 and deviation 1 before anything else, or not"
+        default="none", description="batch: first normalise the rewards of a step to mean 0 and deviation 1"
     )
 
     @property

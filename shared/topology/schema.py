@@ -33,16 +33,18 @@ class Run(Section):
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
         description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "
-        "dropped (run.deterministic): stop the run, or skip its update and go on with the weights unchanged",
+        "dropped (run.deterministic): stop the run, or skip the update and continue with unchanged weights",
     )
 
 
 class ChatTemplate(Section):
-    add_generation_prompt: bool = Field(default=True, description="end a templated prompt with the assistant's opening")
+    add_generation_prompt: bool = Field(
+        default=True, description="end a templated prompt with the opening of the assistant's turn"
+    )
 
 
 class Policy(Section):
-    model: ModelFolder = Field(description="folder of the model, or a hub name that lies in the local cache")
+    model: ModelFolder = Field(description="folder of the model, or a hub name in the local cache")
     dtype: Dtype = Field("float32", description="data type of the weights")
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
 
@@ -50,26 +52,26 @@ class Policy(Section):
 class TrainSet(Section):
     source: DataSource = Field(description=FORMS)
     max_prompt_tokens: Count | None = Field(
-        default=None, description="longest prompt in tokens; left out: the data set's own"
+        default=None, description="maximum tokens of a prompt; default: the longest of the data set"
     )
-    shuffle: bool = Field(default=True, description="a new order every epoch")
+    shuffle: bool = Field(default=True, description="use a new order in every epoch")
 
 
 class EvalSet(Section):
     source: DataSource = Field(description=FORMS)
     every: Count = Field(
-        default=20, description="steps between evaluations, 1 or more; there is one before the first step"
+        default=20, description="steps between evaluations, 1 or more; one always precedes the first step"
     )
-    samples: Count = Field(default=1, description="samples of each row, 1 or more; 1 at temperature 0")
+    samples: Count = Field(default=1, description="samples per row, 1 or more; 1 at temperature 0")
     temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
     max_new_tokens: Count | None = Field(
-        default=None, description="longest completion; left out: sampling.max_new_tokens"
+        default=None, description="maximum tokens of a completion; default: sampling.max_new_tokens"
     )
-    rows: Count | None = Field(default=None, description="evaluate the first so many rows; left out: all")
+    rows: Count | None = Field(default=None, description="number of first rows to evaluate; default: all")
 
 
 class Data(Section):
-    train: TrainSet = Field(description="what is trained on")
+    train: TrainSet = Field(description="training set")
     eval: dict[SetName, EvalSet] = Field(default_factory=dict, description="evaluation sets by name")
 
 
@@ -84,27 +86,27 @@ class RewardRetry(Section):
         default=600.0,
         ge=0,
         description="seconds that a judge (a server that a reward function asks) may be away before the run ends; 0: "
-        "nothing waits for it, its samples are lost at once",
+        "no wait, its samples are lost at once",
     )
-    backoff_s: Seconds = Field(default=1.0, description="seconds until a judge that is away is asked again, above 0")
+    backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge, above 0")
     max_backoff_s: Seconds = Field(
-        default=30.0, description="longest pause between two tries, each twice the one before; backoff_s or more"
+        default=30.0, description="maximum seconds between two retries, as each pause doubles; backoff_s or more"
     )
 
 
 class Reward(Section):
     function: Function | None = Field(default=None, description="builtin:<name> or <module>:<function>")
     functions: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
-        default=(), description="several functions, summed by weight; instead of function"
+        default=(), description="weighted sum of several functions, instead of function"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
     timeout_s: Seconds = Field(
-        default=10.0, description="seconds for one call, above 0; may be more than lease.lease_s"
+        default=10.0, description="maximum seconds of one call, above 0; may exceed lease.lease_s"
     )
     memory: Size = Field(
         default=1024**3,
-        description="bytes a reward process may take beyond what its libraries take, as 1GiB; a call that needs "
-        "more fails; each process it starts has the same limit again, shared mappings and /dev/shm are not counted",
+        description="bytes a reward process may use in addition to its libraries, as 1GiB; a call that needs "
+        "more fails; each process it starts has its own equal limit, shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
@@ -133,17 +135,17 @@ class Workflow(Section):
     function: Function = Field(description="builtin:<name> or <module>:<function>, a coroutine function")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     timeout_s: Seconds = Field(
-        default=120.0, description="seconds for one sample, its waits for the engine included, above 0"
+        default=120.0, description="maximum seconds of one sample, including waits for the engine, above 0"
     )
     max_tokens: Count = Field(
         default=2048,
-        description="most tokens of one sample, prompts and tools included, in all its sequences; past them the "
+        description="maximum tokens of one sample in all its sequences, including prompts and tools; beyond them the "
         "model is not called",
     )
     memory: Size = Field(
         default=4 * 1024**3,
-        description="bytes that the samples of a workflow process may take together beyond what its libraries take, "
-        "as 4GiB; the sample that needs more fails; each process they start has the same limit again, shared mappings "
+        description="bytes that the samples of a workflow process may use together in addition to its libraries, "
+        "as 4GiB; a sample that needs more fails; each process they start has its own equal limit, shared mappings "
         "and /dev/shm are not counted",
     )
     processes: Count = Field(
@@ -153,22 +155,24 @@ class Workflow(Section):
 
 class Sampling(Section):
     temperature: float = Field(
-        default=1.0, gt=0, description="training temperature, above 0: at 0 a group is one sample"
+        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples of a group are equal"
     )
-    max_new_tokens: Count = Field(description="longest completion in tokens, 1 or more")
+    max_new_tokens: Count = Field(description="maximum tokens of a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")
 
 
 class Topology(Section):
     run: Run = Field(description="name and length of the run")
-    policy: Policy = Field(description="the model that is trained")
+    policy: Policy = Field(description="the trained model")
     data: Data = Field(description="training and evaluation sets")
-    reward: Reward = Field(description="what a sample is worth")
+    reward: Reward = Field(description="how samples are scored")
     workflow: Workflow | None = Field(
-        default=None, description="how a sample is made; left out: one answer to the prompt"
+        default=None, description="how a sample is made; default: one answer to the prompt"
     )
     sampling: Sampling = Field(description="how training samples are drawn")
-    staleness: int = Field(default=1, ge=0, description="most versions between sampling and training, 0 or more")
+    staleness: int = Field(
+        default=1, ge=0, description="maximum number of versions between sampling and training, 0 or more"
+    )
     consume: Literal["order", "completion"] = Field(
         default="order", description="order in which a step takes its tasks"
     )
@@ -177,9 +181,9 @@ class Topology(Section):
     services: Services = Field(default_factory=Services, description="the processes of the run")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
-    placement: Placement = Field(default_factory=Placement, description="who starts processes, and where")
-    lease: Lease = Field(default_factory=Lease, description="how long work may stand still")
-    transport: Transport = Field(default_factory=Transport, description="how hosts talk to one another")
+    placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
+    lease: Lease = Field(default_factory=Lease, description="how long work may make no progress")
+    transport: Transport = Field(default_factory=Transport, description="how hosts communicate")
 
     @property
     def needs_reference(self) -> bool:
