@@ -100,7 +100,7 @@ class Rollout(Placed):
     )
     weights: WeightsRoute = Field(
         default="shards",
-        description="how versions reach the engine: as shards of the store; sent by the trainer over gloo (CPU) or NCCL; "
+        description="how versions reach the engine: as shards of the store; from the trainer over gloo (CPU) or NCCL; "
         "or read from its memory on the same GPU (ipc)",
     )
     transfer_s: Seconds | None = Field(
