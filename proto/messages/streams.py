@@ -1,4 +1,4 @@
-"""The batch store to readers on other hosts: streams, what was cleared, whether memory is shared."""
+"""Messages between the batch store and readers on other hosts: streams, cleared tasks, and shared memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from proto.registry import Message, Request, message
 
 @message(71)
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """Answer to `OpenStream`: ask for chunks at `endpoint` as SPEC section 11 says; the files stay until it is closed.
+    """Answer to `OpenStream`: ask for chunks at `endpoint` as in SPEC section 11. The files remain until it is closed.
 
-    What is streamed is one block file of `total_bytes` with exactly the shards asked for. Chunk i is its bytes from
-    i * `chunk_bytes` on. `head_bytes`, `head_checksum` (xxh3-64) are those of its header and table: the same head
-    means the same bytes. `secret` (64 hexadecimal digits; empty: frames travel in clear) is for one stream only.
+    The stream is one block file of `total_bytes` with exactly the requested shards. Chunk i begins at byte
+    i * `chunk_bytes`. `head_bytes` and `head_checksum` (xxh3-64) are those of its header and table: equal heads mean
+    equal bytes. `secret` (64 hexadecimal digits; empty: frames are sent unencrypted) is for one stream only.
     """
 
     stream_id: str
     """32 hexadecimal digits."""
     endpoint: str
     covered: int
-    """So many of the tasks asked for, from the first on; open another stream for the rest."""
+    """Number of requested tasks in the stream, counted from the first. Open another stream for the rest."""
     total_bytes: int
     chunk_bytes: int
     head_bytes: int
@@ -33,7 +33,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
 class OpenStream(Request, frozen=True, kw_only=True):
     """A reader on another host asks for the shards `keys` (none: all) of these tasks. Error: missing, collected, busy.
 
-    Tasks are taken as long as `max_bytes` are not passed; the first one always is.
+    Tasks are added up to `max_bytes`, and the first one in any case.
     """
 
     REPLY: ClassVar[type[Message]] = StreamOpened
@@ -44,9 +44,9 @@ class OpenStream(Request, frozen=True, kw_only=True):
 
 @message(73)
 class Cleared(Message, frozen=True, kw_only=True):
-    """Answer to `GetCleared`: what was cleared after `serial` of the request, and where the list stands now.
+    """Answer to `GetCleared`: the tasks cleared after the request's `serial`, and the present serial of the list.
 
-    `whole` false: the store does not know so far back (it restarted); drop every copy of its shards.
+    `whole` false: the store's list does not go back so far (it restarted). Drop every copy of its shards.
     """
 
     log: int
@@ -54,12 +54,12 @@ class Cleared(Message, frozen=True, kw_only=True):
     whole: bool
     tasks: list[PutTask] = []
     more: bool = False
-    """There is more than one answer holds: ask again."""
+    """One answer cannot hold all: ask again."""
 
 
 @message(74)
 class GetCleared(Request, frozen=True, kw_only=True):
-    """A reader that keeps copies asks which of them must go. `wait`: held back until something is cleared."""
+    """A reader that keeps copies asks which of them to drop. `wait`: deferred until something is cleared."""
 
     REPLY: ClassVar[type[Message]] = Cleared
     log: int = 0
@@ -69,7 +69,7 @@ class GetCleared(Request, frozen=True, kw_only=True):
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """Answer to `GetStorePlace`: who can read `token` in the file `path` shares memory with the store."""
+    """Answer to `GetStorePlace`: processes that read `token` in the file `path` share memory with the store."""
 
     path: str
     token: str
@@ -77,6 +77,6 @@ class StorePlace(Message, frozen=True, kw_only=True):
 
 @message(76)
 class GetStorePlace(Request, frozen=True, kw_only=True):
-    """A reader asks how to find out whether the store's files can be mapped from where it runs."""
+    """A reader asks how to find out whether it can map the store's files."""
 
     REPLY: ClassVar[type[Message]] = StorePlace
