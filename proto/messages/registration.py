@@ -122,7 +122,7 @@ class Resolve(Request, frozen=True, kw_only=True):
 
 @message(26)
 class DeviceOrder(Message, frozen=True, kw_only=True):
-    """Answer to `HoldDevices`: the parts that may be on the shared devices. `granted`: they include all `wants`, now in use.
+    """Answer to `HoldDevices`: the parts that may be on the devices. `granted`: all `wants` are among them, now in use.
 
     Parts that are held and not named have to leave. The next `HoldDevices` confirms that they did.
     """
