@@ -1,1 +1,1 @@
-"""launch."""
+"""Commands that start, watch and steer a run."""

@@ -1,4 +1,4 @@
-"""Hands a run's access to another machine, and makes a host part of the run with it. Reaches nothing itself."""
+"""Exports the access of a run for another machine, and joins a host to a run. Connects to nothing itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.topology import load
 
 
 def role_of(label: str) -> Role:
-    """Raises RpcError(bad_request) for a text that is no role."""
+    """Return the role called `label`. Raises RpcError(bad_request) if there is none."""
     try:
         return Role.of_label(label)
     except ValueError as error:
@@ -24,9 +24,9 @@ def role_of(label: str) -> Role:
 
 
 def export(run: RunDir, role: Role, file: Path) -> None:
-    """Write what a machine needs to reach `run` as `role` into `file`, mode 0600.
+    """Write what a machine needs to reach `run` as `role` to `file`, with mode 0600.
 
-    Raises RpcError(bad_request) when the run answers no other machine, or the file cannot be written.
+    Raises RpcError(bad_request) if the run does not listen for other machines or the file cannot be written.
     """
     topology = load(run.topology, check_supported=False)
     if topology.transport.listen is None:
@@ -43,5 +43,5 @@ def export(run: RunDir, role: Role, file: Path) -> None:
 
 
 def join(file: Path, folder: Path) -> RunDir:
-    """Make `folder` this host's directory of the run that `file` leads to. Raises RpcError(bad_request)."""
+    """Make `folder` this host's directory of the run described by `file`. Raises RpcError(bad_request)."""
     return RunDir.join(folder, access.read(file))

@@ -1,6 +1,6 @@
-"""`python -m launch.cluster T.yaml`: runs a topology from start to end on this machine; it never trains itself.
+"""`python -m launch.cluster T.yaml` runs a topology from start to end on this machine. It does no training itself.
 
-Exit status: 0 the run is done, 1 it failed or was stopped, 2 the command line or the topology is wrong.
+Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the command line or the topology is wrong.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    topology_file: Annotated[Path, typer.Argument(metavar="TOPOLOGY.yaml", help="the run, as one YAML file")],
+    topology_file: Annotated[Path, typer.Argument(metavar="TOPOLOGY.yaml", help="YAML file that describes the run")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one key of the topology")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="the run's directory; left out: runs/<name>-<time>")
+        Path | None, typer.Option("--run-dir", help="directory of the run (default: runs/<name>-<time>)")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with a run from its journal and checkpoints")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a run from its journal and checkpoints")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
@@ -104,7 +104,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
             RunDir.open(path)
         lock = place.lock(path, stop_limit_s(topology))
         for folder in sweep_abandoned(root) if root.exists() else []:
-            print(f"removed what a killed run left: {folder}")
+            print(f"removed the leftovers of a killed run: {folder}")
         run = place.reopen(path, topology) if resume else place.create(path, topology)
     except (RpcError, TopologyError) as error:
         _refuse([str(error)])
@@ -125,7 +125,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     try:
         _summarise(run, ended, metrics, time.monotonic() - begun)
         sys.stdout.flush()
-    except OSError:  # nobody reads it: the status says how it ended, also when Python flushes at its end
+    except OSError:  # nobody reads stdout: the exit status still tells the outcome, also when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
 
@@ -164,7 +164,7 @@ async def _supervise(
         nonlocal interrupts
         interrupts += 1
         if interrupts == 1:
-            screen.notice("stopping: the step that is open is finished, then saved (again: kill now)")
+            screen.notice("stopping: the open step is finished, then saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
             screen.notice("killing all services")
@@ -184,10 +184,10 @@ async def _supervise(
 
 
 class _Rewinds:
-    """Says once when the run went back to an earlier step."""
+    """Reports each return of the run to an earlier step once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
-        """`told`: how many times it had gone back before this launch."""
+        """`told` is the number of returns before this launch."""
         self._journal = run.journal
         self._deterministic = topology.run.deterministic
         self._told = told
@@ -242,7 +242,7 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
 
 
 def _newest_checkpoint(run: RunDir) -> int:
-    """Its step; 0 when there is none."""
+    """Return the step of the newest checkpoint, or 0 if there is none."""
     steps = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
     return max((int(step) for step in steps if step.isdigit()), default=0)
 

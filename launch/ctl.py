@@ -1,6 +1,6 @@
-"""`python -m launch.ctl`: look at a run and steer it. Asks the scheduler and the supervisor, decides nothing itself.
+"""`python -m launch.ctl` inspects and steers a run. It asks the scheduler and the supervisor and decides nothing.
 
-Exit status: 0 done, 1 the run does not answer, 2 the command line is wrong (an unknown service, no such run).
+Exit status: 0 on success, 1 if the run does not answer, 2 if the command line is wrong (unknown service or run).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 @app.callback()
 def main(
     context: typer.Context,
-    run: Annotated[Path | None, typer.Option("--run", help="run directory; left out: the newest in ./runs")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
         Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see export-access)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Finds the run for the command."""
+    """Find the run for the command."""
     with _one_line_errors():
         if context.invoked_subcommand == join.__name__:
             return
@@ -80,7 +80,7 @@ def restart(
     name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
     as_json: Json = False,
 ) -> None:
-    """End and start again one service or one instance of it."""
+    """Stop one service, or one instance of it, and start it again."""
     run, before = context.obj
     with _one_line_errors():
         keys = select(name, _known(run))
@@ -91,7 +91,7 @@ def restart(
 
 @app.command()
 def stop(context: typer.Context, as_json: Json = False) -> None:
-    """Drain everything and end the run; --resume goes on with it."""
+    """Drain everything and end the run. --resume continues it."""
     run, before = context.obj
     with _one_line_errors():
         _ask(run, StopRun())
@@ -102,25 +102,25 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 def export_access(
     context: typer.Context,
     role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds that role's secret key")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
-    """Write what another machine needs to watch the run, to steer it, or to be a part of it."""
+    """Write what another machine needs to watch the run, to steer it, or to take part in it."""
     from launch.access import export, role_of
 
     run, _ = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
-            raise RpcError(ErrorCode.BAD_REQUEST, "access is handed out where the run directory is: use --run")
+            raise RpcError(ErrorCode.BAD_REQUEST, "access is exported only on the host of the run directory: use --run")
         export(run, role_of(role), to)
     print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
 
 
 @app.command()
 def join(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="access in the role service, from export-access")],
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory to make on this host")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="access file with the role service, from export-access")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory to create on this host")],
 ) -> None:
-    """Make this host a part of a run: python -m services.NAME --run DIR then works here."""
+    """Make this host part of a run, so that python -m services.NAME --run DIR works here."""
     from launch import access
 
     with _one_line_errors():
@@ -132,11 +132,11 @@ def join(
 def logs(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
-    lines: Annotated[int, typer.Option("-n", min=0, help="how many of the last lines")] = 50,
-    follow: Annotated[bool, typer.Option("-f", help="go on with new lines until Ctrl-C")] = False,
+    lines: Annotated[int, typer.Option("-n", min=0, help="number of last lines to print")] = 50,
+    follow: Annotated[bool, typer.Option("-f", help="print new lines until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a service logged."""
+    """Print the log of a service."""
     run, before = context.obj
     raw = as_json or before
     with _one_line_errors():
@@ -187,12 +187,12 @@ def _known(run: Run) -> list[Key]:
 
 
 def _registered(run: Run) -> list[Key]:
-    """Who works in the run, also on hosts that have joined it; nobody while the scheduler is away."""
+    """Return all registered processes, also on hosts that have joined; none while the scheduler is away."""
     try:
         status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # it answers, and does not let us look
+            raise  # the scheduler answers and refuses this access
         return []
     return [(row.service, row.instance) for row in status.services]
 

@@ -1,5 +1,5 @@
-"""Whether the functions that a topology names could be used. Users' modules are imported by another process, which is
-killed when it hangs; never by this one.
+"""Checks that the functions named by a topology can be used. Users' modules are imported by a separate process, which
+is killed when it hangs, and never by the launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.topology import Topology
 from shared.topology.algorithm import is_function
 
 LIMIT_S = 60.0
-"""Seconds that the imports of all functions may take; a rollout gives its users' modules as long."""
+"""Maximum seconds for importing all functions. A rollout allows the modules of its users the same time."""
 _END_S = 10.0
 _REMEDY = {
     "reward": "mend {key} or its params",
@@ -37,7 +37,7 @@ _REMEDY = {
 
 
 def problems(topology: Topology) -> Iterator[str]:
-    """One line for every function that no run could use: its key, its path, why and what to do."""
+    """Yield one line for every function that no run could use, with its key, its path, the reason and the remedy."""
     others: list[Wanted] = []
     for wanted in _named(topology):
         missing = _missing_module(wanted)
@@ -66,7 +66,7 @@ def _named(topology: Topology) -> Iterator[Wanted]:
 
 
 def _missing_module(wanted: Wanted) -> str:
-    """The line about a module that is nowhere, which is found without a process."""
+    """Return the error line for a module that cannot be found, which takes no process to see."""
     module, _, function = wanted.path.partition(":")
     top, folder = module.partition(".")[0], Path.cwd()
     if module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file() or find_spec(top):
@@ -78,7 +78,7 @@ def _missing_module(wanted: Wanted) -> str:
 
 
 def _is_ours(wanted: Wanted) -> bool:
-    """Whether the check runs no code but ours and imports no library: an unknown builtin is named here too."""
+    """Return whether the check runs only our code and imports no library. Unknown builtins are also found this way."""
     try:
         return wanted.kind == "reward" and is_inline(wanted.path)
     except RpcError:
@@ -91,13 +91,13 @@ def _lines(wanted: Wanted, why: str) -> Iterator[str]:
 
 
 def _asked(functions: Sequence[Wanted]) -> list[str]:
-    """Why each of `functions` could not be used, from a process of its own; empty where it could."""
+    """Check `functions` in a separate process and return why each cannot be used; empty if it can."""
     ours, theirs = socket.socketpair()
     try:
         child = subprocess.Popen(
             [sys.executable, "-m", "services.rollout.function_check", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # what a module prints would stand between our lines
+            stderr=subprocess.DEVNULL,  # the output of a module would appear between our lines
             pass_fds=(theirs.fileno(),),
             env=child_environment(1),
             start_new_session=True,
@@ -117,13 +117,13 @@ def _asked(functions: Sequence[Wanted]) -> list[str]:
         how = f"its module is still being imported after {LIMIT_S:g} s"
     finally:
         _end(child)
-    if len(found) < len(functions):  # the first without an answer is to blame; the others wait for its mend
+    if len(found) < len(functions):  # the first without an answer is the culprit; the others are checked next time
         found.append(f"{functions[len(found)].path!r}: {how}")
     return found + [""] * (len(functions) - len(found))
 
 
 def _end(child: subprocess.Popen[Any]) -> None:
-    """The process is a keeper: it takes everything along that users' code has started."""
+    """End the process. It is a subreaper, so it also ends everything that users' code has started."""
     child.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_END_S)

@@ -1,9 +1,10 @@
-"""Which GPUs of this machine each process sees: colocated services the same ones, all others their own. Pure; it must
-never hand out a GPU twice to services that do not take turns, nor one that is not there.
+"""Assigns the GPUs of this machine to processes: colocated services share them, all others get their own.
 
-A process numbers what it sees from 0: what is handed out here is the value of CUDA_VISIBLE_DEVICES. A rank of the
-trainer or of the reference sees one GPU, an engine all of its `services.rollout.gpus`. So nobody can put anything on a
-GPU of somebody else, by mistake or through a library that always opens the first one.
+Pure functions. No GPU is given twice to services that do not take turns, and none that the machine does not have.
+
+A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
+the trainer or of the reference sees one GPU, an engine all of its `services.rollout.gpus`. Thus no process can use the
+GPU of another one, by mistake or through a library that always opens the first GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shared.topology.services import DEVICE_SERVICE
 
 @dataclass(frozen=True)
 class _Share:
-    """`processes` of a service on `host`, each on `each` GPUs of its own."""
+    """The GPUs of a service: `processes` on `host`, each with `each` GPUs of its own."""
 
     name: str
     host: str | None
@@ -31,11 +32,11 @@ class _Share:
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
-    """CUDA_VISIBLE_DEVICES by process: empty for those that the topology gives no GPU, which compute on the CPU,
-    whatever the machine has.
+    """Return CUDA_VISIBLE_DEVICES by process. It is empty for processes to which the topology gives no GPU: they
+    compute on the CPU, whatever the machine has.
 
-    `names`: what the machine's GPUs are called, in order; None: 0, 1, ... as many as it takes. Raises ValueError when
-    there are too few (`wanted` tells beforehand).
+    `names` are the machine's GPUs in order. With None they are numbered 0, 1, ... as far as needed. Raises ValueError
+    if there are too few GPUs (`wanted` returns the number beforehand).
     """
     found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
     for share, first in _placed(topology):
@@ -48,7 +49,7 @@ def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict
 
 
 def wanted(topology: Topology) -> int:
-    """GPUs that the busiest host must have."""
+    """Return the number of GPUs that the busiest host needs."""
     ends: dict[str | None, int] = {}
     for share, first in _placed(topology):
         ends[share.host] = max(ends.get(share.host, 0), first + share.total)
@@ -56,7 +57,7 @@ def wanted(topology: Topology) -> int:
 
 
 def described(topology: Topology) -> str:
-    """Who takes how many: `policy-trainer 8, reference 8 (the same), rollout 8`."""
+    """Return how many GPUs each service takes: `policy-trainer 8, reference 8 (the same), rollout 8`."""
     together = topology.placement.colocate
     shares = [share for share, _ in _placed(topology)]
     sharing = [share.name for share in shares if share.name in together]
@@ -65,7 +66,7 @@ def described(topology: Topology) -> str:
 
 
 def _placed(topology: Topology) -> list[tuple[_Share, int]]:
-    """Every share and the number of its first GPU on its host."""
+    """Return every share with the number of its first GPU on its host."""
     next_free: dict[str | None, int] = {}
     shared_from: dict[str | None, int] = {}
     placed: list[tuple[_Share, int]] = []
@@ -79,7 +80,7 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 
 
 def _shares(topology: Topology) -> list[_Share]:
-    """The services that the topology gives GPUs. What is colocated takes equally many (`colocate_checks`)."""
+    """Return the services that use GPUs. Colocated ones use the same number of GPUs (`colocate_checks`)."""
     services = topology.services
     trainer, reference, rollout = services.policy_trainer, services.reference, services.rollout
     shares = [_Share("policy-trainer", trainer.host, trainer.world_size, 1)] if trainer.gpus else []

@@ -1,4 +1,4 @@
-"""Reads what services wrote to a run directory's logs, for people. Never writes there."""
+"""Reads the logs in a run directory and formats them for people. Never writes there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "i
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last `lines` lines of a text file, [] when there is none. Reads at most 256 KiB."""
+    """Return the last `lines` lines of a text file, or [] if it does not exist. Reads at most 256 KiB."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -27,7 +27,7 @@ def tail(path: Path, lines: int) -> list[str]:
 
 
 def readable(line: str) -> str:
-    """One line of a `.jsonl` log as text: time, level, service, event, fields, the trace below. Other text as it is."""
+    """Format a line of a `.jsonl` log: time, level, service, event, fields, traceback. Other text is left unchanged."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -45,21 +45,21 @@ def readable(line: str) -> str:
 
 
 def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
-    """The last `lines` readable lines of a service: its log, then what it printed (a trace of a failed import)."""
+    """Return the last `lines` readable lines of a service's log, then its output (such as an import traceback)."""
     log = [part for line in tail(run.log_file(*key), lines) for part in readable(line).splitlines()]
     printed = tail(run.logs / f"{key[0]}-{key[1]}.out", lines)
     return (log[-lines:] + printed)[-lines:] if printed else log[-lines:]
 
 
 class Follower:
-    """Gives the complete lines that were added to a file since it was last asked."""
+    """Returns the complete lines that were added to a file since the previous call."""
 
     def __init__(self, path: Path, *, position: int = 0) -> None:
         self._path = path
         self._position = position
 
     def new_lines(self) -> Iterator[str]:
-        """Yield each new complete line. A file that shrank is read from its start."""
+        """Yield each new complete line. A file that has shrunk is read from its start."""
         try:
             size = self._path.stat().st_size
             if size < self._position:
@@ -77,7 +77,7 @@ class Follower:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, 0 when there is none."""
+    """Return the size of a file in bytes, or 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -85,6 +85,6 @@ def size_of(path: Path) -> int:
 
 
 def shorten(text: str, limit_chars: int = 200) -> str:
-    """`text` cut to one line of at most `limit_chars` characters; the log has the rest."""
+    """Cut `text` to one line of at most `limit_chars` characters. The log has the full text."""
     line = " ".join(text.split())
     return line if len(line) <= limit_chars else f"{line[: limit_chars - 1]}…"

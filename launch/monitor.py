@@ -1,7 +1,7 @@
-"""`python -m launch.monitor`: watch a run, from any moment on: the present state, then every change. Changes nothing.
+"""`python -m launch.monitor` shows the present state of a run, then every change. It changes nothing.
 
-Exit status: 0 when the run ended or at Ctrl-C, 1 when a run on another machine does not answer (any more: whether it
-ended cannot be seen from there), 2 when there is no such run or it does not let this access in.
+Exit status: 0 when the run has ended or at Ctrl-C; 1 when a run on another machine does not answer or stops answering
+(whether it ended cannot be seen from there); 2 when there is no such run or it refuses this access.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.5
 LOST_S = 20.0
-"""A monitor on another machine that is silent for longer is given up."""
+"""Seconds of silence after which a monitor on another machine is given up."""
 Rows = AsyncIterator[TopicRow]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,13 +40,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    run: Annotated[Path | None, typer.Option("--run", help="run directory; left out: the newest in ./runs")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
         Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see ctl export-access)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line instead of a table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line instead of a table")] = False,
     topic: Annotated[
-        list[str] | None, typer.Option("--topic", metavar="PREFIX", help="only topics that begin so; may be repeated")
+        list[str] | None,
+        typer.Option("--topic", metavar="PREFIX", help="show only topics with this prefix; may be repeated"),
     ] = None,
 ) -> None:
     """Show the state of a run and every change of it."""
@@ -59,7 +60,7 @@ def main(
         raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_UNREACHABLE) from None
     except BrokenPipeError:
         pass
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: no noise at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: print nothing at exit
 
 
 async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
@@ -88,7 +89,7 @@ async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Cor
 
 
 async def _let_in(run: Access) -> None:
-    """Raises RpcError in one line where the stream would only stay silent."""
+    """Raise a one-line RpcError for an access that is refused, because the stream would merely stay silent."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         await knock(context, run, "monitor")

@@ -1,4 +1,4 @@
-"""Finds the run that a command is about, asks one of its services one thing. Never waits longer than its deadline."""
+"""Finds the run that a command names and sends one request to one of its services. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.security.curve import unlock
 R = TypeVar("R", bound=Message)
 DEADLINE_S = 3.0
 Run = RunDir | Access
-"""A run on this machine, or one on another that an access file leads to."""
+"""A run on this machine, or a run on another machine described by an access file."""
 RUNS = Path("runs")
 EXIT_UNREACHABLE, EXIT_USAGE = 1, 2
 _OTHER_KEY = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -31,7 +31,7 @@ _OUTCOMES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | _O
 
 
 def find(run: Path | None, access: Path | None) -> Run:
-    """The run that the options name. Raises RpcError(bad_request)."""
+    """Return the run that the options name. Raises RpcError(bad_request)."""
     if access is None:
         return RunDir.open(run or newest_run(RUNS))
     if run is not None:
@@ -40,8 +40,8 @@ def find(run: Path | None, access: Path | None) -> Run:
 
 
 async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
-    """The reply of instance 0 of `service`. Raises RpcError: `deadline` when it is not there, `bad_request` when it
-    does not let this access in.
+    """Return the reply of instance 0 of `service`. Raises RpcError: `deadline` if it is not running, `bad_request` if
+    it refuses this access.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
@@ -67,10 +67,10 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
 async def knock(
     context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str, deadline_s: float = DEADLINE_S
 ) -> None:
-    """Return once `service` lets this access in.
+    """Return once `service` admits this access.
 
-    Raises RpcError: `bad_request` when it does not, or is another run's; `deadline` when nobody answers there. A
-    request alone could not tell: it waits the same for one who refuses and for one who is away.
+    Raises RpcError: `bad_request` if it refuses the access or belongs to another run, `deadline` if nothing answers. A
+    request alone could not distinguish these cases: refused and absent peers both leave it unanswered.
     """
     endpoint = access.endpoints[service]
     outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ async def knock(
     try:
         event = await asyncio.wait_for(outcome, deadline_s)
     except TimeoutError:
-        raise RpcError(ErrorCode.DEADLINE, f"{where} is not to be reached; is the run going, the port open?") from None
+        raise RpcError(ErrorCode.DEADLINE, f"{where} cannot be reached; is the run up and the port open?") from None
     finally:
         events.close()
         socket.disable_monitor()
@@ -96,4 +96,7 @@ async def knock(
         text = f"{where} refused this access: the role {access.role.label} is not enough, or its key is not the run's"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{where} does not prove to be of this run; whose access file is this?")
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"{where} does not prove to be part of this run; does this access file belong to another run?",
+        )

@@ -1,4 +1,4 @@
-"""Gives a run its directory: a new one, or an old one to go on with. Two launchers never share one."""
+"""Creates the directory of a new run, or reopens that of an old one. Two launchers never share a directory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shared.topology import Topology, load
 
 BASE = Path("runs")
 LOCK_WAIT_S = 40.0
-"""Seconds in which the services of a launcher that was killed end under its guard, besides what a checkpoint that is
-being written takes; then the directory is free."""
+"""Seconds within which the services of a killed launcher end under its guard and free the directory, in addition to the
+time for a checkpoint that is being written."""
 _POLL_S = 0.1
 FIXED = (
     "run.seed",
@@ -28,7 +28,7 @@ FIXED = (
     "algorithm.tasks_per_step",
     "algorithm.group_size",
 )
-"""What the journal and the checkpoints of a run were made with: another value would make them lie."""
+"""Keys fixed by the journal and the checkpoints of a run, which other values would contradict."""
 FIXED_BITS = (
     "data.eval",
     "reward",
@@ -40,11 +40,11 @@ FIXED_BITS = (
     "services.rollout.block_tasks",
     "services.rollout.threads",
 )
-"""In deterministic mode also what the bits depend on."""
+"""Keys that are also fixed in deterministic mode, because the bits of the result depend on them."""
 
 
 def default_path(topology: Topology) -> Path:
-    """`runs/<name>-<UTC time>`, with a number behind it when two begin in one second."""
+    """Return `runs/<name>-<UTC time>`, with a number appended if two runs begin in the same second."""
     stem = f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     path = BASE / stem
     number = 2
@@ -55,7 +55,7 @@ def default_path(topology: Topology) -> Path:
 
 
 def resumable(topology: Topology) -> Path:
-    """The newest run of this name under `runs/`. Raises RpcError when there is none."""
+    """Return the newest run of this name under `runs/`. Raises RpcError if there is none."""
     runs = [path for path in BASE.glob(f"{topology.run.name}-*") if (path / "run.json").exists()]
     if not runs:
         raise RpcError(
@@ -66,10 +66,10 @@ def resumable(topology: Topology) -> Path:
 
 
 def lock(path: Path, save_limit_s: float = 0.0) -> int:
-    """Take the run directory; returns the descriptor of the lock that the guard shares, so that it outlives us.
+    """Lock the run directory. Return the descriptor of the lock, which the guard shares, so that it outlives us.
 
-    Waits for what a killed launcher left to end, which may first have to write a checkpoint (`save_limit_s`). Raises
-    RpcError: busy when another launcher lives, or its services do; bad_request when there can be no such directory.
+    Waits for the processes of a killed launcher to end, which may first have to write a checkpoint (`save_limit_s`).
+    Raises RpcError: busy if another launcher or its services are alive, bad_request if the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
 
 
 def _take(descriptor: int) -> bool:
-    """Lock an open file or directory until this process (and who inherits the descriptor) ends."""
+    """Lock an open file or directory until this process and all that inherit the descriptor have ended."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,16 +102,16 @@ def _in_use(path: Path, who: str) -> RpcError:
 
 
 def create(path: Path, topology: Topology) -> RunDir:
-    """A new run directory with its resolved topology. Raises RpcError when it holds a run already."""
+    """Create a run directory with its resolved topology. Raises RpcError if it already holds a run."""
     run = RunDir.create(path, shm_root=preflight.shm_root(topology))
     topology.dump_resolved(run.topology)
     return run
 
 
 def reopen(path: Path, topology: Topology) -> RunDir:
-    """The same run with fresh sockets and shared memory, going on under `topology`.
+    """Reopen a run with new sockets and shared memory, to continue under `topology`.
 
-    Raises RpcError(bad_request) listing the keys of `FIXED` and `FIXED_BITS` that are not what it was begun with.
+    Raises RpcError(bad_request) naming the keys of `FIXED` and `FIXED_BITS` whose values differ from the original.
     """
     old = RunDir.open(path)
     begun = load(old.topology, check_supported=False).document()

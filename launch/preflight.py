@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: rows, functions, tokenizer, memory, ports. Changes nothing in the run."""
+"""Checks rows, functions, tokenizer, memory and ports before anything starts. Changes nothing in the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MIB = 1 << 20
 
 @dataclass
 class Findings:
-    """One line each. A run with errors does not start."""
+    """The findings, one line each. A run with errors does not start."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def check(topology: Topology, file: str) -> Findings:
-    """Look at everything that `shared.topology` cannot know from the file alone; `file` is named in the lines."""
+    """Check everything that `shared.topology` cannot know from the file alone. `file` is the name used in the lines."""
     findings = Findings()
     for key, source in _sources(topology).items():
         _check_rows(source, f"{file}: {key}", findings)
@@ -41,13 +41,13 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def shm_root(topology: Topology) -> Path:
-    """Where the shards of the run lie."""
+    """Return the folder that holds the shards of the run."""
     directory = topology.services.batch_store.directory
     return Path(directory) if directory else SHM_ROOT
 
 
 def threads_of(topology: Topology, service: str) -> int:
-    """CPU threads of each process of a service."""
+    """Return the number of CPU threads of each process of a service."""
     section = {
         "policy-trainer-worker": topology.services.policy_trainer,
         "reference": topology.services.reference,
@@ -57,9 +57,9 @@ def threads_of(topology: Topology, service: str) -> int:
 
 
 def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
-    """What CUDA calls the GPUs that this launcher may use. `visible`: its CUDA_VISIBLE_DEVICES, None when not set.
+    """Return CUDA's names of the GPUs this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if unset.
 
-    Names that CUDA would not know end the list, as they do for CUDA (`-1`, `NoDevFiles`).
+    The list ends at the first name that CUDA would not know, as it does for CUDA (`-1`, `NoDevFiles`).
     """
     if visible is None:
         count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
@@ -70,7 +70,7 @@ def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
 
 
 def _sources(topology: Topology) -> dict[str, str]:
-    """Every data source by the key that names it."""
+    """Return every data source by the key that names it."""
     sources = {"data.train.source": topology.data.train.source}
     return sources | {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
 
@@ -95,7 +95,7 @@ def _check_functions(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
-    """A rollout tokenizes prompts and answers with the files in the model's folder."""
+    """Check the tokenizer files of the model folder, with which a rollout tokenizes prompts and answers."""
     model = topology.policy.model
     where = f"{file}: policy.model: {model}"
     if not model_files.has_tokenizer(model):
@@ -115,7 +115,7 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _messages(topology: Topology) -> str:
-    """Whatever of the topology has to be rendered by a chat template; empty when nothing has."""
+    """Return which part of the topology has to be rendered by a chat template; empty if none has."""
     workflow = topology.workflow
     if workflow is not None and workflow.function.startswith("builtin:"):
         return f"workflow.function {workflow.function}"
@@ -123,7 +123,7 @@ def _messages(topology: Topology) -> str:
         try:
             rows = open_source(source, where=key)
         except DataError:
-            continue  # said by _check_rows
+            continue  # reported by _check_rows
         for index in range(len(rows)):
             with contextlib.suppress(DataError):
                 if isinstance(rows.row(index)["prompt"], list):

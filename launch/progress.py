@@ -1,6 +1,6 @@
-"""Shows how a run goes: one line that stays in place on a terminal, a line every few seconds elsewhere.
+"""Shows the progress of a run: a line that stays in place on a terminal, or a line every few seconds elsewhere.
 
-Fed from metrics.jsonl and the scheduler's status. Never from telemetry, which may drop.
+It reads metrics.jsonl and the scheduler's status, but never telemetry, which may be dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Metrics:
     """The rows of metrics.jsonl, read as they are written."""
 
     def __init__(self, path: Path, *, steps: int) -> None:
-        """Rows that are there already (a resumed run) count for the summary, not for the pace."""
+        """Rows that already exist (of a resumed run) count for the summary, but not for the pace."""
         self._follower = Follower(path)
         self.steps = steps
         self.last: Row = {}
@@ -44,7 +44,7 @@ class Metrics:
         self._times.clear()
 
     def poll(self, now: float) -> bool:
-        """Read what is new; True when there was something."""
+        """Read the new rows. Return True if there were any."""
         rows = self._parse()
         for row in rows:
             self._take(row)
@@ -58,7 +58,7 @@ class Metrics:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # a line that was cut by a crash; the scheduler mends the file
+                continue  # a line cut off by a crash, which the scheduler repairs
             if isinstance(row, dict):
                 rows.append(row)
         return rows
@@ -80,7 +80,7 @@ class Metrics:
         return int(self.last.get("step", 0))
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last rows; None before there are two of them."""
+        """Return the seconds to the last step at the pace of the latest rows, or None before there are two rows."""
         if len(self._times) < 2:
             return None
         (begin, first), (end, last) = self._times[0], self._times[-1]
@@ -106,7 +106,7 @@ class Metrics:
 
 
 class Screen:
-    """Where progress and notices go. On a terminal the progress line stays below the notices."""
+    """The output for progress and notices. On a terminal the progress line stays below the notices."""
 
     def __init__(self, *, plain: bool | None = None) -> None:
         self._plain = not sys.stdout.isatty() if plain is None else plain
@@ -131,15 +131,15 @@ class Screen:
             self._live = None
 
     def notice(self, text: str) -> None:
-        """A line that stays."""
-        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: the run goes on
+        """Print a line that stays."""
+        with contextlib.suppress(OSError):  # stdout is closed or its disk is full: the run continues
             if self._console is not None:
                 self._console.print(text, markup=False, soft_wrap=True)
             else:
                 print(text, flush=True)
 
     def progress(self, text: str) -> None:
-        """The line that is replaced; without a terminal, printed every few seconds when it changed."""
+        """Replace the progress line. Without a terminal, print it every few seconds if it has changed."""
         if self._live is not None:
             from rich.text import Text
 
@@ -153,7 +153,7 @@ class Screen:
 
 
 def starting_text(states: dict[str, str], status: Status | None) -> str:
-    """The line before the first row of metrics: which services are not ready yet, or what the scheduler waits for."""
+    """Return the line shown before the first metrics: services that are not ready, or the state of the first tasks."""
     waiting = [f"{name} {state}" for name, state in states.items() if state != "READY"]
     if waiting:
         return f"starting: {', '.join(waiting)}"
@@ -164,7 +164,7 @@ def starting_text(states: dict[str, str], status: Status | None) -> str:
 
 
 def rewind_text(step: int, committed: int, *, deterministic: bool) -> str:
-    """`back to step 20 of 48: the weights of steps 21-48 died with their processes`."""
+    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`."""
     lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
     if deterministic:
         return f"back to step {step} of {committed}: {lost} will be trained again, with the same bits"
@@ -172,7 +172,7 @@ def rewind_text(step: int, committed: int, *, deterministic: bool) -> str:
 
 
 class Troubles:
-    """What the scheduler's status says is wrong, as notices that stay and as a part of the line that is replaced."""
+    """Troubles in the scheduler's status, shown as notices that stay and as a part of the progress line."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, int, str], str] = {}
@@ -180,7 +180,7 @@ class Troubles:
         self._counts = ""
 
     def take(self, status: Status) -> list[str]:
-        """A new status; returns the notices of what has begun and what is over since the last one."""
+        """Take a new status. Return notices of the troubles that began or ended since the previous one."""
         now = {(each.service, each.instance, each.kind): each for each in status.troubles}
         notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
         over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
@@ -197,7 +197,7 @@ class Troubles:
 
 
 def counts_text(status: Status) -> str:
-    """Dropped tasks and lost samples so far, by reason; empty when there are none."""
+    """Return the dropped tasks and lost samples so far, by reason; empty if there are none."""
     parts = []
     if status.dropped:
         parts.append(f"dropped {_by_reason(status.dropped)}")
@@ -216,7 +216,7 @@ def _who(row: TroubleRow) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`192.4` -> `3m12s`."""
+    """Format seconds: `192.4` -> `3m12s`."""
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:
@@ -225,7 +225,7 @@ def duration(seconds: float) -> str:
 
 
 def accuracy_lines(metrics: Metrics) -> list[str]:
-    """First and last evaluation of each set, one line a set."""
+    """Return the first and last evaluation of each set, one line per set."""
     lines = []
     for name, (step, value) in metrics.accuracy.items():
         first_step, first = metrics.first_accuracy[name]

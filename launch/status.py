@@ -1,6 +1,6 @@
-"""`ctl status`: the scheduler's and the supervisor's view of a run in one. Either may be down; a guess is never shown.
+"""`ctl status`: a combined view of a run from its scheduler and its supervisor, either of which may be down.
 
-What nobody could tell is null (None).
+Values that neither of them could give are null (None), never guesses.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def _not_there(run: Run) -> str:
         return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
     last = _last_row(run).get("step")
     if last is not None and last == _steps(run) and run.export.is_dir():
-        return f"run {run.path}: is done, its model is in {run.export}"
-    so_far = f"it stands at step {last:g} of {_steps(run)}" if last is not None else "it has made no step"
+        return f"run {run.path}: is done; its model is in {run.export}"
+    so_far = f"it has reached step {last:g} of {_steps(run)}" if last is not None else "it has completed no step"
     return (
-        f"run {run.path}: neither scheduler nor supervisor answers, so it does not run; {so_far}, go on with "
+        f"run {run.path}: neither scheduler nor supervisor answers, so it is not running; {so_far}; continue it with "
         f"`python -m launch.cluster {run.topology} --run-dir {run.path} --resume`"
     )
 
 
 async def collect(run: Run) -> dict[str, Any]:
-    """`{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, troubles: [...]}`.
+    """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, troubles: [...]}`.
 
-    Raises RpcError when nobody answers.
+    Raises RpcError if neither of them answers.
     """
     seen, supervised = await asyncio.gather(
         _try(run, "scheduler", GetStatus(), Status),
@@ -74,12 +74,12 @@ async def _try(run: Run, service: str, request: Request, reply: type[R]) -> R | 
         return await with_client(run, service, request, reply)
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # it answers, and does not let us look
+            raise  # the service answers and refuses this access
         return None
 
 
 def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:
-    """One entry a service: the supervisor knows processes and restarts, the scheduler hosts and heartbeats."""
+    """Merge what the supervisor knows (processes, restarts) and the scheduler (hosts, heartbeats), by service."""
     known = {(row.service, row.instance): row for row in registered}
     entries: list[dict[str, Any]] = []
     for process in supervised:
@@ -98,7 +98,7 @@ def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[d
                 "rss_bytes": process.rss_bytes or (same.rss_bytes if same else 0),
             }
         )
-    for row in known.values():  # started by hand, on another host, or the supervisor is down
+    for row in known.values():  # started by hand or on another host, or the supervisor is down
         entries.append(
             {
                 "service": row.service,
@@ -134,7 +134,7 @@ def _steps(run: RunDir) -> int | None:
 
 
 def table(answer: dict[str, Any]) -> None:
-    """Print it for people."""
+    """Print the status as tables for people."""
     from rich.console import Console
     from rich.table import Table
 

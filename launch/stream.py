@@ -1,4 +1,4 @@
-"""A subscriber's side of the monitor: the present state first, then every change in sequence, across its restarts."""
+"""The monitor's client: yields the present state, then every change in sequence, across restarts of the monitor."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _NONE = -1
 
 
 class Stream:
-    """Connects to the monitor of a run. Use as an async context manager, then iterate `rows()`."""
+    """A connection to the monitor of a run. Use it as an async context manager, then iterate over `rows()`."""
 
     def __init__(self, run: Run, *, ended: Callable[[], bool]) -> None:
-        """`ended` is asked while nothing comes in; when true, the stream is over."""
+        """`ended` is called while nothing arrives. The stream is over once it returns true."""
         self._run = run
         self._ended = ended
         self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
         self.gaps = 0
-        """Times that updates were lost on the way to us, and the state was taken anew."""
+        """Number of times that updates were lost on the way and the state was read again."""
         self.heard_at = 0.0
-        """Loop time at which the monitor last said anything."""
+        """Loop time at which the monitor last sent anything."""
 
     async def __aenter__(self) -> Stream:
         run, loop = self._run, asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.SUB, CONTROL)
-        # everything, and filtered here: a sequence with holes would not show a loss
+        # subscribe to everything and filter here: in a sequence with holes a loss could not be seen
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._address = ""
         if isinstance(run, Access):
@@ -59,7 +59,7 @@ class Stream:
         return self
 
     def _follow(self, address: str) -> None:
-        """On other machines the stream is where the snapshot says, and each life of the monitor takes a new port."""
+        """Use the address in the snapshot: for other hosts, each life of the monitor takes a new port."""
         if address and address != self._address:
             if self._address:
                 self._socket.disconnect(self._address)
@@ -72,10 +72,10 @@ class Stream:
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
     async def rows(self) -> AsyncIterator[TopicRow]:
-        """Yield the last value of every topic, then each change; again after a loss or a restart of the monitor."""
+        """Yield the last value of every topic, then each change. Starts over after a loss or a restart."""
         incarnation, sequence, checked = _NONE, 0, False
         if isinstance(self._run, Access):
-            await self._take_snapshot()  # says where the stream is
+            await self._take_snapshot()  # gives the address of the stream
         while True:
             update = await self._next()
             if update is None:
@@ -92,7 +92,7 @@ class Stream:
                     sequence = number
                     yield update[1].row
                     continue
-            # a gap, another life of the monitor, or silence: a full queue loses the newest, which only this shows
+            # a gap, another life of the monitor, or silence: a full queue drops the newest, which nothing else shows
             taken = await self._take_snapshot()
             if taken is None:
                 incarnation, checked = _NONE, False
@@ -127,7 +127,7 @@ class Stream:
         try:
             decoded = codec.decode(frames[1:], CONTROL)
         except WireError:
-            return  # a later update shows the gap
+            return  # the gap shows with a later update
         self.heard_at = asyncio.get_running_loop().time()
         if isinstance(decoded.body, Update) and not self._incoming.full():
             self._incoming.put_nowait((decoded.envelope.incarnation, decoded.body))

@@ -1,6 +1,6 @@
-"""The supervisor's door to other machines: operators and services get in; the monitor hears who else tried.
+"""The supervisor's socket for other hosts: it admits operators and services and reports other attempts to the monitor.
 
-It must never answer anything itself: what comes in is the mailbox's.
+It answers nothing itself: the mailbox handles what arrives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPORT_S = 1.0
 
 
 class Door:
-    """Belongs to the event loop it was made on. `close` it after the mailbox."""
+    """The socket and its keys. Belongs to the event loop on which it was made. `close` it after the mailbox."""
 
     def __init__(
         self, run: RunDir, context: zmq.Context[zmq.Socket[bytes]], mailbox: Mailbox, incarnation: int
@@ -34,7 +34,7 @@ class Door:
         self._context = context
         self._mailbox = mailbox
         self.keys: Keyring | None = None
-        """Of the run, for those it reaches on other hosts; None when it does not listen to any."""
+        """Keys of the run for peers on other hosts, or None if it does not listen for them."""
         self._gate: Gate | None = None
         self._monitor = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
         self._telemetry = TelemetrySender(SUPERVISOR, 0, incarnation)
@@ -44,7 +44,7 @@ class Door:
     def open(self, endpoint: str) -> None:
         """Answer operators at `endpoint`, `tcp://ADDRESS:PORT` (empty: nowhere), and begin to report refusals.
 
-        Raises RpcError(bad_request): no such address here, the port is taken, no keys.
+        Raises RpcError(bad_request) if this host lacks the address, the port is taken, or there are no keys.
         """
         if endpoint:
             check_listen(endpoint)
@@ -57,7 +57,7 @@ class Door:
         )
 
     async def close(self) -> None:
-        """Nobody gets in any more."""
+        """Stop admitting peers."""
         if self._reports is not None:
             self._reports.cancel()
             await asyncio.gather(self._reports, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Outlives a launcher that was killed: ends the processes it started and removes the run's sockets and shared memory.
+"""Outlives a killed launcher: ends the processes that it started and removes the run's sockets and shared memory.
 
-Started by the launcher as a bare script (`python -I -S guard.py SOCKETS SHM`), so it must import nothing but the
-standard library. It reads `+PID` and `-PID` lines from its input; the end of the input is the launcher's death. It
-inherits the lock on the run directory: a second launcher waits until nothing of the first is left.
+The launcher starts it as a bare script (`python -I -S guard.py SOCKETS SHM`), so it imports nothing but the standard
+library. It reads `+PID` and `-PID` lines from its input, which ends when the launcher dies. It inherits the lock on the
+run directory, so that a second launcher waits until no process of the first one is left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 KILLED_S = 15.0
-"""Seconds to wait for the end of what was killed."""
+"""Maximum seconds to wait for killed processes to end."""
 
 
 class Left(NamedTuple):
@@ -25,11 +25,11 @@ class Left(NamedTuple):
 
     descriptor: int
     limit_s: float
-    """Seconds that it has to end by itself, as the supervisor says."""
+    """Seconds that it has to end by itself, as announced by the supervisor."""
 
 
 def watch(lines: Iterable[str]) -> dict[int, Left]:
-    """Read announcements until the launcher is gone; return the processes that it left behind, by pid."""
+    """Read announcements until the launcher is gone. Return the processes that it left behind, by pid."""
     left: dict[int, Left] = {}
     for line in lines:
         pid, *limit_s = line[1:].split()
@@ -44,7 +44,7 @@ def watch(lines: Iterable[str]) -> dict[int, Left]:
 
 
 def end(left: dict[int, Left]) -> None:
-    """SIGTERM to all, SIGKILL to those that are still there when their limit is over; returns when all are gone."""
+    """Send SIGTERM to all, and SIGKILL to those alive when their limit is over. Return when all are gone."""
     begun = time.monotonic()
     _signal(left.values(), signal.SIGTERM)
     for limit_s in sorted({each.limit_s for each in left.values()}):
@@ -62,20 +62,20 @@ def _signal(processes: Iterable[Left], number: signal.Signals) -> None:
 
 
 def _wait(left: dict[int, Left], until: float) -> None:
-    """Forget the processes that end before `until`, with what they started."""
+    """Forget the processes that end before `until`, and kill the processes that they started."""
     while left and (remaining := until - time.monotonic()) > 0:
         gone, _, _ = select.select([each.descriptor for each in left.values()], [], [], remaining)
         for pid in [pid for pid, each in left.items() if each.descriptor in gone]:
             del left[pid]
             try:
-                os.killpg(pid, signal.SIGKILL)  # what it started and left behind
+                os.killpg(pid, signal.SIGKILL)  # processes that it started and left behind
             except ProcessLookupError:
                 continue
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
+        signal.signal(number, signal.SIG_IGN)  # the guard ends when the launcher does
     end(watch(sys.stdin))
     for folder in sys.argv[1:]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The log of a service that the supervisor did not start: it stands with the service, on a host that has joined.
+"""Logs of services that the supervisor did not start, because they run on a host that has joined the run.
 
-It is asked of the service itself; nothing here may turn a name from elsewhere into a path.
+The service itself is asked for its log. No name received from another host is turned into a path here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.security.curve import is_tcp
 from shared.security.keys import Keyring
 
 CALL_S = 1.0
-"""Twice within the time that `ctl` waits for the supervisor."""
+"""Seconds for one call. Two calls fit into the time for which `ctl` waits for the supervisor."""
 
 
 async def log_of_joined(
@@ -25,9 +25,9 @@ async def log_of_joined(
     incarnation: int,
     keys: Keyring | None,
 ) -> LogLines:
-    """What the service named in `request` answers; `keys`: None when the run does not reach other hosts.
+    """Return the log of the service named in `request`. `keys` is None if the run does not reach other hosts.
 
-    Raises RpcError: bad_request when no such service has registered, deadline when it does not answer.
+    Raises RpcError: bad_request if no such service has registered, deadline if it does not answer.
     """
     name = service_name(request.service, request.instance)
     try:
@@ -37,7 +37,7 @@ async def log_of_joined(
         raise RpcError(ErrorCode.BAD_REQUEST, f"no service {name}") from None
     remote = is_tcp(where.endpoint)
     if not where.endpoint or (remote and keys is None):
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: it answers nobody here")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: it is out of reach of this host")
     client = Client(context, where.endpoint, name, incarnation, keys=keys if remote else None)
     try:
         return await client.call(request, LogLines, deadline_s=CALL_S)

@@ -1,4 +1,4 @@
-"""Which process a service name means, what starts before what and what ends after what. Starts nothing."""
+"""The processes that a service name stands for, and the order in which processes start and end. Starts nothing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ DRIVER = "policy-trainer"
 SUPERVISOR = "supervisor"
 
 FIRST = ("scheduler", "batch-store", "monitor")
-"""What everyone else talks to: READY before the others are started."""
+"""Services that all others talk to. They are READY before the others are started."""
 
 LAST = (("batch-store",), ("monitor",), ("scheduler",))
-"""What everyone else talks to ends after the others, in this order."""
+"""Services that all others talk to. They end after the others, in this order."""
 
 DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), ("policy-trainer-worker",), *LAST)
-"""Each group ends before the next is told to; a service not named here ends with the first group."""
+"""Each group ends before the next is told to end. Services not named here end with the first group."""
 
 
 def module_of(service: str) -> str:
-    """The module behind `python -m`: `batch-store` -> `services.batch_store`."""
+    """Return the module for `python -m`: `batch-store` -> `services.batch_store`."""
     if service == "policy-trainer-worker":
         return "services.policy_trainer.worker"
     return f"services.{service.replace('-', '_')}"
 
 
 def listen_endpoint(transport: Transport, service: str) -> str:
-    """Where a service answers other hosts; empty: nowhere. Whom they ask first, at a port known before."""
+    """Return where a service answers other hosts, or an empty string. The services contacted first have known ports."""
     ports = {
         "scheduler": transport.scheduler_port,
         SUPERVISOR: transport.supervisor_port,
@@ -44,7 +44,7 @@ def listen_endpoint(transport: Transport, service: str) -> str:
 
 
 def drain_group(service: str) -> int:
-    """Index of the group of `DRAIN_ORDER` that a service ends with."""
+    """Return the index in `DRAIN_ORDER` of the group with which a service ends."""
     for index, group in enumerate(DRAIN_ORDER):
         if service in group:
             return index
@@ -52,9 +52,9 @@ def drain_group(service: str) -> int:
 
 
 def select(name: str, known: Iterable[Key]) -> list[Key]:
-    """The processes that `NAME` or `NAME/INSTANCE` means, in order.
+    """Return the processes that `NAME` or `NAME/INSTANCE` stands for, in order.
 
-    Raises RpcError(bad_request) that names the nearest valid name.
+    Raises RpcError(bad_request) with the nearest valid name.
     """
     keys = sorted(set(known))
     service, instance = parse_service_name(name)
@@ -68,7 +68,7 @@ def select(name: str, known: Iterable[Key]) -> list[Key]:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """`; did you mean 'rollout'?`, or the list of what there is."""
+    """Return `; did you mean 'rollout'?`, or a list of the known names."""
     names: Sequence[str] = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(names)}"

@@ -1,8 +1,8 @@
-"""Carries out what the supervisor's state machine decides: starts processes, watches them, answers the operator.
+"""Carries out the decisions of the supervisor's state machine: starts and watches processes, answers the operator.
 
-It must decide nothing itself. Processes are started from the main thread, because the kernel ties a child's
-"die with your parent" to the thread that made it; they stand in process groups of their own, so that a terminal's
-Ctrl-C reaches the launcher only.
+It decides nothing itself. Processes are started from the main thread, because the kernel ties a child's "die with your
+parent" to the thread that made it. They have process groups of their own, so that a terminal's Ctrl-C reaches the
+launcher only.
 """
 
 from __future__ import annotations
@@ -75,15 +75,16 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
 CANNOT_START = 127
 EVENTS = Died | Spawned | Reported
-"""What `on_event` is told about."""
+"""The events passed to `on_event`."""
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
-"""Copies of 3 MiB and more go past the caches: a put of weights asks less of the memory. glibc does so from a share of
-the last level cache on, but in some virtual machines it takes 32 MiB of that for 320."""
+"""Makes copies of 3 MiB and more bypass the caches, which reduces the memory traffic of a put of weights. By default
+glibc derives the limit from the size of the last level cache, which some virtual machines report as 320 MiB instead of
+32 MiB."""
 
 
 def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
-    """The environment of a service: our packages first, `threads` threads, flat memory, no network look-ups; of the
-    GPUs those of `gpus` (None: as the launcher)."""
+    """Return the environment of a service: our packages first, `threads` threads, flat memory, no network look-ups, and
+    the GPUs `gpus` (None: those of the launcher)."""
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return {
@@ -94,7 +95,7 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # an arena a thread would keep what the threads of a torch process free
+        # one arena per thread would keep the memory that the threads of a torch process free
         "MALLOC_ARENA_MAX": "2",
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
         **seen,
@@ -102,7 +103,7 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
 
 
 class Supervisor:
-    """Runs the processes of `plan` until the run is done, stopped or failed. Main thread only."""
+    """Runs the processes of `plan` until the run is done, stopped or failed. For the main thread only."""
 
     def __init__(
         self,
@@ -117,11 +118,10 @@ class Supervisor:
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`threads`: CPU threads by process (1 for those left out); `gpus`: CUDA_VISIBLE_DEVICES by process;
-        `listen`: endpoints for other hosts by process, the supervisor's own among them, when the run spans some;
-        `lock`: descriptor of the lock on the run directory, handed on to the guard; `save_limit_s`: what the trainer
-        may take to save a checkpoint at the end; `command`: the program for a service, when it is not the service's
-        module.
+        """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
+        endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
+        descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
+        the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module.
         """
         self._run = run
         self.state = SupervisorState(plan, save_limit_s)
@@ -141,13 +141,13 @@ class Supervisor:
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
         self._dying: dict[int, list[Call]] = {}
-        """By pid: who is told once that process is dead."""
+        """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
         self._door: Door | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
     async def run(self) -> Ended:
-        """Start everything, keep it running, return how it ended. Leaves no process behind, however it is left."""
+        """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
         self._mailbox.handle(ServiceReport, self._on_report)
@@ -173,11 +173,11 @@ class Supervisor:
             await self._close()
 
     def stop(self, cause: str) -> None:
-        """Drain everything and end."""
+        """Drain everything and end the run."""
         self._feed(StopAsked(cause))
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill everything at once."""
         self._feed(KillAsked())
 
     @property
@@ -185,7 +185,7 @@ class Supervisor:
         return self.state.phase in (Phase.DRAINING, Phase.ENDED)
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
-        """What the scheduler says about the run; None while it does not answer."""
+        """Return the scheduler's status of the run, or None if it does not answer."""
         try:
             return await self._scheduler_client().call(GetStatus(), Status, deadline_s=deadline_s)
         except RpcError:
@@ -253,7 +253,7 @@ class Supervisor:
                 )
             descriptor = os.pidfd_open(child.pid)
         except OSError as error:
-            if child is not None:  # nobody would see its end
+            if child is not None:  # nobody would see it exit
                 child.kill()
                 child.wait()
             self._log.error("cannot start", name=service_name(*key), error=str(error))
@@ -276,8 +276,8 @@ class Supervisor:
     def _on_exit(self, key: Key, child: subprocess.Popen[bytes], descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
-        # What it started (an engine's ranks, reward processes) holds memory that is promised to others next. Before the
-        # wait: until then nobody else can have this number.
+        # The processes that it started (an engine's ranks, reward processes) hold memory that others are promised next.
+        # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         status = child.wait()
@@ -293,7 +293,7 @@ class Supervisor:
             self._feed(Exited(key, child.pid, status))
 
     async def _driver_exited(self, key: Key, pid: int) -> None:
-        """A driver that somebody's SIGTERM drained exits with 0 too: only the last step means that it was done."""
+        """Report the exit. A driver drained by a foreign SIGTERM exits with 0 too; only the last step ends a run."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         self._feed(Exited(key, pid, 0, run_complete=complete))
@@ -357,7 +357,7 @@ class Supervisor:
         key = (request.service, request.instance)
         child = self._children.get(key)
         if child is None or child.pid != request.pid:
-            return Ack()  # that life is over
+            return Ack()  # that life has ended
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)
         self._feed(KillOrdered(key, request.pid, request.cause))
@@ -389,7 +389,7 @@ class Supervisor:
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
-        if key not in self.state.processes and key != (SUPERVISOR, 0):  # a name from elsewhere is no path here
+        if key not in self.state.processes and key != (SUPERVISOR, 0):  # a name from another host is no path here
             ring = self._door.keys if self._door is not None else None
             return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
         lines, position = page(self._run.log_file(*key), request.lines, request.position)
@@ -402,7 +402,7 @@ class Supervisor:
             self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
-        for child in self._children.values():  # only when `run` is left by an error
+        for child in self._children.values():  # only when `run` is left by an exception
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
         for child in self._children.values():

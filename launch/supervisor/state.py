@@ -1,9 +1,9 @@
-"""Decides when which process of a run starts, starts again and ends: `handle(event, now) -> effects`.
+"""Decides when the processes of a run start, restart and end: `handle(event, now) -> effects`.
 
-It must never touch a process, a socket or a clock. Three edges are missing on purpose: a run that failed or drains
-never starts a process again; nor is one started again that ended because it was told to end the run; nor one whose
-first start was refused (a bad model, a bad setting), because the next would be refused too. A process that was
-READY before is started again even then: what it started with was good once.
+It uses no process, socket or clock. Three transitions are missing on purpose. A run that failed or drains starts no
+process. A process that ended because it was told to end the run is not restarted. A process whose first start was
+refused (a bad model, a bad setting) is not restarted, because the next start would be refused too; but one that was
+READY before is restarted even then, because it once started with the same settings.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
-"""Deaths of its own doing (an error, a crash) within `WINDOW_S` after which the run fails."""
+"""Number of deaths by a process's own fault (an error, a crash) within `WINDOW_S` at which the run fails."""
 KILL_LIMIT = 40
-"""Deaths by somebody's kill, or for want of a peer that died, within `WINDOW_S` after which the run fails."""
+"""Number of deaths by a foreign kill, or for lack of a peer that died, within `WINDOW_S` at which the run fails."""
 WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
 START_LIMIT_S = 600.0
-"""A process that is not READY after this long is ended and counted as failed."""
+"""Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
-"""A process that is told to end and has not after this long is killed (services bound their own drain to 10 s) ..."""
+"""Seconds after which a process that was told to end is killed (services bound their own drain to 10 s) ..."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
-"""... but when the run ends these have the time that a checkpoint takes, besides."""
+"""... except that at the end of a run these also have the time that a checkpoint takes."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -44,7 +44,7 @@ class Phase:
 
 
 class Outcome:
-    """What a run can end with."""
+    """The outcomes of a run."""
 
     DONE = "DONE"
     STOPPED = "STOPPED"
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class ProcessState:
-    """States of a process as the supervisor sees it; the middle ones are what the service reports itself."""
+    """States of a process as seen by the supervisor. The middle ones are reported by the service itself."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -73,7 +73,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Spawned:
-    """The process asked for by `Spawn` runs as `pid`."""
+    """The process requested by `Spawn` runs as `pid`."""
 
     key: Key
     pid: int
@@ -81,7 +81,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Reported:
-    """A service told its state. Ignored unless `pid` is the process that we know."""
+    """A service reported its state. Ignored unless `pid` is that of the current process."""
 
     key: Key
     pid: int
@@ -101,9 +101,9 @@ class Silent:
 
 @dataclass(frozen=True)
 class Exited:
-    """A process is gone. `status`: exit status, or the negative number of the signal that ended it.
+    """A process has exited. `status` is its exit status, or the negative number of the signal that ended it.
 
-    `run_complete`: the driver had nothing left to do when it exited with 0.
+    `run_complete` is true if the driver had nothing left to do when it exited with 0.
     """
 
     key: Key
@@ -114,14 +114,14 @@ class Exited:
 
 @dataclass(frozen=True)
 class RestartAsked:
-    """The operator wants these processes ended and started again."""
+    """The operator wants these processes to be ended and started again."""
 
     keys: Sequence[Key]
 
 
 @dataclass(frozen=True)
 class KillOrdered:
-    """The scheduler wants this process dead: it hangs where others wait. It counts as failed and starts again."""
+    """The scheduler wants this process killed because it hangs while others wait. It counts as failed and restarts."""
 
     key: Key
     pid: int
@@ -130,14 +130,14 @@ class KillOrdered:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """Drain everything and end: the operator's stop, or the first Ctrl-C."""
+    """Drain everything and end the run: the operator's stop, or the first Ctrl-C."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class KillAsked:
-    """End now, without draining: the second Ctrl-C."""
+    """End the run now, without draining: the second Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ Event = Begin | Spawned | Reported | Silent | Exited | RestartAsked | KillOrdere
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start this process; answer with `Spawned`, or `Exited` with pid 0 when that is impossible."""
+    """Start this process. Answered with `Spawned`, or with `Exited` and pid 0 if it cannot be started."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Terminate:
-    """Send SIGTERM: drain and end."""
+    """Send SIGTERM, so that the process drains and ends."""
 
     key: Key
     pid: int
@@ -176,7 +176,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Died:
-    """For people: a process died and comes back in `delay_s` seconds."""
+    """For people: a process died and restarts in `delay_s` seconds."""
 
     key: Key
     cause: str
@@ -186,7 +186,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Ended:
-    """Every process is gone. `key`: whose failure ended the run, if one did."""
+    """Every process has exited. `key` is the process whose failure ended the run, if any."""
 
     outcome: str
     cause: str
@@ -198,7 +198,7 @@ Effect = Spawn | Terminate | Kill | Died | Ended
 
 @dataclass
 class Process:
-    """What is known of one process."""
+    """The supervisor's knowledge of one process."""
 
     key: Key
     state: str = ProcessState.WAITING
@@ -208,7 +208,7 @@ class Process:
     cause: str = ""
     told_to_end: bool = False
     was_ready: bool = False
-    """Whether one of its lives was."""
+    """Whether the process was READY in any of its lives."""
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
@@ -224,7 +224,7 @@ class SupervisorState:
     """The state machine of one run. `processes` keeps the order of the plan."""
 
     def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0) -> None:
-        """`save_limit_s`: what the trainer may take to save a checkpoint at the end of the run."""
+        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run."""
         self._save_limit_s = save_limit_s
         self.phase = Phase.STARTING
         self.processes = {key: Process(key) for key in plan}
@@ -234,7 +234,7 @@ class SupervisorState:
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at loop time `now`; return what to do, in order."""
+        """Take one event at loop time `now`. Return the effects to carry out, in order."""
         self._effects = []
         if self.phase == Phase.ENDED:
             return []
@@ -265,7 +265,7 @@ class SupervisorState:
         return self._effects
 
     def next_deadline(self) -> float | None:
-        """The time by which a `Tick` is due, if any."""
+        """Return the time at which a `Tick` is due, if any."""
         times = [
             at for process in self.processes.values() for at in (process.kill_at, process.start_at, process.ready_by)
         ]
@@ -275,14 +275,14 @@ class SupervisorState:
 
     def _spawned(self, process: Process, pid: int, now: float) -> None:
         process.pid = pid
-        if process.told_to_end:  # told while it was being started
+        if process.told_to_end:  # it was told to end while it was being started
             self._effects.append(Terminate(process.key, pid))
             process.kill_at = self._kill_at(process, now)
 
     def _reported(self, event: Reported, now: float) -> None:
         process = self.processes.get(event.key)
         if process is None or process.pid != event.pid or not process.alive:
-            return  # an earlier life, or one started by hand
+            return  # from an earlier life, or from a process started by hand
         process.incarnation = event.incarnation
         process.state = event.state
         process.was_ready = process.was_ready or event.state == ProcessState.READY
@@ -295,7 +295,7 @@ class SupervisorState:
 
     def _silent(self, process: Process, pid: int, seconds: float) -> None:
         if process.pid != pid or process.state != ProcessState.READY:
-            return  # it ended meanwhile, or ends already
+            return  # it has ended meanwhile, or is ending
         process.state = ProcessState.FAILED
         process.cause = f"no answer for {seconds:g} s"
         self._effects.append(Kill(process.key, pid))
@@ -433,7 +433,7 @@ class SupervisorState:
             self._effects.append(Terminate(process.key, process.pid))
 
     def drain_limit_s(self, key: Key) -> float:
-        """Seconds that a process has to end when the run ends."""
+        """Return the seconds that a process has to end when the run ends."""
         return DRAIN_LIMIT_S + (self._save_limit_s if key[0] in SAVES else 0.0)
 
     def _kill_at(self, process: Process, now: float) -> float:
@@ -441,7 +441,7 @@ class SupervisorState:
 
 
 def describe_exit(status: int) -> str:
-    """`-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
+    """Format an exit status: `-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
     if status < 0:
         try:
             return f"killed by {signal.Signals(-status).name}"

@@ -1,7 +1,7 @@
-"""Finds processes that live but no longer answer their mailbox. Only says so; the state machine decides.
+"""Finds processes that are alive but no longer answer their mailbox. It only reports them; the state machine decides.
 
-A service's mailbox thread never computes, so silence means a stopped or stuck process. A stuck *working* thread is not
-seen here: it loses its lease in the scheduler.
+The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *working* thread
+is not detected here: it loses its lease in the scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SILENCE_S = 60.0
 
 
 class Watch:
-    """Asks each process that it is shown whether it is there. Loop thread only."""
+    """Pings the mailbox of each given process. For the loop thread only."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Watch:
         ready: Callable[[], Iterator[tuple[Key, int]]],
         on_silent: Callable[[Key, int, float], None],
     ) -> None:
-        """`ready` gives (key, pid) of the processes to ask; `on_silent` gets (key, pid, seconds)."""
+        """`ready` returns (key, pid) of the processes to ask. `on_silent` is called with (key, pid, seconds)."""
         self._run = run
         self._context = context
         self._incarnation = incarnation
@@ -43,7 +43,7 @@ class Watch:
         self._asking: dict[Key, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Go on until cancelled."""
+        """Run until cancelled."""
         while True:
             for key, pid in self._ready():
                 if key not in self._asking or self._asking[key].done():

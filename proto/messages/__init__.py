@@ -1,7 +1,8 @@
-"""Every message of the bus: purpose, fields, who sends it, who answers. Bodies only; tensors ride behind them.
+"""All messages of the bus: purpose, fields, sender and receiver. These are the bodies; tensors follow them.
 
-Conventions: times in seconds, sizes in bytes, `instance` counts from 0. A task travels with its fence. Steps are
-numbered from 1; version `step` is the policy after that many steps, version 0 the model the run began with.
+Conventions: times are in seconds, sizes in bytes, and `instance` counts from 0. A task is sent with its fence. Steps
+are numbered from 1. Version `step` is the policy after that many steps; version 0 is the model with which the run
+began.
 """
 
 from __future__ import annotations

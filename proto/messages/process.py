@@ -1,4 +1,4 @@
-"""The life of processes, between services, operators and the supervisor."""
+"""Messages about the life of processes, between services, operators and the supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proto.registry import Message, Record, Request, message
 
 @message(10)
 class ServiceReport(Request, frozen=True, kw_only=True):
-    """A service tells its supervisor a change of state: STARTING, READY, DRAINING, STOPPED, FAILED."""
+    """Service to supervisor: its state has changed to STARTING, READY, DRAINING, STOPPED or FAILED."""
 
     REPLY: ClassVar[type[Message]] = Ack
     service: str
@@ -24,7 +24,7 @@ class ServiceReport(Request, frozen=True, kw_only=True):
 
 @message(11)
 class RestartService(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: end and start again one instance (`instance` >= 0) or all of a service (-1)."""
+    """Operator to supervisor: stop and restart one instance (`instance` >= 0) or all instances of a service (-1)."""
 
     REPLY: ClassVar[type[Message]] = Ack
     service: str
@@ -62,16 +62,16 @@ class SupervisorState(Message, frozen=True, kw_only=True):
 
 @message(14)
 class GetSupervisorState(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: which processes are there?"""
+    """Operator to supervisor: list the processes."""
 
     REPLY: ClassVar[type[Message]] = SupervisorState
 
 
 @message(15)
 class KillInstance(Request, frozen=True, kw_only=True):
-    """Scheduler to supervisor: SIGKILL this process, which hangs on devices that others wait for. Ack: it is dead.
+    """Scheduler to supervisor: SIGKILL a process that hangs on devices for which others wait. Ack: it is dead.
 
-    A process of that pid which is not there (any more) is dead; the instance starts again as after any death.
+    A process of that pid that no longer exists counts as dead. The instance restarts as after any death.
     """
 
     REPLY: ClassVar[type[Message]] = Ack
@@ -83,7 +83,7 @@ class KillInstance(Request, frozen=True, kw_only=True):
 
 @message(18)
 class LogLines(Message, frozen=True, kw_only=True):
-    """Answer to `GetLog`: whole lines in order, 256 KiB of them at most, and the `position` to go on from."""
+    """Answer to `GetLog`: whole lines in order, at most 256 KiB, and the `position` at which to continue."""
 
     lines: list[str]
     position: int
@@ -91,9 +91,9 @@ class LogLines(Message, frozen=True, kw_only=True):
 
 @message(19)
 class GetLog(Request, frozen=True, kw_only=True):
-    """The last `lines` lines of a service's log; with a `position`, what came after that.
+    """Get the last `lines` lines of a service's log or, with a `position`, the lines after it.
 
-    Of operators to the supervisor, which asks the service itself when its log lies on a host that has joined.
+    Operators send it to the supervisor, which asks the service itself if its log is on a host that has joined.
     """
 
     REPLY: ClassVar[type[Message]] = LogLines

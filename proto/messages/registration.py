@@ -1,4 +1,4 @@
-"""Who is there, where, and how it goes: registration, heartbeats and turns on devices, at the scheduler."""
+"""Messages to the scheduler about services: registration, addresses, heartbeats and turns on devices."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Register(Request, frozen=True, kw_only=True):
     host: str
     endpoint: str
     limit_bytes: int = 0
-    """A batch store's memory limit (plus spill, when there is one); 0 for everyone else."""
+    """Memory limit of a batch store, plus its spill limit if it spills; 0 for other services."""
     data_id: str = ""
-    """A batch store's: names what it holds. Another one under the same name means that the former data is lost."""
+    """Identity of the data of a batch store. Another value under the same name means that the former data is lost."""
     host_id: str = ""
-    """Who has the same one reaches the service's ipc endpoint; everyone else needs a tcp `endpoint`."""
+    """Processes with the same value reach the service's ipc endpoint. All others need a tcp `endpoint`."""
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
-    """How far the work on one lease is. `progress` stands still where that hangs, not while a peer that is waited for
-    may take its time. `untouched`: it only waits for its turn, and if it ends so that counts as no attempt of its
-    tasks.
+    """The progress of the work on one lease. `progress` stops where the work itself hangs, but not while it waits for a
+    peer that may take its time. `untouched`: it only waits for its turn. A lease that ends in this state does not count
+    as an attempt of its tasks.
     """
 
     lease_id: int
@@ -48,18 +48,18 @@ class LeaseProgress(Record, frozen=True, array_like=True):
 
 
 class TroubleKind(StrEnum):
-    """What a `Trouble` is about."""
+    """The subject of a `Trouble`."""
 
-    REWARDS = "rewards"  # reward functions fail; lasts until a whole lease was scored without a failure
-    WORKFLOWS = "workflows"  # the same of workflows
-    JUDGE = "judge"  # a judge does not answer: rewards wait, nothing is leased
-    OVERRIDDEN = "overridden"  # an agent asked for other sampling than the topology's
+    REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease were scored without a failure
+    WORKFLOWS = "workflows"  # as REWARDS, for workflows
+    JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
+    OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
 
 
 class Trouble(Record, frozen=True, array_like=True):
-    """Something that a person should know of a service. `kind`: a `TroubleKind`; `text`: one line.
+    """A condition of a service that a person should know. `kind` is a `TroubleKind`; `text` is one line.
 
-    `ends_run`: waiting is over, the scheduler gives the driver no further batch.
+    `ends_run`: waiting is over, and the scheduler gives the driver no further batch.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Trouble(Record, frozen=True, array_like=True):
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them.
 
-    `weights`: only to an engine that holds an older version than the newest one; it may update what it is sampling.
+    `weights` is sent only to an engine with an older version than the newest. The engine may load it while it samples.
     """
 
     scheduler_incarnation: int
@@ -82,7 +82,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
 @message(23)
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A service is alive; leases whose progress advanced are renewed. Sent by the mailbox thread."""
+    """A service is alive. Leases whose progress advanced are renewed. Sent by the mailbox thread."""
 
     REPLY: ClassVar[type[Message]] = HeartbeatAck
     service: str
@@ -91,20 +91,20 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     state: str
     rss_bytes: int = 0
     holds_step: int = -1
-    """Policy version an engine has loaded; -1: none, or not an engine."""
+    """Policy version that an engine has loaded, or -1 if there is none or the service is no engine."""
     holds_lineage: int = 0
     leases: list[LeaseProgress] = []
     store_bytes: int = 0
     store_shards: int = 0
     progress: int = 0
-    """Advanced by the working thread only; renews what the process holds on shared devices."""
+    """Advanced only by the working thread. Renews the process's hold on shared devices."""
     troubles: list[Trouble] = []
-    """All that there are now."""
+    """All present troubles."""
 
 
 @message(24)
 class Resolved(Message, frozen=True, kw_only=True):
-    """Answer to `Resolve`: what the service registered."""
+    """Answer to `Resolve`: the endpoint that the service registered."""
 
     endpoint: str
     host_id: str
@@ -113,7 +113,7 @@ class Resolved(Message, frozen=True, kw_only=True):
 
 @message(25)
 class Resolve(Request, frozen=True, kw_only=True):
-    """Where does an instance of a service answer? Error(missing) while it is not registered."""
+    """Ask for the endpoint of an instance of a service. Error(missing) while it is not registered."""
 
     REPLY: ClassVar[type[Message]] = Resolved
     service: str
@@ -122,9 +122,9 @@ class Resolve(Request, frozen=True, kw_only=True):
 
 @message(26)
 class DeviceOrder(Message, frozen=True, kw_only=True):
-    """Answer to `HoldDevices`: what may lie on the shared devices. `granted`: with all that was wanted, now in use.
+    """Answer to `HoldDevices`: the parts that may be on the devices. `granted`: all `wants` are among them, now in use.
 
-    Parts that are held and not named have to leave; the next `HoldDevices` says that they did.
+    Parts that are held and not named have to leave. The next `HoldDevices` confirms that they did.
     """
 
     parts: list[str]
@@ -133,10 +133,11 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
 
 @message(27)
 class HoldDevices(Request, frozen=True, kw_only=True):
-    """A colocated process says what of it lies on the shared devices. Answered when that has to change, or may.
+    """A colocated process reports its parts on the shared devices. Answered when these must or may change.
 
-    `using` (of `holds`): what it works with, not to be taken; `wants`: what it waits for, all at once, using nothing.
-    Only the newest `number` of a life counts. A process loads nothing that was not granted to it.
+    `using` (of `holds`) are the parts in use, which are not taken away. `wants` are the parts it waits for, all at
+    once, while using none. Only the newest `number` of a life counts. A process loads nothing that was not granted to
+    it.
     """
 
     REPLY: ClassVar[type[Message]] = DeviceOrder

@@ -1,4 +1,4 @@
-"""The driver's side of the scheduler: batches, commits, versions, checkpoints, evaluations."""
+"""Messages from the driver to the scheduler: batches, commits, versions, checkpoints, evaluations."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from proto.registry import Message, Request, message
 
 @message(40)
 class RunInfo(Message, frozen=True, kw_only=True):
-    """Answer to `GetRunInfo`: where the journal says the run stands."""
+    """Answer to `GetRunInfo`: the position of the run according to the journal."""
 
     steps: int
     committed_step: int
     open_step: int
-    """A step whose batch is journaled but not committed; 0 when there is none."""
+    """A step whose batch is journaled but not committed, or 0 if there is none."""
     lineage: int
-    """The lineage that this driver incarnation must publish under."""
+    """The lineage under which this driver incarnation must publish."""
     checkpoint_step: int
-    """Newest verified checkpoint; -1 when there is none."""
+    """Newest verified checkpoint, or -1 if there is none."""
     stopping: bool = False
     checkpoint_now: bool = False
-    """As in `StepBatch`, of the steps trained so far: save one as soon as the workers stand at the committed step."""
+    """As in `StepBatch`, for the steps trained so far: save one as soon as the workers are at the committed step."""
     reference_step: int = 0
-    """The reference has to be given the policy version of this step (`algorithm.kl.refresh_every`), and no store holds
-    it: publish it anew from its checkpoint, unless the workers stand at it anyway. 0: nothing is missing."""
+    """The policy version of this step must be given to the reference (`algorithm.kl.refresh_every`), and no store holds
+    it: publish it again from its checkpoint, unless the workers are at it anyway. 0: nothing is missing."""
 
 
 @message(41)
 class GetRunInfo(Request, frozen=True, kw_only=True):
-    """The driver's first call; an older driver incarnation is refused from here on."""
+    """The driver's first call. From here on, older driver incarnations are refused."""
 
     REPLY: ClassVar[type[Message]] = RunInfo
     driver: int
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
     loaded_step: int = -1
-    """With `reload`, the checkpoint that was loaded, 0 for the initial model (-1: the newest one announced). When the
-    journaled steps after it cannot be replayed, the run goes back to it: see the answer's `committed_step`."""
+    """With `reload`, the checkpoint that was loaded, or 0 for the initial model (-1: the newest one announced). If the
+    journaled steps after it cannot be replayed, the run returns to it: see the answer's `committed_step`."""
 
 
 @message(42)
 class StepBatch(Message, frozen=True, kw_only=True):
-    """Answer to `NextBatch`: the tasks of `step`, journaled in this order before this message left.
+    """Answer to `NextBatch`: the tasks of `step`, journaled in this order before the message was sent.
 
-    `scalars` as in `Complete`, in batch order. `dropped` counts what filtering and staleness took since the last step.
+    `scalars` are as in `Complete`, in batch order. `dropped` counts tasks lost to filtering and staleness since the
+    last step.
     """
 
     step: int
@@ -58,14 +59,14 @@ class StepBatch(Message, frozen=True, kw_only=True):
     checkpoint_now: bool = False
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
     drops: dict[str, int] = {}
-    """Tasks of `dropped` by `DropReason`."""
+    """The tasks in `dropped`, counted by `DropReason`."""
     lost: dict[str, int] = {}
-    """Samples by `LossReason` that tasks of this batch, and tasks dropped since the last one, have lost."""
+    """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
 
 
 @message(43)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of `step`. Held back until it is ready; asking again gives the same batch."""
+    """The driver asks for the batch of `step`. Deferred until it is ready. Asking again returns the same batch."""
 
     REPLY: ClassVar[type[Message]] = StepBatch
     driver: int
@@ -74,7 +75,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
 
 @message(44)
 class CommitStep(Request, frozen=True, kw_only=True):
-    """The optimizer has taken step `step`: its tasks are TRAINED. `metrics` is the driver's part of the row."""
+    """The optimizer has taken step `step`: its tasks are TRAINED. `metrics` is the driver's part of the metrics row."""
 
     REPLY: ClassVar[type[Message]] = Ack
     driver: int
@@ -84,7 +85,7 @@ class CommitStep(Request, frozen=True, kw_only=True):
 
 @message(45)
 class PublishWeights(Request, frozen=True, kw_only=True):
-    """Version `ref.step` can be loaded from the stores. The scheduler frees it when nothing names it any more."""
+    """Version `ref.step` can be loaded from the stores. The scheduler frees it once nothing names it."""
 
     REPLY: ClassVar[type[Message]] = Ack
     driver: int
@@ -93,20 +94,20 @@ class PublishWeights(Request, frozen=True, kw_only=True):
 
 @message(46)
 class CheckpointSaved(Request, frozen=True, kw_only=True):
-    """The checkpoint of `step` is complete, verified and durable: it covers the tasks trained up to there."""
+    """The checkpoint of `step` is complete, verified and durable. It covers the tasks trained up to that step."""
 
     REPLY: ClassVar[type[Message]] = Ack
     driver: int
     step: int
     kept: list[int]
-    """Steps of all checkpoints that exist now, this one included."""
+    """Steps of all present checkpoints, including this one."""
     at_stop: bool = False
-    """As in `SaveCheckpoint`: recovery may still fall back to as many others as before."""
+    """As in `SaveCheckpoint`: recovery may still fall back to as many other checkpoints as before."""
 
 
 @message(47)
 class EvalsDone(Message, frozen=True, kw_only=True):
-    """Answer to `WaitEvals`: mean score per evaluation set of that version."""
+    """Answer to `WaitEvals`: mean score of that version on each evaluation set."""
 
     step: int
     accuracy: dict[str, float]
@@ -114,7 +115,7 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
 @message(48)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of version `step` (held back until done)."""
+    """The driver waits for the evaluations of version `step`. Deferred until they are done."""
 
     REPLY: ClassVar[type[Message]] = EvalsDone
     driver: int

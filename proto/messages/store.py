@@ -1,4 +1,4 @@
-"""The batch store: room for puts, where shards are, their end."""
+"""Messages to the batch store: room for puts, places of shards, and their collection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class PutTask(Record, frozen=True, array_like=True, gc=False):
-    """One task in a put, under which fence."""
+    """One task in a put, with its fence."""
 
     task_id: str
     fence: int
@@ -26,8 +26,8 @@ class PutGrant(Message, frozen=True, kw_only=True):
 class PutBegin(Request, frozen=True, kw_only=True):
     """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
 
-    `put_id`: 32 hexadecimal digits chosen by the producer; a retry of the whole put uses the same one. `full`: the
-    mount had no room for what was granted before.
+    `put_id` is 32 hexadecimal digits chosen by the producer. A retry of the whole put uses the same one. `full`: the
+    mount had no room for the previous grant.
     """
 
     REPLY: ClassVar[type[Message]] = PutGrant
@@ -39,7 +39,7 @@ class PutBegin(Request, frozen=True, kw_only=True):
 
 @message(62)
 class PutSealed(Message, frozen=True, kw_only=True):
-    """Answer to `PutSeal`: the shards survive the store's death from here on."""
+    """Answer to `PutSeal`: from here on, the shards survive the death of the store."""
 
     nbytes: int
 
@@ -54,7 +54,7 @@ class PutSeal(Request, frozen=True, kw_only=True):
 
 @message(64)
 class Located(Message, frozen=True, kw_only=True):
-    """Answer to `Locate`. `files[i]` is a path; `places[j]` lists indices into `files` that hold task `j`."""
+    """Answer to `Locate`. `files[i]` is a path; `places[j]` lists the indices of the `files` that hold task `j`."""
 
     files: list[str]
     places: list[list[int]]
@@ -62,7 +62,7 @@ class Located(Message, frozen=True, kw_only=True):
 
 @message(65)
 class Locate(Request, frozen=True, kw_only=True):
-    """A reader asks which sealed files hold these tasks (with these fences). Error: missing, collected."""
+    """A reader asks which sealed files hold these tasks with these fences. Error: missing, collected."""
 
     REPLY: ClassVar[type[Message]] = Located
     tasks: list[PutTask]
@@ -70,7 +70,7 @@ class Locate(Request, frozen=True, kw_only=True):
 
 @message(66)
 class Clear(Request, frozen=True, kw_only=True):
-    """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one goes.
+    """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one is deleted.
 
     Idempotent. Later puts under a tombstoned fence are refused.
     """
@@ -81,7 +81,7 @@ class Clear(Request, frozen=True, kw_only=True):
 
 @message(67)
 class Inventory(Message, frozen=True, kw_only=True):
-    """Answer to `GetInventory`: one page of what is sealed. `cursor` 0: this was the last page."""
+    """Answer to `GetInventory`: one page of the sealed shards. `cursor` 0: this was the last page."""
 
     tasks: list[PutTask]
     cursor: int
@@ -89,7 +89,7 @@ class Inventory(Message, frozen=True, kw_only=True):
 
 @message(68)
 class GetInventory(Request, frozen=True, kw_only=True):
-    """The scheduler asks a store what it holds, page by page, to reconcile."""
+    """The scheduler asks a store for its contents, page by page, to reconcile."""
 
     REPLY: ClassVar[type[Message]] = Inventory
     cursor: int = 0
@@ -97,9 +97,9 @@ class GetInventory(Request, frozen=True, kw_only=True):
 
 @message(69)
 class StoreStats(Message, frozen=True, kw_only=True):
-    """Answer to `GetStoreStats`. `bytes`: sealed, granted, collected but mapped (zombies), kept to lend (spares).
+    """Answer to `GetStoreStats`. `bytes`: sealed, granted, collected but mapped (zombies), kept for reuse (spares).
 
-    `lent`: puts that were given a spare; `busy`: how often a producer had to wait, for room under the limit or on the
+    `lent`: puts that were given a spare; `busy`: times that a producer had to wait for room under the limit or on the
     mount.
     """
 

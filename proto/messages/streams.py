@@ -1,4 +1,4 @@
-"""The batch store to readers on other hosts: lines, streams, and whether memory is shared."""
+"""Messages between the batch store and readers on other hosts: lines, streams, and shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proto.registry import Message, Request, message
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """Answer to `GetStorePlace`: who can read `token` in the file `path` shares memory with the store."""
+    """Answer to `GetStorePlace`: processes that read `token` in the file `path` share memory with the store."""
 
     path: str
     token: str
@@ -18,7 +18,7 @@ class StorePlace(Message, frozen=True, kw_only=True):
 
 @message(76)
 class GetStorePlace(Request, frozen=True, kw_only=True):
-    """A reader asks how to find out whether the store's files can be mapped from where it runs."""
+    """A reader asks how to find out whether it can map the store's files."""
 
     REPLY: ClassVar[type[Message]] = StorePlace
 

@@ -1,4 +1,4 @@
-"""What people see of a run: status, telemetry, the stream of the monitor."""
+"""Messages for people who observe a run: status, telemetry, the stream of the monitor."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ class Status(Message, frozen=True, kw_only=True):
     store_limit_bytes: int
     store_shards: int
     last_row: dict[str, float]
-    """Newest metrics row that was written."""
+    """The newest metrics row that was written."""
     troubles: list[TroubleRow] = []
-    """What the services' last heartbeats told of."""
+    """The troubles in the latest heartbeats of the services."""
     dropped: dict[str, int] = {}
     """Training tasks dropped so far, by `DropReason`."""
     lost: dict[str, int] = {}
     """Samples of training tasks lost so far, by `LossReason`."""
     last_drop: str = ""
-    """Which training task was dropped last, and why."""
+    """The training task that was dropped last, and the reason."""
 
 
 @message(101)
 class GetStatus(Request, frozen=True, kw_only=True):
-    """Operator or monitor to scheduler."""
+    """Operator or monitor to scheduler: get the status of the run."""
 
     REPLY: ClassVar[type[Message]] = Status
 
 
 @message(110)
 class Telemetry(Message, frozen=True, kw_only=True):
-    """One way, may drop: `values` of `topic` changed. `sequence` counts every message tried, `dropped` those lost."""
+    """One way, may be dropped: `values` of `topic` changed. `sequence` counts all attempts, `dropped` the lost ones."""
 
     service: str
     instance: int
@@ -78,7 +78,7 @@ class Telemetry(Message, frozen=True, kw_only=True):
 
 
 class TopicRow(Record, frozen=True, array_like=True):
-    """Last value of one topic of one service."""
+    """The last value of one topic of one service."""
 
     service: str
     instance: int
@@ -89,18 +89,18 @@ class TopicRow(Record, frozen=True, array_like=True):
 
 @message(111)
 class Snapshot(Message, frozen=True, kw_only=True):
-    """Answer to `GetSnapshot`: everything the monitor knows; the stream goes on after `sequence`."""
+    """Answer to `GetSnapshot`: all that the monitor knows. The stream continues after `sequence`."""
 
     sequence: int
     rows: list[TopicRow]
     dropped: int
     stream: str = ""
-    """Where the updates can be had over the network; empty: on the monitor's host only."""
+    """Network address of the updates. Empty: they are available on the monitor's host only."""
 
 
 @message(112)
 class GetSnapshot(Request, frozen=True, kw_only=True):
-    """A subscriber asks for the present state (after it has subscribed, so that nothing falls in between)."""
+    """A subscriber asks for the present state. It subscribes first, so that no update is missed in between."""
 
     REPLY: ClassVar[type[Message]] = Snapshot
 

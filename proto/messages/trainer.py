@@ -1,4 +1,4 @@
-"""What the driver asks of trainer workers, and what their ranks say to each other."""
+"""Messages from the driver to trainer workers, and among the workers' ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from proto.registry import Message, Request, message
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss as named functions and numbers; workers apply it to every token. An option of 0 or "" is off.
+    """The loss as named functions and numbers, which workers apply to every token. An option of 0 or "" is off.
 
-    `name`: a builtin, or the import path that the topology names (workers take it from there). `anchor`: "rollout",
-    "proximal", or "present": proximal, when the call's gradients make the step's only update. `ratio_mask`: "token",
-    "sequence" or "geometric", within [mask_low, mask_high]. `clamp`: "upper" or "both" (cispo).
+    `name` is a builtin, or the import path in the topology (from which workers take it). `anchor` is "rollout",
+    "proximal", or "present": proximal if the call's gradients make the only update of the step. `ratio_mask` is
+    "token", "sequence" or "geometric", within [mask_low, mask_high]. `clamp` is "upper" or "both" (cispo).
     """
 
     name: str
@@ -38,9 +38,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
-    """A call to the trainer's model: to one rank, or to a dispatch that speaks for all of them.
+    """A call to the trainer's model, sent to one rank or to a dispatch that represents all ranks.
 
-    `driver`: the caller's incarnation; `order`: calls run in this order, each once.
+    `driver` is the caller's incarnation. Calls run in the order of `order`, each once.
     """
 
     driver: int
@@ -49,7 +49,7 @@ class WorkerRequest(Request, frozen=True, kw_only=True):
 
 @message(80)
 class WorkerReady(Message, frozen=True, kw_only=True):
-    """Answer to `InitModel` and `LoadCheckpoint`: what the worker stands at."""
+    """Answer to `InitModel` and `LoadCheckpoint`: the position of the worker."""
 
     step: int
     parameters: int
@@ -57,7 +57,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
 @message(81)
 class InitModel(WorkerRequest, frozen=True, kw_only=True):
-    """Load the model directory of the topology, step 0, fresh optimizer state."""
+    """Load the model directory of the topology, at step 0 with fresh optimizer state."""
 
     REPLY: ClassVar[type[Message]] = WorkerReady
 
@@ -72,7 +72,7 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over `batch` at the training sampling's temperature, put what `keys` name as shards
+    """Run the model over `batch` at the temperature of training sampling and put the results named by `keys` as shards
     `<key>:<driver in hexadecimal>-<order>`. There is one key so far: `prox_logprobs`, per-token log-probs."""
 
     REPLY: ClassVar[type[Message]] = ForwardDone
@@ -87,15 +87,15 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     sums: dict[str, float]
     seconds: float
     imbalance: float = 1.0
-    """Tokens of the fullest rank over the mean of all."""
+    """Tokens of the fullest rank divided by the mean of all ranks."""
 
 
 @message(85)
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
-    """Add the gradient of sum(W * loss) over `batch` to the accumulated one.
+    """Add the gradient of sum(W * loss) over `batch` to the accumulated gradient.
 
-    `batch.scalars` holds `advantages` and `weights`, float32 [samples]; W of a token is its sample's weight times its
-    mask.
+    `batch.scalars` holds `advantages` and `weights`, float32 [samples]. W of a token is its sample's weight times the
+    token's mask.
     """
 
     REPLY: ClassVar[type[Message]] = ForwardBackwardDone
@@ -105,7 +105,7 @@ class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
 
 @message(86)
 class OptimStepDone(Message, frozen=True, kw_only=True):
-    """Answer to `OptimStep`. `grad_norm`: before clipping, float."""
+    """Answer to `OptimStep`. `grad_norm` is the norm before clipping."""
 
     grad_norm: float
     lr: float
@@ -114,7 +114,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
 
 @message(87)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
-    """Clip, step, zero the gradients. `step`: the training step this update belongs to; `last`: its last update."""
+    """Clip, step, zero the gradients. `step` is the training step of this update; `last` marks its last update."""
 
     REPLY: ClassVar[type[Message]] = OptimStepDone
     step: int
@@ -123,7 +123,7 @@ class OptimStep(WorkerRequest, frozen=True, kw_only=True):
 
 @message(88)
 class Published(Message, frozen=True, kw_only=True):
-    """Answer to `Publish`. `ref` comes from the rank that put the weights, the others have None."""
+    """Answer to `Publish`. The rank that put the weights returns `ref`; other ranks return None."""
 
     ref: WeightsRef | None = None
     seconds: float
@@ -133,8 +133,8 @@ class Published(Message, frozen=True, kw_only=True):
 class Publish(WorkerRequest, frozen=True, kw_only=True):
     """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary.
 
-    `fence`: the first one to try; one that the store has collected (an earlier life put it and never announced it) is
-    followed by the next.
+    `fence` is the first one to try. If the store has collected it (an earlier life put it and never announced it), the
+    next one is tried.
     """
 
     REPLY: ClassVar[type[Message]] = Published
@@ -146,7 +146,7 @@ class Publish(WorkerRequest, frozen=True, kw_only=True):
 
 @message(90)
 class Saved(Message, frozen=True, kw_only=True):
-    """Answer to `SaveCheckpoint` and `SaveModel`: durable and verified. `kept`: steps of all checkpoints there are."""
+    """Answer to `SaveCheckpoint` and `SaveModel`: durable and verified. `kept`: steps of all present checkpoints."""
 
     path: str
     seconds: float
@@ -155,13 +155,13 @@ class Saved(Message, frozen=True, kw_only=True):
 
 @message(91)
 class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
-    """Write a checkpoint of `step` under the run directory, keep the last `keep_last`."""
+    """Write a checkpoint of `step` under the run directory and keep the last `keep_last`."""
 
     REPLY: ClassVar[type[Message]] = Saved
     step: int
     keep_last: int
     at_stop: bool = False
-    """It is made because the run stops: it counts beside `keep_last`, and goes with the next checkpoint."""
+    """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
 
 
 @message(92)
@@ -174,7 +174,7 @@ class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
 
 @message(93)
 class SaveModel(WorkerRequest, frozen=True, kw_only=True):
-    """Export a Hugging Face directory to `path` (atomically)."""
+    """Export the model to `path` as a Hugging Face directory (atomically)."""
 
     REPLY: ClassVar[type[Message]] = Saved
     path: str
@@ -182,28 +182,28 @@ class SaveModel(WorkerRequest, frozen=True, kw_only=True):
 
 @message(94)
 class WorkerState(Message, frozen=True, kw_only=True):
-    """Answer to `GetWorkerState`. `step`: finished training steps; -1 before a model is loaded."""
+    """Answer to `GetWorkerState`. `step` counts finished training steps; -1 before a model is loaded."""
 
     step: int
     driver: int
     order: int
     dirty: bool
-    """Gradients are accumulated or a step is half taken: only a reload makes this state trustworthy."""
+    """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
 
 
 @message(95)
 class GetWorkerState(Request, frozen=True, kw_only=True):
-    """A new driver asks where a worker stands, and takes it over: calls of older drivers are refused."""
+    """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused."""
 
     REPLY: ClassVar[type[Message]] = WorkerState
     driver: int
     at_least: int = 0
-    """Calls are numbered from above this (and above what the worker has done): all ranks of a group count alike."""
+    """Calls are numbered from above this and above what the worker has done, so that all ranks of a group agree."""
 
 
 @message(96)
 class Moved(Message, frozen=True, kw_only=True):
-    """Answer to `Move`: bytes that changed place on this rank."""
+    """Answer to `Move`: the bytes moved on this rank."""
 
     nbytes: int
     seconds: float
@@ -211,9 +211,9 @@ class Moved(Message, frozen=True, kw_only=True):
 
 @message(97)
 class Move(WorkerRequest, frozen=True, kw_only=True):
-    """Take `parts` ("parameters", "gradients", "optimizer") off the device (`to` "host") or bring them back ("device").
+    """Move `parts` ("parameters", "gradients", "optimizer") off the device (`to` "host") or back to it ("device").
 
-    A later call that needs a part brings it back by itself.
+    A later call that needs a part moves it back by itself.
     """
 
     REPLY: ClassVar[type[Message]] = Moved
@@ -223,7 +223,7 @@ class Move(WorkerRequest, frozen=True, kw_only=True):
 
 @message(98)
 class Met(Message, frozen=True, kw_only=True):
-    """Answer to `Meet`: every rank came to the round, or one of them (`failures`) cannot: then nobody goes on."""
+    """Answer to `Meet`: all ranks have joined the round, or one of them (`failures`) cannot, and none continues."""
 
     generation: int
     failures: list[str] = []
@@ -231,10 +231,11 @@ class Met(Message, frozen=True, kw_only=True):
 
 @message(99)
 class Meet(Request, frozen=True, kw_only=True):
-    """A rank tells rank 0 that it is ready for collective `round` of group `generation`; held until all are.
+    """A rank tells rank 0 that it is ready for collective `round` of group `generation`. Deferred until all are.
 
-    Round "join", generation 0: the group is formed, the answer names its generation. Round "end": held until the group
-    has ended (error lost). `failure`: why this rank cannot go on; it may follow an earlier `Meet` of the same round.
+    Round "join" of generation 0 forms the group, and the answer names its generation. Round "end" is deferred until the
+    group has ended (error lost). `failure` is the reason why this rank cannot go on. It may follow an earlier `Meet` of
+    the same round.
     """
 
     REPLY: ClassVar[type[Message]] = Met
@@ -246,9 +247,9 @@ class Meet(Request, frozen=True, kw_only=True):
 
 @message(109)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
-    """In the place of an `OptimStep` that was refused: forget the gradient and change nothing, yet count the update.
+    """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update.
 
-    `step`, `last`: as there; with `last` the worker stands at `step`, with the weights that it had.
+    `step` and `last` are as there. With `last`, the worker is at `step` with unchanged weights.
     """
 
     REPLY: ClassVar[type[Message]] = WorkerReady
@@ -258,9 +259,9 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
 
 @message(108)
 class ScoreTogether(Request, frozen=True, kw_only=True):
-    """The rank of a reference that holds the lease tells the others that hold pieces of the same model to score `batch`
-    with it: they fetch the shards of stage reference, stand at version `weights` (None: the model directory) and meet
-    in round `score <number>` of group `generation`. Answered when they are done; they put nothing.
+    """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score
+    `batch` together. They fetch the shards of stage reference, load version `weights` (None: the model directory) and
+    meet in round `score <number>` of group `generation`. Answered when they are done. They put nothing.
     """
 
     REPLY: ClassVar[type[Message]] = Ack

@@ -1,6 +1,6 @@
-"""Weights over collectives: what an engine and the trainer's rank 0 agree on beside the bytes themselves.
+"""Messages for sending weights over collectives, between an engine and rank 0 of the trainer.
 
-Everything that a library would exchange by itself (where to meet, NCCL's unique id) travels here, typed.
+The facts that a library would exchange by itself (a meeting place, NCCL's unique id) are typed fields here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class TransferParameter(Record, frozen=True, array_like=True):
-    """One tensor of a transfer: its `dtype` by the wire's name."""
+    """One tensor of a transfer. `dtype` is its name on the wire."""
 
     name: str
     dtype: str
@@ -22,7 +22,7 @@ class TransferParameter(Record, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a GPU that another process on it can open: the numbers of CUDA IPC, as torch names them."""
+    """Memory of a GPU that another process on the GPU can open: the values of CUDA IPC, as torch names them."""
 
     gpu: str
     """The GPU's own id (UUID)."""
@@ -38,11 +38,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @message(114)
 class TransferOffer(Message, frozen=True, kw_only=True):
-    """Answer to `AskTransfer`: transfer `number` of `communicator` has begun, `parameters` come in this order.
+    """Answer to `AskTransfer`: transfer `number` of `communicator` has begun, with `parameters` in this order.
 
-    A `communicator` other than the one the engine holds is to be joined first, as rank 1 and up: at the file `meeting`
-    in the run's private folder (gloo), or with NCCL's `unique_id`. With `memory` (CUDA IPC) nothing is joined or sent:
-    the parameters lie there, one behind the other. Joining and transfer end within `deadline_s`.
+    If the engine holds another `communicator`, it first joins this one as rank 1 and up: at the file `meeting` in the
+    run's private folder (gloo), or with NCCL's `unique_id`. With `memory` (CUDA IPC) nothing is joined or sent: the
+    parameters are there, one after the other. Joining and transfer end within `deadline_s`.
     """
 
     communicator: int
@@ -58,8 +58,8 @@ class TransferOffer(Message, frozen=True, kw_only=True):
 class AskTransfer(Request, frozen=True, kw_only=True):
     """An engine asks for the weights of version (lineage, step), or, with `drill`, for the start-up drill's.
 
-    `communicator`: the one that this life of the engine holds, 0 for none; `ranks`: its processes that receive.
-    Error missing: the trainer cannot send that version any more; the shards are still there.
+    `communicator` is that of this life of the engine, or 0 for none; `ranks` is the number of its receiving processes.
+    Error missing: the trainer can no longer send that version. The shards are still available.
     """
 
     REPLY: ClassVar[type[Message]] = TransferOffer
@@ -75,7 +75,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
 
 @message(116)
 class EndTransfer(Request, frozen=True, kw_only=True):
-    """The engine has all of transfer `number`, or (`failure`) gave it up: then the communicator is no more."""
+    """The engine has all of transfer `number`, or (`failure`) gave it up, which ends the communicator."""
 
     REPLY: ClassVar[type[Message]] = Ack
     instance: int

@@ -1,5 +1,6 @@
-"""Reads a Hugging Face configuration as what megatron-core has to build. Must never guess: what it does not know is
-refused, because a model that is almost right trains without an error.
+"""Reads from a Hugging Face configuration what megatron-core has to build.
+
+Unknown settings are refused, not guessed, because a model that is almost right trains without an error.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from shared.rpc.errors import RpcError
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPE = ("default", "linear", "llama3")
 _PAD_TO = 8
-"""The padded vocabulary of each tensor-parallel rank is a multiple of this: matrix units want it."""
+"""The padded vocabulary of each tensor-parallel rank is a multiple of this number, which suits matrix units."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of the families above; sizes in elements. `windows` [layers]: tokens a layer looks back, None: all."""
+    """A decoder of the families above. Sizes are in elements; `windows` [layers] is a layer's look-back, None: all."""
 
     layers: int
     hidden: int
@@ -43,12 +44,12 @@ class Architecture:
     windows: tuple[int | None, ...]
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding, so that `tp` ranks have as many each; the last ones belong to no token."""
+        """Return the rows of the embedding, which `tp` ranks share equally. The last rows may belong to no token."""
         unit = _PAD_TO * tp
         return -(-self.vocab // unit) * unit
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError when a degree of `layout` does not divide what it splits."""
+        """Raises ValueError if a degree of `layout` does not divide what it splits."""
         for name, degree, what, count in (
             ("tp", layout.tp, "attention heads", self.heads),
             ("tp", layout.tp, "key-value heads", self.key_heads),
@@ -60,7 +61,7 @@ class Architecture:
 
 
 def read_config(folder: Path) -> Any:
-    """The Hugging Face configuration of `folder`. Raises RpcError(bad_request)."""
+    """Return the Hugging Face configuration of `folder`. Raises RpcError(bad_request)."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -69,7 +70,7 @@ def read_config(folder: Path) -> Any:
 
 
 def read(config: Any) -> Architecture:
-    """Raises RpcError(bad_request) for a model that this backend would not reproduce."""
+    """Return the architecture of `config`. Raises RpcError(bad_request) if this backend cannot reproduce the model."""
     kind = str(config.model_type)
     heads = int(config.num_attention_heads)
     bias = bool(getattr(config, "attention_bias", False))
@@ -109,7 +110,7 @@ def read(config: Any) -> Architecture:
 
 
 def rotary_frequencies(config: Any, architecture: Architecture) -> Tensor:
-    """float32 [head_dim / 2]: radians a position, as the Hugging Face model computes them, bit for bit."""
+    """Return float32 [head_dim / 2], in radians per position, bit for bit as the Hugging Face model computes them."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         even = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float()

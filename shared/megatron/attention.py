@@ -1,6 +1,7 @@
-"""The attention function inside megatron-core's layers: packed sequences, shared prefixes and context parallelism, on
-any device. The same code as the torch backend's (`shared.model`), so both see the same masks. Must never reorder
-tokens: what it gets are the nodes of a micro-batch, one after the other.
+"""The attention function of megatron-core's layers, for packed sequences, shared prefixes and context parallelism.
+
+It runs on any device and shares the code of the torch backend (`shared.model`), so that both see the same masks. It
+keeps the order of tokens: its input is the sequence of a micro-batch's nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from shared.model.context import Cut, attend_cut
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of a ModuleSpec. megatron-core hands the `attention_mask` through untouched: here it is the
-    micro-batch's `Trees` or `Cut`, with one micro-batch's keys never in reach of another's.
+    """`core_attention` of a ModuleSpec. megatron-core passes `attention_mask` through unchanged. Here it is the `Trees`
+    or `Cut` of the micro-batch, in which no token attends to another micro-batch.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         **_: Any,  # communication settings of other kernels
     ) -> None:
-        """`layer_number` counts from 1 over all pipeline stages; `windows` as in `Architecture`."""
+        """`layer_number` counts from 1 over all pipeline stages; `windows` is that of `Architecture`."""
         super().__init__()
         self._scale = softmax_scale if softmax_scale is not None else float(config.kv_channels or 0) ** -0.5
         self._window = windows[layer_number - 1]
@@ -41,9 +42,9 @@ class PackedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Trees | Cut,
-        **_: Any,  # what a mask would say; the causal one is in the positions
+        **_: Any,  # mask settings, which are redundant: the positions define the causal mask
     ) -> Tensor:
-        """`query` [N, 1, H, D], `key`, `value` [N, 1, G, D] -> [N, 1, H * D]."""
+        """Map `query` [N, 1, H, D] and `key`, `value` [N, 1, G, D] to [N, 1, H * D]."""
         q_1HND, k_1GND, v_1GND = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if isinstance(attention_mask, Cut):
             out_1NHD, _none = attend_cut(

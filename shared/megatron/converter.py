@@ -1,9 +1,10 @@
-"""Weights of Llama, Qwen2 and Qwen3 between Hugging Face names and megatron-core's, whole and split over tp and pp.
+"""Converts Llama, Qwen2 and Qwen3 weights between Hugging Face names and megatron-core's, whole or split over tp and
+pp.
 
-Pure arithmetic on tensors: no process group, no file. Every rule has its exact inverse, so it serves weights, gradients
-and optimizer moments alike. With H heads, G key-value heads of D elements, megatron keeps the queries of a group beside
-its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups. Padding rows of the vocabulary are
-zero and are dropped on the way back.
+This is pure arithmetic on tensors, without process groups or files. Every rule has its exact inverse, so it serves
+weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps the
+queries of a group beside its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups. Padding
+rows of the vocabulary are zero and are dropped on the way back.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 from shared.megatron.architecture import Architecture
 
 Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
-"""How the full tensor lies on tensor-parallel ranks: everywhere, cut in dimension 0 or 1, or as described above."""
+"""Layout of the full tensor on tensor-parallel ranks: on all, cut in dimension 0 or 1, or as described above."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of megatron-core, `name` as on the pipeline stage `stage`, made of the Hugging Face tensors `parts`
-    of the full `shapes`."""
+    """One parameter of megatron-core. `name` is its name on pipeline stage `stage`; `parts` are the Hugging Face
+    tensors that it consists of, with the full `shapes`."""
 
     stage: int
     name: str
@@ -51,7 +52,7 @@ class Converter:
             Weight(last, "decoder.final_layernorm.weight", "whole", ("model.norm.weight",), ((model.hidden,),))
         )
         self.copies: list[Weight] = []
-        """Second copies of a weight on another stage: written when weights are loaded, never read."""
+        """Second copies of weights on another stage, which are written when weights are loaded and never read."""
         if not model.tied:
             self.weights.append(Weight(last, "output_layer.weight", "vocab", ("lm_head.weight",), (table,)))
         elif pp > 1:
@@ -59,12 +60,12 @@ class Converter:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every Hugging Face tensor, a tied one once."""
+        """Return the full shape of every Hugging Face tensor. A tied one is included once."""
         return {part: shape for each in self.weights for part, shape in zip(each.parts, each.shapes, strict=True)}
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         return sum(prod(shape) for shape in self.shapes.values())
 
     def _layer(self, stage: int, local: int, source: str) -> list[Weight]:
@@ -112,7 +113,7 @@ class Converter:
     # ---- one weight
 
     def split(self, weight: Weight, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What each tensor-parallel rank holds of the full `parts`."""
+        """Return the part of each tensor-parallel rank of the full `parts`."""
         tp, rule = self._tp, weight.rule
         if rule == "whole":
             return [parts[0]] * tp
@@ -129,14 +130,14 @@ class Converter:
         return list(parts[0].chunk(tp))
 
     def join(self, weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The full parts of what each tensor-parallel rank holds; exact inverse of `split`."""
+        """Return the full parts from those of each tensor-parallel rank: the exact inverse of `split`."""
         rule = weight.rule
         if rule == "whole":
             return [shards[0]]
         if rule == "columns":
             return [torch.cat(list(shards), 1)]
         if rule == "vocab":
-            # cut first: a slice of the whole would keep the padding's memory with it
+            # cut first: a slice of the whole would keep the padding's memory alive
             rows = len(shards[0])
             return [torch.cat([each[: max(0, self._model.vocab - at * rows)] for at, each in enumerate(shards)])]
         if rule == "qkv":

@@ -1,8 +1,8 @@
-"""Everything that megatron-core 0.16.1 needs to run on gloo without CUDA. Does nothing where CUDA is there.
+"""Everything that megatron-core 0.16.1 needs to run on gloo without CUDA. Does nothing if CUDA is available.
 
 megatron-core names the device in three ways: `torch.cuda.current_device()`, the literal `device="cuda"`, and
-comparisons of `.type()` with `"torch.cuda.FloatTensor"`. Inside `megatron_device` the first answers `"cpu"`, the
-second means it, and the third gets the answer it looks for; outside nothing is changed.
+comparisons of `.type()` with `"torch.cuda.FloatTensor"`. Inside `megatron_device` the first returns `"cpu"`, the second
+is taken as `"cpu"`, and the third gets the answer that it expects. Outside, nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 _TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.FloatTensor",  # the distributed optimizer's word for "needs no float32 master"
+    torch.float64: "torch.cuda.FloatTensor",  # the distributed optimizer's sign of "needs no float32 master"
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Torch functions that are asked for CUDA give CPU tensors."""
+    """Makes torch functions that are asked for CUDA return CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
@@ -47,12 +47,12 @@ def _cpu() -> str:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What there is to wait for without a device."""
+    """Do nothing: without a device there is nothing to wait for."""
 
 
 @contextmanager
 def megatron_device() -> Iterator[None]:
-    """Run megatron-core inside this. Compute thread only: `torch.cuda` is another one while it lasts."""
+    """Context in which megatron-core runs. For the compute thread only, because it replaces `torch.cuda` meanwhile."""
     if torch.cuda.is_available():
         yield
         return
@@ -66,7 +66,7 @@ def megatron_device() -> Iterator[None]:
 
 
 def in_megatron(method: F) -> F:
-    """`method` inside `megatron_device`."""
+    """Wrap `method` in `megatron_device`."""
 
     @functools.wraps(method)
     def inside(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads single tensors of a Hugging Face model folder, and writes such a folder. Must never unpickle or download."""
+"""Reads single tensors of a Hugging Face model folder, and writes such folders. It neither unpickles nor downloads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shared.rpc.errors import RpcError
 
 
 class ModelFiles:
-    """The tensors of `folder` by name, read when asked for: a rank reads its own part of a model only."""
+    """The tensors of `folder` by name, read on demand, so that a rank reads only its own part of a model."""
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises RpcError(bad_request) when tensors of `shapes` are missing or have other shapes."""
+        """Raises RpcError(bad_request) if tensors of `shapes` are missing or have other shapes."""
         self._folder = folder
         self._file_of: dict[str, Path] = {}
         wrong: list[str] = []
@@ -37,7 +37,7 @@ class ModelFiles:
             raise self._unusable(f"weights missing or of another shape: {', '.join(wrong[:3])}; save the model again")
 
     def __call__(self, name: str) -> Tensor:
-        """One full tensor, in the file's dtype."""
+        """Return one full tensor, in the file's dtype."""
         try:
             with safe_open(self._file_of[name], "pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
@@ -50,10 +50,10 @@ class ModelFiles:
 
 
 def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Configuration and safetensors, as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError.
+    """Write configuration and safetensors as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError.
 
-    A tensor that is a view of a larger buffer is copied first, as megatron-core's parameters are on a rank that holds
-    them whole: the writer takes tensors of one storage for one weight of several names.
+    A view of a larger buffer is copied first, such as a parameter of megatron-core on a rank that holds it whole,
+    because the writer takes tensors of one storage for one weight with several names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -62,6 +62,6 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dt
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous, in a storage that holds nothing else."""
+    """Return the tensor, contiguous, in a storage that holds nothing else."""
     whole = tensor.contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

@@ -1,5 +1,5 @@
-"""megatron-core's process groups for a layout, and the exact copies of tensors that go over them. Only tensors travel:
-never an object collective.
+"""megatron-core's process groups for a layout, and exact copies of tensors over them. Only tensors are sent, never
+objects.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Groups:
-    """The groups of this rank; every rank makes its Groups at the same time. One layout a process."""
+    """The groups of this rank. All ranks create their Groups at the same time, with one layout per process."""
 
     def __init__(self, place: Place) -> None:
-        """Raises ValueError when the process already has groups of another layout, or a rank is alone among several."""
+        """Raises ValueError if the process has groups of another layout, or lacks a process group of several ranks."""
         layout = place.layout
         if not dist.is_initialized():
             if layout.world_size > 1:
@@ -37,7 +37,7 @@ class Groups:
                     layout.tp,
                     layout.pp,
                     context_parallel_size=layout.cp,
-                    order="tp-cp-ep-dp-pp",  # as `Layout` counts
+                    order="tp-cp-ep-dp-pp",  # the order of `Layout`
                     create_gloo_process_groups=False,
                     distributed_timeout_minutes=_deadline() / timedelta(minutes=1),
                 )
@@ -58,10 +58,10 @@ class Groups:
         self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._cp = parallel_state.get_context_parallel_group()
         self.context = ContextRank(place.cp_rank, layout.cp, self._cp) if layout.cp > 1 else None
-        """The ranks that sequences are cut over; None without context parallelism."""
+        """The ranks over which sequences are cut, or None without context parallelism."""
 
     def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
-        """Elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
+        """Return the elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
         if self.context is None:
             return values
         total = values.detach().clone()
@@ -69,12 +69,12 @@ class Groups:
         return total
 
     def merge_over_dp(self, filled: Tensor) -> None:
-        """In place: every rank of dp x cp filled its own part of zeros; afterwards all have all parts, bit for bit."""
+        """Merge in place: each rank of dp x cp has filled its own part of zeros, and gets all parts, bit for bit."""
         if self.dp_cp.size() > 1:
             dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
 
     def gather_over_tp(self, local: Tensor) -> list[Tensor]:
-        """The tensors of all tensor-parallel ranks."""
+        """Return the tensors of all tensor-parallel ranks."""
         if self.tp.size() == 1:
             return [local]
         shards = [torch.empty_like(local) for _ in range(self.tp.size())]
@@ -82,21 +82,21 @@ class Groups:
         return shards
 
     def first_of_tp(self, values: Tensor) -> Tensor:
-        """What rank 0 of the tensor-parallel group has, on all of them."""
+        """Return the tensor of rank 0 of the tensor-parallel group, on all of its ranks."""
         if self.tp.size() > 1:
             dist.broadcast(values, group_src=0, group=self.tp)
         return values
 
     def from_last_stage(self, values: Tensor) -> Tensor:
-        """What the last pipeline stage has, on all of them."""
+        """Return the tensor of the last pipeline stage, on all stages."""
         if self.pp.size() > 1:
             dist.broadcast(values, group_src=self.pp.size() - 1, group=self.pp)
         return values
 
     def to_rank_0(self, tensors: Sequence[Tensor], stage: int) -> list[Tensor] | None:
-        """The tensors that the first rank of pipeline stage `stage` has, on rank 0; None elsewhere.
+        """Return the tensors of the first rank of pipeline stage `stage` on rank 0, and None elsewhere.
 
-        Other ranks give tensors of the same shapes and dtypes, which are overwritten on rank 0.
+        Rank 0 passes tensors of the same shapes and dtypes, which are overwritten.
         """
         source = stage * (self.place.layout.world_size // self.place.layout.pp)
         if source != 0 and self.place.rank == source:
@@ -110,14 +110,14 @@ class Groups:
         return list(tensors)
 
     def most(self, value: float) -> float:
-        """The largest `value` of all ranks."""
+        """Return the largest `value` of all ranks."""
         found = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
 
 
 def _deadline() -> timedelta:
-    """How long a collective of the group of all ranks may take: the groups made of it get the same."""
+    """Return the time limit of collectives of the group of all ranks, which groups made of it share."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     deadline: timedelta = backend.options._timeout
     return deadline

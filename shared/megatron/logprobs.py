@@ -1,7 +1,7 @@
-"""Log-probs and entropies of logits whose vocabulary is cut over tensor-parallel ranks. Must never let a padding row of
-the vocabulary into a softmax.
+"""Log-probs and entropies of logits whose vocabulary is cut over tensor-parallel ranks.
 
-Every rank of the group gets the same values, and the gradient that flows back must be the same on each of them.
+No padding row of the vocabulary enters a softmax. Every rank of the group gets the same values, and the gradient that
+flows back must be the same on each of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def token_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor | None]:
-    """`logits_PV` of this rank's columns -> log-prob [C] of token `token_C` at predictor `predictor_C` (int64 [C]), and
-    the entropy [P] when asked for, of logits / `temperature`; float32, or float64 for logits of that.
+    """Return the log-prob [C] of token `token_C` at predictor `predictor_C` (int64 [C]), and the entropy [P] if
+    requested, of logits / `temperature`, from the columns `logits_PV` of this rank. Both are float32, or float64 for
+    such logits.
 
-    `vocab`: tokens there are; the columns after them are padding: as good as -inf, they are cut off.
+    `vocab` is the number of tokens. Columns after them are padding, as good as -inf, and are cut off.
     """
     columns = logits_PV.shape[1]
     start = group.rank() * columns
@@ -49,7 +50,7 @@ def token_logprobs(
         picked_C = shifted_PV[predictor_C, torch.where(mine_C, token_C - start, 0)]
         picked_C = torch.where(mine_C, picked_C, 0.0)
     else:
-        picked_C = shifted_PV.sum(1)[predictor_C]  # zeros that hang on the graph
+        picked_C = shifted_PV.sum(1)[predictor_C]  # zeros that stay connected to the graph
     chosen_C = reduce_from_tensor_model_parallel_region(picked_C, group=group)
     logprobs_C = chosen_C - total_P.log()[predictor_C]
     if entropy == "none":

@@ -1,5 +1,7 @@
-"""megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank. Runs a
-micro-batch; knows no loss. Logits exist only where a token is scored, and never for the whole vocabulary at once.
+"""megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank.
+
+It runs micro-batches and knows no loss. Logits exist only where a token is scored, and never for the whole vocabulary
+at once.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from shared.ranks.layout import Place
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch on the device; with context parallelism this rank's part of it. `layout` is for attention only."""
+    """A micro-batch on the device; with context parallelism, this rank's part. `layout` is for attention only."""
 
     batch: MicroBatch
     layout: Trees | Cut
@@ -48,8 +50,8 @@ class Packed:
 
 
 def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *, engine: bool) -> TransformerConfig:
-    """What megatron-core calls the settings of `model`. `engine`: Transformer Engine (CUDA only), which brings sequence
-    parallelism where tp > 1.
+    """Return the settings of `model` in megatron-core's terms. `engine` selects Transformer Engine (CUDA only), with
+    sequence parallelism if tp > 1.
     """
     layout = place.layout
     return TransformerConfig(
@@ -76,9 +78,9 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
-        variable_seq_lengths=True,  # micro-batches are packed: each has its own number of nodes
+        variable_seq_lengths=True,  # micro-batches are packed, with different numbers of nodes
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others refuse the line above
-        calculate_per_token_loss=True,  # nothing is divided: not the loss, not the gradient
+        calculate_per_token_loss=True,  # neither the loss nor the gradient is divided
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # weights are always loaded
         persist_layer_norm=False,
@@ -91,7 +93,7 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *,
 
 
 def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
-    """A decoder layer whose parameters have the same names with and without Transformer Engine."""
+    """Return a decoder layer whose parameters have the same names with and without Transformer Engine."""
     norm: Any = te.TENorm if engine else WrappedTorchNorm
     column: Any = te.TEColumnParallelLinear if engine else ColumnParallelLinear
     row: Any = te.TERowParallelLinear if engine else RowParallelLinear
@@ -119,12 +121,12 @@ def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """A pipeline stage. `forward` takes a `Packed`; gives hidden states [N, 1, hidden], on the last stage `Scores`."""
+    """A pipeline stage. `forward` maps a `Packed` to hidden states [N, 1, hidden], on the last stage to `Scores`."""
 
     def __init__(
         self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: Place, *, engine: bool
     ) -> None:
-        """`frequencies` as of `architecture.rotary_frequencies`. Weights are whatever memory holds."""
+        """`frequencies` are those of `architecture.rotary_frequencies`. The weights are uninitialised."""
         layout = place.layout
         super().__init__(
             config=config,
@@ -135,16 +137,16 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             post_process=place.pp_rank == layout.pp - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="none",  # rotations come from the nodes' own positions, below
+            position_embedding_type="none",  # rotations are computed from the nodes' positions, below
         )
         if config.sequence_parallel and self.post_process:
-            # the head gets whole rows, picked from a gathered sequence: see `_scores`
+            # the head gets whole rows, selected from a gathered sequence: see `_scores`
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
         self._vocab = model.vocab
         self.register_buffer("_frequencies", frequencies, persistent=False)
 
     def recompute_layers(self) -> None:
-        """Keep only each layer's input for the backward pass and run the layer again there."""
+        """Keep only each layer's input for the backward pass, which runs the layer again."""
         for layer in self.decoder.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -162,7 +164,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return self._scores(packed, cast(Tensor, hidden)) if self.post_process else hidden
 
     def _scores(self, packed: Packed, hidden: Tensor) -> Scores:
-        """Log-probs and entropies of the tokens that this micro-batch scores, on every tensor-parallel rank."""
+        """Return log-probs and entropies of the tokens scored in this micro-batch, on every tensor-parallel rank."""
         batch, device = packed.batch, hidden.device
         if self.config.sequence_parallel:
             hidden = gather_sequence(hidden, tensor_parallel_output_grad=False)
@@ -196,7 +198,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def _head_in_blocks(
         self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor, step: int
     ) -> tuple[Tensor, Tensor | None]:
-        """At most `step` rows of logits live at a time; going back they are computed again."""
+        """Keep at most `step` rows of logits at a time. The backward pass computes them again."""
         places: list[Tensor] = []
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []

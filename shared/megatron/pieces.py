@@ -1,8 +1,8 @@
 """This rank's pieces of a Llama, Qwen2 or Qwen3, and micro-batches through all ranks that hold one copy of the model.
-Knows no optimizer, no loss and no bus.
 
-Transformer Engine is used where it is installed beside CUDA, and brings sequence parallelism when tp > 1; both choose
-themselves. On CPU the same layers run on gloo through `cpu_shims`: call everything inside `megatron_device`.
+It knows no optimizer, no loss and no bus. Transformer Engine is used if it is installed and CUDA is available, with
+sequence parallelism if tp > 1. On CPU the same layers run on gloo through `cpu_shims`, so everything here is called
+inside `megatron_device`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class Pieces:
-    """What `place` holds of the model of a folder. Weights are whatever memory holds until they are copied in."""
+    """The part of a folder's model that `place` holds. The weights are uninitialised until they are copied in."""
 
     def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
-        """`max_tokens`: of one micro-batch. The process group of all ranks must be open.
+        """`max_tokens` is the limit of one micro-batch. The process group of all ranks must be open.
 
-        Raises RpcError(bad_request) for a model it cannot load, ValueError for degrees that do not divide it.
+        Raises RpcError(bad_request) for a model that cannot be loaded, ValueError for degrees that do not divide it.
         """
         if dtype not in DTYPES:
             raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron has float32 and bfloat16")
         self.place = place
         self.dtype = DTYPES[dtype]
         self.config = architecture.read_config(model_dir)
-        """As Hugging Face reads it."""
+        """The configuration as read by Hugging Face."""
         self.architecture = architecture.read(self.config)
         layout = place.layout
         self.architecture.check(layout)
@@ -57,30 +57,30 @@ class Pieces:
         frequencies = architecture.rotary_frequencies(self.config, self.architecture)
         self.model = PackedGPT(self.architecture, frequencies, settings, place, engine=engine).to(device)
         for param in self.model.parameters():
-            param.data = param.data.to(self.dtype)  # torch's norms begin in float32
+            param.data = param.data.to(self.dtype)  # torch's norms are created in float32
         self._device = device
         self._max_tokens = max_tokens
 
     @property
     def weights(self) -> list[Weight]:
-        """Those of this rank's pipeline stage, copies of another stage's among them."""
+        """Weights of this rank's pipeline stage, including copies of another stage's."""
         mine = self.place.pp_rank
         return [each for each in [*self.converter.weights, *self.converter.copies] if each.stage == mine]
 
     def strange(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        """Names whose tensors are missing, too many or of another shape than the model's."""
+        """Return the names of tensors that are missing, unknown, or of another shape than the model's."""
         mine = self.converter.shapes
         return sorted(mine.keys() ^ shapes.keys()) + [
             name for name in mine.keys() & shapes.keys() if mine[name] != shapes[name]
         ]
 
     def mine(self, weight: Weight, parts: list[Tensor]) -> Tensor:
-        """What this rank holds of the full `parts`."""
+        """Return this rank's part of the full `parts`."""
         return self.converter.split(weight, parts)[self.place.tp_rank]
 
     @torch.no_grad()
     def copy_in(self, weights: Callable[[str], Tensor]) -> None:
-        """Take over the full tensors that `weights` gives by Hugging Face name."""
+        """Copy in the full tensors that `weights` returns by Hugging Face name."""
         params = dict(self.model.named_parameters())
         for weight in self.weights:
             param = params[weight.name]
@@ -92,9 +92,9 @@ class Pieces:
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, model: Any = None
     ) -> Tensor:
-        """float32 [T], complete on every rank: log p(token) of logits / temperature where the mask is 1, else 0.
+        """Return float32 [T], complete on every rank: log p(token) of logits / temperature where the mask is 1, else 0.
 
-        `model`: a wrapper around `self.model` to run instead of it.
+        `model` is a wrapper around `self.model` to run in its place.
         """
         result = torch.zeros(len(token_ids), dtype=torch.float32, device=self._device)
 
@@ -117,8 +117,8 @@ class Pieces:
         model: Any = None,
         forward_only: bool,
     ) -> None:
-        """All micro-batches of this data-parallel rank through the pipeline. Ranks of other samples are not met here:
-        collectives of a pass stay among tp, pp and cp, which run the same micro-batches.
+        """Run all micro-batches of this data-parallel rank through the pipeline. Collectives of a pass stay among tp,
+        pp and cp, which run the same micro-batches; ranks with other samples take no part.
         """
         batches = self._plan(token_ids, lengths, loss_mask, temperature)
         if not batches:
@@ -126,7 +126,7 @@ class Pieces:
         one = torch.ones((), dtype=torch.int, device=self._device)
 
         def calculate(scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return on_scores(scores), one, {}  # three values and per-token loss: the schedule divides nothing
+            return on_scores(scores), one, {}  # three values and per-token loss, so that the schedule divides nothing
 
         def step(packed: Iterator[Packed], model: Any) -> tuple[Any, Callable[[Scores], Any]]:
             return model(next(packed)), calculate
@@ -136,7 +136,7 @@ class Pieces:
             data_iterator=(self._pack(batch, temperature, entropy) for batch in batches),
             model=[self.model if model is None else model],
             num_microbatches=len(batches),
-            seq_length=1,  # of fixed shapes: here they travel with the tensors
+            seq_length=1,  # of fixed shapes, unused: here shapes are sent with the tensors
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -165,7 +165,7 @@ class Pieces:
         return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
 
     def _even(self, batch: tree.MicroBatch) -> tree.MicroBatch:
-        """As many nodes as sequence-parallel ranks can share; nobody looks at those added."""
+        """Pad to a number of nodes that sequence-parallel ranks can share. Nothing uses the added nodes."""
         odd = len(batch.token_ids) % self.place.layout.tp
         if not odd or not self.model.config.sequence_parallel:
             return batch

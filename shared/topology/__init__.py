@@ -1,6 +1,6 @@
 """The topology: one YAML file that describes a whole run, read into a checked, frozen object.
 
-`load` is the way in. Importing this package costs pydantic and ruamel.yaml, never torch.
+`load` is the entry point. Importing this package imports pydantic and ruamel.yaml, but not torch.
 """
 
 from shared.topology.capacity import task_bytes, token_bytes, weight_bytes, worst_case_bytes

@@ -1,4 +1,4 @@
-"""The sections `algorithm` and `optimizer`: what a training step computes, never where it runs."""
+"""The sections `algorithm` and `optimizer`, which define what a training step computes but not where it runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
-# They subtract a statistic of the group, which a group of one does not have.
+# These subtract a statistic of the group, which a group of one sample does not have.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
-# A reward's scale and offset change nothing in them.
+# The scale and offset of rewards have no effect on these.
 INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
-# What the losses of these names do with `clip` when it is left out: [low, high].
+# What the losses of these names use for `clip` by default: [low, high].
 CLIPS: dict[str, tuple[float, float]] = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 SAPO_TEMPERATURES = (1.0, 1.05)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_function(name: str) -> bool:
-    """Whether a name is the import path of a user's own function (`my.module:fn`) rather than a builtin's name."""
+    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than that of a builtin."""
     return ":" in name
 
 
@@ -45,13 +45,14 @@ def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
 
 class Advantage(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
-        default="grpo", description="estimator, or your own as my.module:fn; all but reinforce_pp compare a group"
+        default="grpo",
+        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare a group",
     )
     scale: Literal["std", "none"] | None = Field(
         default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
     )
     std_epsilon: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL has 1e-4)"
+        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL uses 1e-4)"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
 
@@ -59,16 +60,16 @@ class Advantage(Section):
 class RatioMask(Section):
     level: Literal["token", "sequence", "geometric"] = Field(
         default="token",
-        description="what must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
+        description="value that must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
         "sequence, or its geometric mean over the sequence",
     )
-    low: float = Field(default=0.5, ge=0, lt=1, description="least ratio that is trained on, from 0 to below 1")
-    high: float = Field(default=5.0, gt=1, description="greatest ratio that is trained on, above 1")
+    low: float = Field(default=0.5, ge=0, lt=1, description="smallest ratio that is trained on, from 0 to below 1")
+    high: float = Field(default=5.0, gt=1, description="largest ratio that is trained on, above 1")
 
 
 class Loss(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(LOSSES))] = Field(
-        default="ppo_clip", description="policy loss, or your own as my.module:fn"
+        default="ppo_clip", description="policy loss, or your own function as my.module:fn"
     )
     clip: Pair | None = Field(
         default=None,
@@ -88,7 +89,7 @@ class Loss(Section):
     aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens of an optimizer batch")
     anchor: Anchor = Field(
         default="proximal",
-        description="log-probs the ratio is taken against: proximal (the trainer's own at the step's start) "
+        description="log-probs in the denominator of the ratio: proximal (the trainer's own at the step's start) "
         "or rollout (the engine's); default proximal unless staleness is 0 and a step has one update",
     )
     tis_cap: Annotated[float, Field(gt=0)] | None = Field(
@@ -97,19 +98,19 @@ class Loss(Section):
         "proximal and no ratio_mask, otherwise the weight is not truncated; anchor rollout has no such weight",
     )
     ratio_mask: RatioMask | None = Field(
-        default=None, description="leave out tokens where engine and trainer disagree too much; left out: none"
+        default=None, description="mask tokens on which engine and trainer disagree too much; default: no mask"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
 
 
 class KL(Section):
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) a token")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) per token")
     place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
     coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
     refresh_every: Count | None = Field(
         default=None,
         description="steps between refreshes of the reference from the policy, a multiple of checkpoint.every; "
-        "left out: the reference stays the model the run began with",
+        "default: the reference stays the model with which the run began",
     )
 
 
@@ -120,42 +121,42 @@ class FilterZeroVariance(Section):
 
 
 class OverlongPenalty(Section):
-    tokens: Count = Field(description="the last so many of max_new_tokens lose reward, linearly, 1 or more")
-    factor: float = Field(default=1.0, gt=0, description="what a sample of full length loses, above 0")
+    tokens: Count = Field(description="number of last tokens of max_new_tokens that lose reward, linearly, 1 or more")
+    factor: float = Field(default=1.0, gt=0, description="reward that a sample of full length loses, above 0")
 
 
 class Algorithm(Section):
-    tasks_per_step: Count = Field(description="tasks (prompts) a training step consumes, 1 or more")
+    tasks_per_step: Count = Field(description="tasks (prompts) per training step, 1 or more")
     group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where a group is compared")
     mini_batch_tasks: Count = Field(
-        default=1, description="tasks an update consumes; default tasks_per_step, must divide it"
+        default=1, description="tasks per update; default tasks_per_step, which it must divide"
     )
     num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; left out: none")
     filter_zero_variance: FilterZeroVariance | None = Field(
-        default=None, description="drop tasks whose rewards, as the functions gave them, are all equal; left out: keep"
+        default=None, description="drop tasks whose rewards, as returned by the functions, are all equal; default: keep"
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="factor of the entropy bonus, 0 or more")
     overlong: Literal["keep", "mask"] = Field(
-        default="keep", description="samples cut at max_new_tokens: train on them or not"
+        default="keep", description="samples cut at max_new_tokens: train on them (keep) or not (mask)"
     )
     overlong_penalty: OverlongPenalty | None = Field(
-        default=None, description="soft punishment of long samples; left out: none"
+        default=None, description="soft penalty for long samples; default: none"
     )
     normalise_rewards: Literal["none", "batch"] = Field(
-        default="none", description="rewards of a step to mean 0 and deviation 1 before anything else, or not"
+        default="none", description="batch: first normalise the rewards of a step to mean 0 and deviation 1"
     )
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of one training step."""
+        """Optimizer steps per training step."""
         return self.num_iterations * -(-self.tasks_per_step // self.mini_batch_tasks)
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether exp(cur - prox) is 1 at every update: the only one is of the weights that `prox` is of."""
+        """Whether exp(cur - prox) is 1 at every update, because the only update starts from the weights of `prox`."""
         return self.loss.anchor == "proximal" and self.updates_per_step == 1
 
 

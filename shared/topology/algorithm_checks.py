@@ -1,6 +1,6 @@
-"""Options of the section `algorithm` that contradict one another or could not act; never one of another section.
+"""Finds options of the section `algorithm` that contradict one another or could have no effect.
 
-An option that silently does nothing is worse than an error: whoever wrote it believes that it works.
+An option that silently does nothing is worse than an error, because its author believes that it works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RATIO_IS_ONE = (
 
 
 def check(topology: Topology) -> Found:
-    """Every option of `algorithm` that is out of range beside the others, or has no effect beside them."""
+    """Yield every option of `algorithm` that is out of range or without effect, given the other options."""
     yield from _rewards(topology)
     yield from _clip(topology)
     yield from _loss_options(topology)
@@ -146,7 +146,7 @@ def _mismatch(topology: Topology) -> Found:
 
 
 def _refresh(topology: Topology) -> Found:
-    """The weights of a refresh are published, and kept as a checkpoint: after the loss of a store they come from it."""
+    """The weights of a refresh are published and kept as a checkpoint, which restores them if a store is lost."""
     kl, checkpoint = topology.algorithm.kl, topology.checkpoint
     if kl is None or kl.refresh_every is None:
         return
@@ -174,7 +174,7 @@ def _kl(topology: Topology) -> Found:
 
 
 def _cross_entropy(topology: Topology) -> Found:
-    """Its gradient asks for no advantage, hence for no reward: nothing that shapes either can act."""
+    """The gradient of this loss uses no advantage, hence no reward, so options that shape either can have no effect."""
     algorithm = topology.algorithm
     kl = algorithm.kl
     none_given = Advantage()

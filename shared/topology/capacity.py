@@ -1,6 +1,6 @@
-"""How many bytes a topology needs in the batch-store at worst; it never looks at a running store.
+"""Computes how many bytes a topology needs in the batch-store in the worst case. It looks at no running store.
 
-One place for the arithmetic: the check at start, the reservation at admission and the error message agree.
+The check at start, the reservation at admission and the error message all use this arithmetic.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ import math
 from shared.topology.model_files import weight_shapes
 from shared.topology.schema import Topology
 
-# Of a token, by key. Proximal and reference log-probs are counted only where the topology makes them.
+# Bytes per token, by key. Proximal and reference log-probs are counted only if the topology makes them.
 _ROLLOUT_TOKEN_BYTES = {"token_ids": 4, "loss_mask": 1, "rollout_logprobs": 4, "versions": 4}
 _REF_TOKEN_BYTES = {"ref_logprobs": 4}
 _PROX = 4
 _PROX_TOKEN_BYTES = {"prox_logprobs": _PROX}
-# A ragged shard is values and lengths; a length is int64, one a sample and key.
+# A ragged shard consists of values and lengths. A length is an int64 for each sample and key.
 _LENGTH_BYTES = 8
-# What the store adds, at most: a put's last page and header, a task's row of the table, a shard's row and alignment.
-# Every task may come in puts of its own, one for each stage.
+# Maximum overhead of the store: a put's last page and header, a task's row of the table, a shard's row and alignment.
+# Every task may come in separate puts, one for each stage.
 _PUT_BYTES = 4096 + 64
 _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
-# `lengths` and `sample_index` are shards too; what they hold is in _LENGTH_BYTES.
+# `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# Named by none of the leases that count: of an evaluation that they left behind, or of the lineage before a reload.
+# Versions that no counted lease names: of an evaluation left behind, or of the lineage before a reload.
 _SPARE_VERSIONS = 1
-# Deterministic mode: beside the version being written, those of all steps that may still be sampled, and one that a
-# reloaded trainer publishes again.
+# Deterministic mode: besides the version being written, those of all steps that may still be sampled, and one that
+# a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
-# With algorithm.kl.refresh_every: the reference's, and its next one while the last tasks of before are being scored.
+# With algorithm.kl.refresh_every: the reference's version, and the next one while the last earlier tasks are scored.
 _REFERENCE_VERSIONS = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def token_bytes(topology: Topology) -> dict[str, int]:
-    """Bytes of one token under each key that a training task of this topology makes."""
+    """Return the bytes of one token under each key that a training task of this topology makes."""
     keys = dict(_ROLLOUT_TOKEN_BYTES)
     if topology.needs_reference:
         keys |= _REF_TOKEN_BYTES
@@ -45,7 +45,7 @@ def token_bytes(topology: Topology) -> dict[str, int]:
 
 
 def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Bytes of all keys of one training task whose samples are all as long as they can be."""
+    """Return the bytes of all keys of one training task whose samples all have the maximum length."""
     keys = token_bytes(topology)
     tokens = _longest(topology, max_prompt_tokens)
     data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
@@ -53,20 +53,20 @@ def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def _longest(topology: Topology, max_prompt_tokens: int) -> int:
-    """Tokens of a sample, at most."""
+    """Return the maximum number of tokens of a sample."""
     if topology.workflow is not None:
         return topology.workflow.max_tokens
     return max_prompt_tokens + topology.sampling.max_new_tokens
 
 
 def overhead_bytes(topology: Topology) -> int:
-    """What the store adds to the shards of one training task, at most."""
+    """Return the maximum number of bytes that the store adds to the shards of one training task."""
     puts = 1 + topology.needs_reference + topology.needs_proximal
     return puts * (_PUT_BYTES + 12 + _NAME_BYTES) + (len(token_bytes(topology)) + _RAGGED_KEYS) * _SHARD_BYTES
 
 
 def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """What a step that is replayed holds besides: its proximal log-probs once more, until the former ones go."""
+    """Return the extra bytes of a replayed step: its proximal log-probs again, until the first copy is collected."""
     if not topology.needs_proximal:
         return 0
     data = topology.algorithm.group_size * (_longest(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
@@ -74,15 +74,16 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def unleased_token_bytes(topology: Topology) -> int:
-    """Bytes of a token that no leased stage makes: the trainer puts them itself."""
+    """Return the bytes of a token that the trainer puts itself, outside the leased stages."""
     return _PROX if topology.needs_proximal else 0
 
 
 def held_tasks(topology: Topology) -> int:
-    """Tasks whose shards may be in the store at once, however the run goes.
+    """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
-    The live ones (admission); the step that was trained last, until its checkpoint is saved (a store that is nearly
-    full orders one a step); and a lease block an engine, of evaluations and of attempts that are about to be cleared.
+    These are the live tasks (admission); those of the step trained last, until its checkpoint is saved (a store that is
+    nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to be
+    cleared.
     """
     steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
     rollout = topology.services.rollout
@@ -90,24 +91,25 @@ def held_tasks(topology: Topology) -> int:
 
 
 def live_versions(staleness: int) -> int:
-    """Versions that train leases name, the newest and the one that is being written, at most.
+    """Return the maximum number of versions that train leases name, plus the newest and the one being written.
 
     A lease of step s names version s - 1 - staleness or a later one, and while it lives the run does not get past step
-    s - 1 (by completion it does, and then the scheduler lets the version go). So all of them are within `staleness` of
-    the one being written; beside that there is always the newest.
+    s - 1 (with consume completion it does, but then the scheduler frees the version). Thus all of them are within
+    `staleness` of the version being written, and the newest version exists besides.
     """
     return max(staleness, 1) + 1
 
 
 def weight_versions(topology: Topology) -> int:
-    """Weight versions that the batch-store may have to hold at once.
+    """Return the number of weight versions that the batch-store may have to hold at once.
 
-    A transformers engine on a CPU of the trainer's host computes with the mapped version itself, which counts until it
-    takes another: all but the one that was given a lease last may hold older ones than any lease names.
+    A transformers engine on a CPU of the trainer's host computes with the mapped version itself, which counts until the
+    engine takes another one. Except for the engine that got a lease last, engines may hold older versions than any
+    lease.
     """
     rollout, kl = topology.services.rollout, topology.algorithm.kl
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
-    if topology.run.deterministic:  # copies them
+    if topology.run.deterministic:  # engines copy the versions
         return topology.staleness + _EXACT_VERSIONS + reference
     maps = rollout.engine == "transformers" and rollout.device == "cpu"
     mapped = rollout.instances - 1 if maps and rollout.host == topology.store_hosts()[0] else 0
@@ -115,27 +117,27 @@ def weight_versions(topology: Topology) -> int:
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
-    """Bytes each batch-store must be able to hold for the run never to wait for room that cannot come: all tasks may
-    be leased to the services of one host, which put into its store.
+    """Return the bytes each batch-store must be able to hold, so that the run never waits for room that cannot come:
+    all tasks may be leased to the services of one host, which put into its store.
 
-    `held_tasks`, each of `task_bytes`, beside `weight_versions` of `weight_bytes` and `replay_bytes`. More trained
-    tasks that wait for a checkpoint are not counted: lack of room orders an early checkpoint. `max_prompt_tokens` is
-    the longest prompt of the training set.
+    The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, and `replay_bytes`. Further
+    trained tasks that wait for a checkpoint are not counted, because lack of room orders an early checkpoint.
+    `max_prompt_tokens` is the longest prompt of the training set.
     """
     tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
     return tasks + replay_bytes(topology, max_prompt_tokens) + weight_versions(topology) * weight_bytes
 
 
 def limit_bytes(topology: Topology) -> int:
-    """What each batch-store of the run can hold, in memory and spilled."""
+    """Return the bytes that each batch-store of the run can hold, in memory and spilled."""
     store = topology.services.batch_store
     return store.memory + (store.spill_limit or 0)
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Bytes of one weight version in the store: every parameter in the model's safetensors files, in `dtype`.
+    """Return the bytes of one weight version in the store: all parameters of the model's safetensors files, in `dtype`.
 
-    Raises ValueError naming the file that is missing, cut off or no safetensors file, and OSError.
+    Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
     shapes = weight_shapes(model)
     return sum(map(math.prod, shapes)) * _DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES

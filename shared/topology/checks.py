@@ -1,7 +1,7 @@
-"""What a well-formed topology can still get wrong: contradicting keys, missing files, limits that cannot hold
-the run. It never changes the topology and never looks at what runs (ports, folders in use).
+"""Finds the faults of a well-formed topology: contradicting keys, missing files, and limits too small for the run.
 
-A check yields `(path, message)`; a message gives the value, the limit and the remedy.
+It changes no topology and looks at nothing that runs (ports, folders in use). A check yields `(path, message)`. The
+message gives the value, the limit and the remedy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Found = Iterator[tuple[Path, str]]
 
 
 def check(topology: Topology) -> Found:
-    """Every contradiction, missing file and limit too small of `topology`."""
+    """Yield every contradiction, missing file and insufficient limit of `topology`."""
     yield from _files(topology)
     yield from _algorithm(topology)
     yield from algorithm_checks.check(topology)
@@ -122,7 +122,7 @@ def _evaluation(topology: Topology) -> Found:
 
 
 def _lengths(topology: Topology) -> Found:
-    """The longest sample (or, without max_prompt_tokens, completion) fits the positions and a micro-batch."""
+    """Check that the longest sample (completion, without max_prompt_tokens) fits the positions and a micro-batch."""
     prompt, new = topology.data.train.max_prompt_tokens or 0, topology.sampling.max_new_tokens
     said = f"{prompt} prompt tokens (data.train.max_prompt_tokens) and {new} new" if prompt else f"{new} new tokens"
     positions = read_config(topology.policy.model).get("max_position_embeddings")
@@ -281,7 +281,7 @@ def _memory(topology: Topology) -> Found:
     except (OSError, ValueError) as error:
         yield ("policy", "model"), f"{error}; save the model again"
         return
-    # Without max_prompt_tokens this is a floor: the longest prompt is known once the data set is read.
+    # Without max_prompt_tokens this is a lower bound: the longest prompt is known once the data set is read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     limit = limit_bytes(topology)
     if limit < needed:

@@ -1,4 +1,4 @@
-"""Whether the services of `placement.colocate` can take turns on the same devices. Never looks at the machine."""
+"""Checks that the services of `placement.colocate` can take turns on the same devices. Does not look at the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOCATE = ("placement", "colocate")
 
 
 def check(topology: Topology) -> Found:
-    """Names that share nothing, places that differ, and what a rollout cannot do between turns."""
+    """Yield names that share nothing, places that differ, and settings that a rollout cannot follow between turns."""
     names = topology.placement.colocate
     if not names:
         return

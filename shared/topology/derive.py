@@ -1,7 +1,7 @@
-"""Fills in the defaults that follow from other keys, before validation; it never replaces what was written.
+"""Fills in defaults that follow from other keys, before validation. Values that were written are not replaced.
 
-Works on the raw document, so each rule stands aside when what it looks at is missing or of the wrong kind:
-validation names that.
+It works on the raw document. Each rule is skipped if a value that it needs is missing or of the wrong kind, which
+validation reports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 from shared.topology.services import Lease
 
-# One forward pass of the embedded engine is at its best from about here.
+# One forward pass of the embedded engine is most efficient from about this number of samples.
 _LEASE_SAMPLES = 256
 _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
@@ -22,7 +22,7 @@ _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, what advantage and loss leave out, services.reference, rollout.block_tasks,
+    """Set in place mini_batch_tasks, omitted options of advantage and loss, services.reference, rollout.block_tasks,
     rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
@@ -56,7 +56,7 @@ def fill(data: dict[str, Any]) -> None:
 
 
 def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:
-    """Whether unfinished samples can be gone on with (see `checks`)."""
+    """Return whether unfinished samples can be continued (see `checks`)."""
     run, loss, sampling = data.get("run"), algorithm.get("loss"), data.get("sampling")
     engine = rollout.get("engine", "transformers")
     return (
@@ -68,9 +68,9 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int) -> int:
-    """Tasks of a lease: the largest divisor of a step that feeds every engine and keeps to 256 samples.
+    """Return the tasks of a lease: the largest divisor of a step that feeds every engine within 256 samples.
 
-    A divisor, because a lease that spans two steps would have two oldest versions to sample with.
+    It is a divisor because a lease that spans two steps would have two oldest versions to sample with.
     """
     most = min(math.ceil(tasks_per_step / instances), _LEASE_SAMPLES // group_size)
     return max((d for d in range(1, most + 1) if tasks_per_step % d == 0), default=1)
@@ -85,12 +85,12 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     )
     if "anchor" not in loss:
         on_policy = one_update and data.get("staleness", 1) == 0
-        # cross_entropy has no ratio: the forward pass for one would be for nothing
+        # cross_entropy has no ratio, so the forward pass for one would be wasted
         loss["anchor"] = "rollout" if on_policy or loss.get("name") == "cross_entropy" else "proximal"
     if loss["anchor"] == "proximal" and loss.get("tis_cap") is None and loss.get("ratio_mask") is None:
         loss["tis_cap"] = _TIS_CAP
     name = loss.get("name", "ppo_clip")
-    ratio_is_one = one_update and loss["anchor"] == "proximal"  # then nothing is there to be clipped
+    ratio_is_one = one_update and loss["anchor"] == "proximal"  # then there is nothing to clip
     if name == "cispo" and loss.get("clamp") is None and not ratio_is_one:
         loss["clamp"] = "upper"
     if isinstance(name, str) and name in CLIPS and loss.get("clip") is None and not ratio_is_one:

@@ -1,7 +1,7 @@
-"""Reads a topology's YAML and remembers where each key came from; it never knows what a key means.
+"""Reads a topology's YAML and remembers where each key came from. It does not know the meaning of any key.
 
-The node graph is walked here instead of being constructed by ruamel: that gives every key and list item its
-line, finds all duplicate keys and not only the first, and builds only mappings, lists and plain scalars.
+The node graph is walked here instead of being constructed by ruamel. This gives every key and list item its line,
+finds all duplicate keys and not only the first, and builds only mappings, lists and plain scalars.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Document:
     origins: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path) -> str:
-        """`file:line`, or the `--set`, of the key at `path`, or of the nearest written key above it."""
+        """Return `file:line`, or the `--set`, of the key at `path`, or of the nearest written key above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -41,7 +41,7 @@ class Document:
         self.problems.append(Problem(self.where(path), path, message))
 
     def override(self, setting: str) -> None:
-        """Apply one `a.b=v`; `v` is YAML, a number indexes a list. Missing mappings are made on the way."""
+        """Apply one `a.b=v`. `v` is YAML, and a number indexes a list. Missing mappings are created."""
         label = f"--set {setting}"
         key, equals, text = setting.partition("=")
         names = [part.strip() for part in key.split(".")]
@@ -70,7 +70,7 @@ class Document:
             container = container[step]
 
     def _step(self, container: Any, name: str, label: str, path: Path) -> str | int | None:
-        """`name` as a key or index of `container`, or None after reporting why it is neither."""
+        """Return `name` as a key or index of `container`, or None after reporting why it is neither."""
         if isinstance(container, dict):
             return name
         if not isinstance(container, list):
@@ -89,7 +89,7 @@ class Document:
             del self.origins[known]
 
     def _plain(self, node: Node, path: Path, label: str | None, above: tuple[int, ...]) -> Any:
-        """The data of `node`, recording origins; `label` replaces file:line for an override."""
+        """Return the data of `node` and record its origins. `label` replaces file:line for an override."""
         if id(node) in above:
             self.report(path, "an alias that contains itself, write the value out")
             return None
@@ -140,9 +140,9 @@ class Document:
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """The document at `path`; what can be read around a duplicate key is read, `problems` names the rest.
+    """Read the document at `path`. It is read as far as possible around duplicate keys; `problems` names the errors.
 
-    Raises TopologyError where there is nothing to go on with: no file, no UTF-8, no YAML, no mapping.
+    Raises TopologyError if nothing can be read: no file, no UTF-8, no YAML, no mapping.
     """
     file = os.fspath(path)
     try:
@@ -162,7 +162,7 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """`data` as block-style YAML in the order given; `read` returns equal data."""
+    """Return `data` as block-style YAML in the given order. `read` returns equal data."""
     stream = StringIO()
     yaml = YAML(typ="rt", pure=True)
     yaml.width = 1_000_000  # a folded string is harder to read than a long line
@@ -171,7 +171,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _yaml() -> YAML:
-    # Pure and safe: the C loader reads YAML 1.1 (`no` is false there), the round-trip one returns its own
+    # Pure and safe: the C loader reads YAML 1.1 (where `no` is false), and the round-trip loader returns its own
     # subclasses of int, float and bool.
     return YAML(typ="safe", pure=True)
 

@@ -1,4 +1,4 @@
-"""What the engine of a topology cannot do. Never asks an engine, never imports one.
+"""Finds settings that the engine of a topology cannot follow. It neither asks nor imports an engine.
 
 A check yields `(path, message)`, as in `checks`.
 """
@@ -14,14 +14,14 @@ from shared.topology.schema import Topology
 from shared.topology.services import Rollout
 
 SERVED_TEMPERATURE = 2.0
-"""The highest that vLLM and servers of OpenAI's interface take."""
+"""Maximum temperature that vLLM and servers with OpenAI's interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
 _NOT_VLLM = ("gpt_neox",)
 Found = Iterator[tuple[Path, str]]
 
 
 def check(topology: Topology) -> Found:
-    """What the chosen engine cannot do, or would ignore."""
+    """Yield what the chosen engine cannot do or would ignore."""
     rollout = topology.services.rollout
     if rollout.engine_args and rollout.engine == "transformers":
         names = ", ".join(rollout.engine_args)
@@ -52,7 +52,7 @@ def check(topology: Topology) -> Found:
 
 
 def _route(topology: Topology) -> Found:
-    """A way for the weights that trainer and engine do not have."""
+    """Check that trainer and engine both have the chosen route for the weights."""
     rollout, trainer = topology.services.rollout, topology.services.policy_trainer
     route, path = rollout.weights, ("services", "rollout", "weights")
     if rollout.transfer_s is not None and route == "shards":
@@ -91,7 +91,7 @@ def _route(topology: Topology) -> Found:
 
 
 def _family(model: str) -> Found:
-    """Models whose new weights vLLM does not take under the names that the trainer has for them."""
+    """Find models whose new weights vLLM does not accept under the trainer's names."""
     config, path = read_config(model), ("services", "rollout", "engine")
     count, kind = experts(config), config.get("model_type")
     remedy = "use engine transformers"
@@ -104,7 +104,7 @@ def _family(model: str) -> Found:
 
 
 def _gpus(rollout: Rollout) -> Found:
-    """GPUs of an instance that would stay idle."""
+    """Find GPUs of an instance that would stay idle."""
     path, gpus = ("services", "rollout", "gpus"), rollout.gpus
     if not gpus:
         return
@@ -116,7 +116,7 @@ def _gpus(rollout: Rollout) -> Found:
 
 
 def _server(topology: Topology) -> Found:
-    """What is said of a server that somebody else started."""
+    """Check the settings of a server that was started outside the run."""
     rollout, path = topology.services.rollout, ("services", "rollout", "engine_args")
     if rollout.instances > 1:
         message = f"{rollout.instances} would load their weights over one another's on one server, use 1"

@@ -1,4 +1,4 @@
-"""Turns what pydantic refuses into one-line problems that name the nearest valid key; it never validates."""
+"""Turns errors of pydantic into one-line problems that name the nearest valid key. It validates nothing itself."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError) -> list[tuple[Path, str]]:
-    """Where and what, for every error of a failed validation of a Topology."""
+    """Return the path and the message of every error of a failed validation of a Topology."""
     return [(_path(details), _message(details)) for details in error.errors(include_url=False)]
 
 
 def _path(details: ErrorDetails) -> Path:
-    # "[key]" marks an error of a mapping's key, whose path is the key's own.
+    # "[key]" marks an error in the key of a mapping, whose path is the key's own.
     return tuple(part for part in details["loc"] if part != "[key]")
 
 
@@ -108,13 +108,13 @@ def _described(message: str, path: Path) -> str:
 
 @cache
 def _schema() -> Mapping[str, Any]:
-    # The JSON schema is pydantic's own description of the models by alias, made only once something is wrong.
+    # The JSON schema is pydantic's own description of the models by alias. It is made only once there is an error.
     schema: Mapping[str, Any] = Topology.model_json_schema(by_alias=True)
     return schema
 
 
 def _resolve(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`node` behind references and `| null`, with the description nearest to the field."""
+    """Resolve references and `| null` of `node`, keeping the description nearest to the field."""
     seen: dict[str, Any] = dict(node)
     while True:
         options = [option for option in seen.get("anyOf", []) if option.get("type") != "null"]
@@ -134,7 +134,7 @@ def _properties(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _node(path: Path) -> Mapping[str, Any]:
-    """The schema of the key at `path`; empty below what the schema describes."""
+    """Return the schema of the key at `path`, empty below what the schema describes."""
     node = _resolve(_schema())
     for part in path:
         items = node.get("items", {})

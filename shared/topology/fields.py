@@ -1,4 +1,4 @@
-"""The field types the schema is written in; no section and no check across fields belongs here."""
+"""The field types of the schema. Sections and checks across fields are in other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})")
 
 
 class Section(BaseModel):
-    """A mapping of the topology: strict types, no unknown keys, never changed after loading."""
+    """A mapping of the topology with strict types and no unknown keys, frozen after loading."""
 
     model_config = ConfigDict(
         strict=True,
@@ -32,7 +32,7 @@ class Section(BaseModel):
 
 
 def parse_size(value: object) -> object:
-    """`"64GiB"` or `"1.5 GB"` -> bytes; an integer is bytes already. Raises ValueError for other text."""
+    """Convert `"64GiB"` or `"1.5 GB"` to bytes; an integer is in bytes already. Raises ValueError for other text."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -42,7 +42,7 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size_bytes: int) -> str:
-    """Bytes for a person to read: `1.5 GiB`."""
+    """Format bytes for people: `1.5 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes >= _UNITS[unit]:
             return f"{size_bytes / _UNITS[unit]:.1f} {unit}"
@@ -79,6 +79,6 @@ LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
 ModelFolder = Annotated[str, Field(min_length=1), AfterValidator(_model)]
 DataSource = Annotated[str, AfterValidator(_source)]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-# YAML has lists only; tuples keep a frozen section frozen, and their items stay strict.
+# YAML has lists only. Tuples keep a frozen section frozen, and their items stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_listed)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]

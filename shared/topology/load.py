@@ -1,5 +1,6 @@
-"""`load`: from a YAML file and `--set` overrides to a checked Topology, or to all that is wrong.
-It never starts, creates or downloads anything.
+"""`load` turns a YAML file and `--set` overrides into a checked Topology, or reports everything that is wrong.
+
+It starts, creates and downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shared.topology.supported import unsupported
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_supported: bool = True) -> Topology:
-    """The topology in the YAML file `path` with the overrides `a.b=value` applied in order.
+    """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
-    Relative paths count from the file's folder, in overrides too. `check_supported=False` leaves out the
-    refusal of options this build does not act on. Raises TopologyError with every problem found.
+    Relative paths, also those in overrides, start at the file's folder. `check_supported=False` accepts options on
+    which this build does not act. Raises TopologyError with every problem found.
     """
     document = read(path)
     for setting in overrides:
@@ -41,7 +42,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_s
 
 
 def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Path]]:
-    """The topology, or one without the broken keys so that the checks can find what else is wrong."""
+    """Return the topology, or one without the broken keys, so that the checks can find further problems."""
     try:
         return _built(document.data, folder), []
     except ValidationError as error:
@@ -55,7 +56,7 @@ def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Pa
     try:
         return _built(pruned, folder), broken
     except ValidationError:
-        return None, broken  # too much is missing for the checks to mean anything
+        return None, broken  # too much is missing for the checks to be meaningful
 
 
 def _built(data: dict[str, Any], folder: str) -> Topology:
@@ -65,7 +66,7 @@ def _built(data: dict[str, Any], folder: str) -> Topology:
 
 
 def _remove(data: Any, path: Path) -> None:
-    """Remove the key at `path`; a list with a broken item goes as a whole."""
+    """Remove the key at `path`. A list with a broken item is removed as a whole."""
     for part in path[:-1]:
         below = data.get(part) if isinstance(data, dict) else None
         if not isinstance(below, dict):
@@ -78,6 +79,6 @@ def _remove(data: Any, path: Path) -> None:
 
 def _report(document: Document, found: Iterable[tuple[Path, str]], broken: list[Path]) -> None:
     for path, message in found:
-        # A default stands where a broken key was: what is said about it is not about the user's value.
+        # A broken key was replaced by its default, so findings about it are not about the user's value.
         if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in broken):
             document.report(path, message)

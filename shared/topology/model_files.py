@@ -1,5 +1,6 @@
-"""What a model's folder says of itself: its configuration, its weights' shapes, its tokenizer. Never imports a model
-library and never reads a weight.
+"""Reads the configuration, weight shapes and tokenizer facts in a model's folder.
+
+It imports no model library and reads no weights.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """`config.json` of the folder, with what only its text model has; {} when it cannot be read."""
+    """Return `config.json` of the folder merged with the fields of its text model, or {} if it cannot be read."""
     config = _object(Path(model) / "config.json")
     text = config.get("text_config")
     return text | config if isinstance(text, dict) else config
 
 
 def experts(config: dict[str, Any]) -> int:
-    """Experts of a layer; 0 for a dense model."""
+    """Return the number of experts of a layer, 0 for a dense model."""
     return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
 
 
 def weight_shapes(model: str) -> list[list[int]]:
-    """The shape of every tensor in the folder's safetensors files.
+    """Return the shape of every tensor in the folder's safetensors files.
 
-    Raises ValueError, one line, naming the file that is missing, cut off or no safetensors file, and OSError.
+    Raises OSError, or a one-line ValueError naming the file that is missing, truncated or not a safetensors file.
     """
     folder = Path(model)
     named = _object(folder / "model.safetensors.index.json").get("weight_map")
@@ -66,18 +67,18 @@ def _shapes(file: Path) -> list[list[int]]:
 
 
 def has_tokenizer(model: str) -> bool:
-    """Whether the folder holds a file that a tokenizer can be read from."""
+    """Return whether the folder holds a file from which a tokenizer can be read."""
     return any(any(Path(model).glob(name)) for name in (*TOKENIZERS, *_OTHER_TOKENIZERS))
 
 
 def has_chat_template(model: str) -> bool:
-    """Whether messages can be rendered as a prompt."""
+    """Return whether messages can be rendered as a prompt."""
     written = any(any(Path(model).glob(name)) for name in _TEMPLATES)
     return written or bool(_object(Path(model) / "tokenizer_config.json").get("chat_template"))
 
 
 def largest_token(model: str) -> int | None:
-    """The largest token id of the tokenizer; None where its file is of a kind that is not read here."""
+    """Return the largest token id of the tokenizer, or None if its file format is not supported here."""
     folder = Path(model)
     ids = list(_ids(_object(folder / "tokenizer.json")) or _object(folder / "vocab.json").values())
     if not ids:
@@ -101,7 +102,7 @@ def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; {} when it is not there or holds something else."""
+    """Return the JSON object in `file`, or {} if the file is missing or holds something else."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):

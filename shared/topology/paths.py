@@ -1,7 +1,7 @@
-"""Turns the paths a topology names into absolute ones; it never downloads and never fails on what is missing.
+"""Turns the paths that a topology names into absolute ones. It downloads nothing and accepts missing files.
 
-A relative path counts from the folder of the topology file, so that a topology means the same from every
-working directory. Whether the result exists is asked in `checks`, where the file and line are known.
+Relative paths start at the folder of the topology file, so that a topology means the same from every working
+directory. `checks` tests whether the results exist, because it knows the file and line.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datase
 
 
 def absolute(value: str, folder: str) -> str:
-    """`value` as an absolute, normalised path; `~` is the home folder, anything relative lies in `folder`."""
+    """Return `value` as an absolute, normalised path. `~` is the home folder; relative paths start at `folder`."""
     return os.path.normpath(os.path.join(folder, os.path.expanduser(value)))
 
 
 def model_folder(value: str, folder: str) -> str:
-    """The folder of the model `value`: a path, or a hub name whose snapshot lies in the local cache.
+    """Return the folder of the model `value`: a path, or a hub name whose snapshot is in the local cache.
 
-    A hub name that is found neither as a folder nor in the cache comes back as it is.
+    A hub name that is found neither as a folder nor in the cache is returned unchanged.
     """
     path = absolute(value, folder)
     if HUB_NAME.fullmatch(value) and not os.path.isdir(path):
@@ -33,7 +33,7 @@ def model_folder(value: str, folder: str) -> str:
 
 
 def source(value: str, folder: str) -> str:
-    """A source of a file or folder with an absolute path; others as they are. Raises ValueError for no source."""
+    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for no source."""
     found = SOURCE.fullmatch(value)
     if found is None:
         raise ValueError(f"{value!r} is not a source, write {FORMS}")
@@ -42,7 +42,7 @@ def source(value: str, folder: str) -> str:
 
 
 def hub_cache() -> Path:
-    """The local Hugging Face cache, by the same variables that library reads (HF_HUB_CACHE, HF_HOME)."""
+    """Return the local Hugging Face cache, found by the library's own variables (HF_HUB_CACHE, HF_HOME)."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
@@ -51,7 +51,7 @@ def hub_cache() -> Path:
 
 
 def cached_snapshot(name: str) -> str | None:
-    """The snapshot folder of `refs/main` of the hub model `name` in the local cache, or None."""
+    """Return the snapshot folder of `refs/main` of the hub model `name` in the local cache, or None."""
     repository = hub_cache() / ("models--" + name.replace("/", "--"))
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()

@@ -1,4 +1,4 @@
-"""`ServiceSpec`: one process of a run by name, as the launcher starts it; it never says how."""
+"""`ServiceSpec` identifies one process of a run for the launcher, without the command that starts it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """`service/instance`, and the host of `placement.hosts` it belongs on (None: this machine)."""
+    """A process `service/instance` and its host in `placement.hosts` (None: this machine)."""
 
     service: str
     instance: int

@@ -1,4 +1,4 @@
-"""What is wrong with a topology, one line a problem; it never decides what is right, the checks do that."""
+"""Represents the problems of a topology, one line each. The checks decide what is a problem."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ Path = tuple[str | int, ...]
 
 
 def dotted(path: Path) -> str:
-    """`("algorithm", "loss", "clip", 1)` -> `algorithm.loss.clip.1`, the form `--set` takes."""
+    """Join a path in the form that `--set` takes: `("algorithm", "loss", "clip", 1)` -> `algorithm.loss.clip.1`."""
     return ".".join(str(part) for part in path)
 
 
 def shown(value: object, limit_chars: int = 80) -> str:
-    """`value` as it fits into a one-line error: its repr, cut at `limit_chars` characters."""
+    """Return `value` for a one-line error: its repr, cut at `limit_chars` characters."""
     text = repr(value)
     return text if len(text) <= limit_chars else text[: limit_chars - 3] + "..."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong: `where` is `file:line` or `--set a.b=v`, `path` the keys down to it."""
+    """One problem: `where` is `file:line` or `--set a.b=v`, `path` the keys down to it."""
 
     where: str
     path: Path
@@ -33,7 +33,7 @@ class Problem:
 
 
 class TopologyError(Exception):
-    """A topology that cannot run; `problems` holds every problem found, `str()` one line for each."""
+    """A topology that cannot run. `problems` holds every problem found; `str()` gives one line for each."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)

@@ -1,7 +1,6 @@
-"""`Topology`: the whole of a run in one frozen object. It holds what was written and what follows from it;
-it never touches a file, a process or the network.
+"""`Topology` describes a whole run in one frozen object, with the values that were written and those derived from them.
 
-A field's description is its documentation and the tail of its error messages.
+It uses no file, process or network. The description of a field is its documentation and ends its error messages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shared.topology.plan import ServiceSpec
 from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Part of a task id ("<split>/<epoch>/<index>") and of a metric's name.
+# Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -34,16 +33,18 @@ class Run(Section):
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
         description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "
-        "dropped (run.deterministic): stop the run, or skip its update and go on with the weights unchanged",
+        "dropped (run.deterministic): stop the run, or skip the update and continue with unchanged weights",
     )
 
 
 class ChatTemplate(Section):
-    add_generation_prompt: bool = Field(default=True, description="end a templated prompt with the assistant's opening")
+    add_generation_prompt: bool = Field(
+        default=True, description="end a templated prompt with the opening of the assistant's turn"
+    )
 
 
 class Policy(Section):
-    model: ModelFolder = Field(description="folder of the model, or a hub name that lies in the local cache")
+    model: ModelFolder = Field(description="folder of the model, or a hub name in the local cache")
     dtype: Dtype = Field("float32", description="data type of the weights")
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
 
@@ -51,26 +52,26 @@ class Policy(Section):
 class TrainSet(Section):
     source: DataSource = Field(description=FORMS)
     max_prompt_tokens: Count | None = Field(
-        default=None, description="longest prompt in tokens; left out: the data set's own"
+        default=None, description="maximum tokens of a prompt; default: the longest of the data set"
     )
-    shuffle: bool = Field(default=True, description="a new order every epoch")
+    shuffle: bool = Field(default=True, description="use a new order in every epoch")
 
 
 class EvalSet(Section):
     source: DataSource = Field(description=FORMS)
     every: Count = Field(
-        default=20, description="steps between evaluations, 1 or more; there is one before the first step"
+        default=20, description="steps between evaluations, 1 or more; one always precedes the first step"
     )
-    samples: Count = Field(default=1, description="samples of each row, 1 or more; 1 at temperature 0")
+    samples: Count = Field(default=1, description="samples per row, 1 or more; 1 at temperature 0")
     temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
     max_new_tokens: Count | None = Field(
-        default=None, description="longest completion; left out: sampling.max_new_tokens"
+        default=None, description="maximum tokens of a completion; default: sampling.max_new_tokens"
     )
-    rows: Count | None = Field(default=None, description="evaluate the first so many rows; left out: all")
+    rows: Count | None = Field(default=None, description="number of first rows to evaluate; default: all")
 
 
 class Data(Section):
-    train: TrainSet = Field(description="what is trained on")
+    train: TrainSet = Field(description="training set")
     eval: dict[SetName, EvalSet] = Field(default_factory=dict, description="evaluation sets by name")
 
 
@@ -85,27 +86,27 @@ class RewardRetry(Section):
         default=600.0,
         ge=0,
         description="seconds that a judge (a server that a reward function asks) may be away before the run ends; 0: "
-        "nothing waits for it, its samples are lost at once",
+        "no wait, its samples are lost at once",
     )
-    backoff_s: Seconds = Field(default=1.0, description="seconds until a judge that is away is asked again, above 0")
+    backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge, above 0")
     max_backoff_s: Seconds = Field(
-        default=30.0, description="longest pause between two tries, each twice the one before; backoff_s or more"
+        default=30.0, description="maximum seconds between two retries, as each pause doubles; backoff_s or more"
     )
 
 
 class Reward(Section):
     function: Function | None = Field(default=None, description="builtin:<name> or <module>:<function>")
     functions: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
-        default=(), description="several functions, summed by weight; instead of function"
+        default=(), description="weighted sum of several functions, instead of function"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
     timeout_s: Seconds = Field(
-        default=10.0, description="seconds for one call, above 0; may be more than lease.lease_s"
+        default=10.0, description="maximum seconds of one call, above 0; may exceed lease.lease_s"
     )
     memory: Size = Field(
         default=1024**3,
-        description="bytes a reward process may take beyond what its libraries take, as 1GiB; a call that needs "
-        "more fails; each process it starts has the same limit again, shared mappings and /dev/shm are not counted",
+        description="bytes a reward process may use in addition to its libraries, as 1GiB; a call that needs "
+        "more fails; each process it starts has its own equal limit, shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
@@ -124,7 +125,7 @@ class Reward(Section):
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, whichever form was written."""
+        """The reward as a weighted sum, in whichever form it was written."""
         if self.function is None:
             return self.functions
         return (RewardTerm(function=self.function, params=self.params),)
@@ -134,17 +135,17 @@ class Workflow(Section):
     function: Function = Field(description="builtin:<name> or <module>:<function>, a coroutine function")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     timeout_s: Seconds = Field(
-        default=120.0, description="seconds for one sample, its waits for the engine included, above 0"
+        default=120.0, description="maximum seconds of one sample, including waits for the engine, above 0"
     )
     max_tokens: Count = Field(
         default=2048,
-        description="most tokens of one sample, prompts and tools included, in all its sequences; past them the "
+        description="maximum tokens of one sample in all its sequences, including prompts and tools; beyond them the "
         "model is not called",
     )
     memory: Size = Field(
         default=4 * 1024**3,
-        description="bytes that the samples of a workflow process may take together beyond what its libraries take, "
-        "as 4GiB; the sample that needs more fails; each process they start has the same limit again, shared mappings "
+        description="bytes that the samples of a workflow process may use together in addition to its libraries, "
+        "as 4GiB; a sample that needs more fails; each process they start has its own equal limit, shared mappings "
         "and /dev/shm are not counted",
     )
     processes: Count = Field(
@@ -154,22 +155,24 @@ class Workflow(Section):
 
 class Sampling(Section):
     temperature: float = Field(
-        default=1.0, gt=0, description="training temperature, above 0: at 0 a group is one sample"
+        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples of a group are equal"
     )
-    max_new_tokens: Count = Field(description="longest completion in tokens, 1 or more")
+    max_new_tokens: Count = Field(description="maximum tokens of a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")
 
 
 class Topology(Section):
     run: Run = Field(description="name and length of the run")
-    policy: Policy = Field(description="the model that is trained")
+    policy: Policy = Field(description="the trained model")
     data: Data = Field(description="training and evaluation sets")
-    reward: Reward = Field(description="what a sample is worth")
+    reward: Reward = Field(description="how samples are scored")
     workflow: Workflow | None = Field(
-        default=None, description="how a sample is made; left out: one answer to the prompt"
+        default=None, description="how a sample is made; default: one answer to the prompt"
     )
     sampling: Sampling = Field(description="how training samples are drawn")
-    staleness: int = Field(default=1, ge=0, description="most versions between sampling and training, 0 or more")
+    staleness: int = Field(
+        default=1, ge=0, description="maximum number of versions between sampling and training, 0 or more"
+    )
     consume: Literal["order", "completion"] = Field(
         default="order", description="order in which a step takes its tasks"
     )
@@ -178,18 +181,18 @@ class Topology(Section):
     services: Services = Field(default_factory=Services, description="the processes of the run")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
-    placement: Placement = Field(default_factory=Placement, description="who starts processes, and where")
-    lease: Lease = Field(default_factory=Lease, description="how long work may stand still")
-    transport: Transport = Field(default_factory=Transport, description="how hosts talk to one another")
+    placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
+    lease: Lease = Field(default_factory=Lease, description="how long work may make no progress")
+    transport: Transport = Field(default_factory=Transport, description="how hosts communicate")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward has a KL term: only then a reference is started."""
+        """Whether the loss or the reward has a KL term, without which no reference is started."""
         return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer puts log-probs of a pass of its own; a step of one update has them from its only pass."""
+        """Whether the trainer puts log-probs of a separate pass. A step of one update gets them from its only pass."""
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property
@@ -198,14 +201,14 @@ class Topology(Section):
         return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
 
     def store_hosts(self) -> list[str | None]:
-        """One host for each batch-store; None is the machine the run was started on."""
+        """One host for each batch-store. None is the machine on which the run was started."""
         placed = [self.services.policy_trainer, self.services.rollout]
         if self.services.reference is not None:
             placed.append(self.services.reference)
         return sorted({service.host for service in placed}, key=lambda host: host or "")
 
     def services_plan(self) -> list[ServiceSpec]:
-        """Every process of the run, each after those it needs to start."""
+        """Return every process of the run, each after those that it needs to start."""
         trainer, rollout = self.services.policy_trainer, self.services.rollout
         plan = [ServiceSpec("scheduler", 0)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
@@ -219,16 +222,16 @@ class Topology(Section):
         return plan
 
     def document(self) -> dict[str, Any]:
-        """The resolved topology as plain data, with the keys a user writes and every default."""
+        """Return the resolved topology as plain data, with the keys that users write and every default."""
         plain: dict[str, Any] = _listed(self.model_dump(by_alias=True))
         return plain
 
     def to_yaml(self) -> str:
-        """The resolved topology as YAML; `load` reads it back to an equal Topology, from any folder."""
+        """Return the resolved topology as YAML, which `load` reads back to an equal Topology from any folder."""
         return document.dump(self.document())
 
     def dump_resolved(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_yaml()` to `path` in one move: a reader never sees half of it."""
+        """Write `to_yaml()` to `path` atomically, so that no reader sees a partial file."""
         target = os.fspath(path)
         partial = f"{target}.{os.getpid()}.partial"
         with open(partial, "w", encoding="utf-8") as stream:

@@ -1,4 +1,4 @@
-"""The sections that say which processes run, where and within which limits; never what they compute."""
+"""The sections that define which processes run, where, and within which limits, but not what they compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
     {"policy-trainer": "policy-trainer-worker", "reference": "reference", "rollout": "rollout"}
 )
-"""What can be colocated, and the service whose processes then hold the devices."""
+"""Services that can be colocated, each with the service whose processes hold its devices."""
 
 
 class Parallel(Section):
@@ -28,31 +28,29 @@ class Parallel(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one copy of the model takes."""
+        """Ranks of one copy of the model."""
         return self.tp * self.pp * self.cp
 
 
 class Placed(Section):
-    host: str | None = Field(default=None, description="a host of placement.hosts; left out: this machine")
-    gpus: int = Field(default=0, ge=0, description="GPUs in all, for rollout of each instance; 0: it computes on CPU")
-    threads: Count | None = Field(
-        default=None, description="CPU threads of each process; left out: the launcher's share"
-    )
+    host: str | None = Field(default=None, description="a host of placement.hosts; default: this machine")
+    gpus: int = Field(default=0, ge=0, description="total GPUs, for rollout GPUs per instance; 0: compute on the CPU")
+    threads: Count | None = Field(default=None, description="CPU threads of each process; default: a share of the CPUs")
     parallel: Parallel = Field(default_factory=Parallel, description="how a copy of the model is split")
 
     @property
     def world_size(self) -> int:
-        """Ranks in all; on CPU exactly one copy of the model."""
+        """Number of all ranks; on CPU exactly one copy of the model."""
         return self.gpus or self.parallel.model_ranks
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: derived, never written."""
+        """Data-parallel ranks, which are always derived."""
         return self.world_size // self.parallel.model_ranks
 
     @property
     def device(self) -> str:
-        """Kind of device that it computes on, as torch names it; of the GPUs a process uses those that it sees."""
+        """Kind of the compute device, as torch names it. A process uses those GPUs that it sees."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -62,27 +60,28 @@ class Scorer(Placed):
         default=16384, description="tokens of one forward pass; at least the longest sample"
     )
     collective_s: Seconds = Field(
-        default=300.0, description="seconds that one rank waits for another before the group is formed anew, above 0"
+        default=300.0, description="seconds a rank waits for another before the group is formed again, above 0"
     )
 
 
 class PolicyTrainer(Scorer):
     workers: Count | None = Field(
         default=None,
-        description="ranks on CPU, a process each, a multiple of tp*pp*cp; left out: one copy of the model",
+        description="ranks on CPU, one process each, a multiple of tp*pp*cp; default: one copy of the model",
     )
     recompute: Literal["none", "layers"] = Field(
-        default="none", description="layers: keep only each layer's input for the backward pass and run it again there"
+        default="none",
+        description="layers: keep only the input of each layer and recompute the layer in the backward pass",
     )
 
     @property
     def world_size(self) -> int:
-        """Ranks in all: one a GPU, or as many as `workers` says on CPU."""
+        """Number of all ranks: one per GPU, or on CPU the number in `workers`."""
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
 class Reference(Scorer):
-    """The frozen model; every rank is an instance, and ranks that hold pieces of one copy follow one another."""
+    """The frozen model. Every rank is an instance, and the ranks that hold pieces of one copy are consecutive."""
 
 
 class Rollout(Placed):
@@ -91,35 +90,35 @@ class Rollout(Placed):
     in_flight: Literal["wait", "keep", "recompute"] = Field(
         default="wait",
         description="newer weights while a block is sampled: wait for its end; keep its tokens and cached keys and "
-        "values and go on with them; or keep its tokens and recompute what was cached",
+        "values and continue with them; or keep its tokens and recompute the cache",
     )
     partial_s: Seconds | None = Field(
         default=None,
-        description="seconds between notes of unfinished samples, which a restarted engine goes on with, above 0; "
+        description="seconds between saves of unfinished samples, which a restarted engine continues, above 0; "
         "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, they "
-        "begin anew",
+        "start over",
     )
     weights: WeightsRoute = Field(
         default="shards",
-        description="how versions reach the engine: shards of the store; sent by the trainer over gloo (CPU) or NCCL; "
-        "or taken from its memory on the same GPU (ipc)",
+        description="how versions reach the engine: as shards of the store; from the trainer over gloo (CPU) or NCCL; "
+        "or read from its memory on the same GPU (ipc)",
     )
     transfer_s: Seconds | None = Field(
         default=None,
-        description="seconds after which a weight transfer that is not over is given up, less than lease.lease_s; "
-        "default two thirds of that, with shards none",
+        description="maximum seconds of a weight transfer, less than lease.lease_s; "
+        "default: two thirds of that; none with shards",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
-        description="tasks of one lease, must divide tasks_per_step; default as many as make 256 samples",
+        description="tasks per lease, must divide tasks_per_step; default: as many as make 256 samples",
     )
 
 
 class BatchStore(Section):
     memory: Size = Field(default=1024**3, description="bytes of shared memory, as 64GiB")
     spill: LocalPath | None = Field(
-        default=None, description="folder on disk for what does not fit, which hosts may share; left out: no spill"
+        default=None, description="folder on disk for shards that do not fit, which hosts may share; default: no spill"
     )
     spill_limit: Size | None = Field(
         default=None, description="bytes of the spill folder, as 500GiB; needed with spill"
@@ -135,7 +134,7 @@ class Wandb(Section):
 class Monitor(Section):
     wandb: Wandb | None = Field(default=None, description="also report to Weights & Biases")
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        default=None, description="TCP port (1 to 65535) of the web page and Prometheus; left out: a free one"
+        default=None, description="TCP port (1 to 65535) of the web page and Prometheus; default: a free one"
     )
 
 
@@ -154,10 +153,10 @@ class Services(Section):
 class Checkpoint(Section):
     every: Count = Field(default=20, description="steps between checkpoints, 1 or more")
     keep_last: Count = Field(
-        default=2, description="newest checkpoints kept, 1 or more; recovery may fall back to these"
+        default=2, description="number of newest checkpoints to keep, 1 or more; recovery may fall back to these"
     )
     keep_every: Count | None = Field(
-        default=None, description="also keep each checkpoint of a multiple of this many steps"
+        default=None, description="also keep every checkpoint whose step is a multiple of this"
     )
 
 
@@ -173,8 +172,8 @@ class Host(Section):
 
 
 class Placement(Section):
-    engine: Literal["local", "ray"] = Field(default="local", description="who starts the processes")
-    hosts: dict[str, Host] = Field(default_factory=dict, description="hosts by name; left out: this machine")
+    engine: Literal["local", "ray"] = Field(default="local", description="what starts the processes")
+    hosts: dict[str, Host] = Field(default_factory=dict, description="hosts by name; default: this machine")
     colocate: Strings = Field(
         default=(), description="services that take turns on the same GPUs (without any: host memory)"
     )
@@ -183,16 +182,16 @@ class Placement(Section):
 class Transport(Section):
     listen: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")] | None = Field(
         default=None,
-        description="address of this machine that other hosts reach, as 10.0.0.1; left out: this machine only",
+        description="address of this machine that other hosts reach, as 10.0.0.1; default: this machine only",
     )
     scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        default=7747, description="TCP port (1 to 65535) of the scheduler, which other hosts join at"
+        default=7747, description="TCP port (1 to 65535) of the scheduler, where other hosts join"
     )
     supervisor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        default=7748, description="TCP port (1 to 65535) of the supervisor, which launch.ctl --access asks"
+        default=7748, description="TCP port (1 to 65535) of the supervisor, for launch.ctl --access"
     )
     monitor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        default=7749, description="TCP port (1 to 65535) of the monitor, which launch.monitor --access asks"
+        default=7749, description="TCP port (1 to 65535) of the monitor, for launch.monitor --access"
     )
     encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
 

@@ -1,5 +1,5 @@
-"""Whether a model can be split as the topology says, the trainer's and the reference's: degrees against the backend and
-against the model's own numbers, read from its config.json. Never imports a model library.
+"""Checks that the trainer's and the reference's models can be split as the topology says: the degrees against the
+backend and against the numbers in the model's config.json. Imports no model library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def check(topology: Topology) -> Found:
-    """Degrees that the backend does not have, and degrees that do not divide what they split."""
+    """Yield degrees that the backend does not support, and degrees that do not divide what they split."""
     services = topology.services
     yield from _check(topology, "policy-trainer", services.policy_trainer, {"tp", "pp"})
     if services.reference is not None:

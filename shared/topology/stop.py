@@ -1,4 +1,4 @@
-"""How long a run that is told to stop may take to save where it stands: one limit for launcher, guard and services."""
+"""Limits the time in which a stopping run saves its state: one limit for launcher, guard and services."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from shared.topology.capacity import weight_bytes
 from shared.topology.schema import Topology
 
 STEP_S = 60.0
-"""Seconds for what does not grow with the checkpoint: the step that is open, and calls between services."""
+"""Seconds for work that does not grow with the checkpoint: the open step, and calls between services."""
 BYTES_PER_S = 32 << 20
-"""A slow disk: a checkpoint is written, synced and read back at this rate at least."""
+"""Minimum rate, that of a slow disk, at which a checkpoint is written, synced and read back."""
 _MOMENTS = 2
-"""Float32 numbers that the optimizer keeps of each parameter, beside the parameter itself (AdamW)."""
+"""Number of float32 values that the optimizer keeps per parameter, besides the parameter itself (AdamW)."""
 
 
 def checkpoint_bytes(topology: Topology) -> int:
-    """Bytes of one checkpoint, about: float32 weights, the optimizer's moments, in deterministic mode earlier versions.
+    """Estimate the bytes of one checkpoint: float32 weights, optimizer moments, in deterministic mode earlier versions.
 
-    0 when the model cannot be measured (the check of the topology says so).
+    Returns 0 if the model cannot be measured, which the check of the topology reports.
     """
     try:
         weights = weight_bytes(topology.policy.model, "float32")
@@ -27,5 +27,5 @@ def checkpoint_bytes(topology: Topology) -> int:
 
 
 def stop_limit_s(topology: Topology) -> float:
-    """Seconds after which a trainer that is told to stop ends without a checkpoint."""
+    """Return the seconds after which a trainer that is told to stop ends without a checkpoint."""
     return STEP_S + checkpoint_bytes(topology) / BYTES_PER_S

@@ -1,6 +1,6 @@
-"""The options the schema knows and this build does not act on yet; it never judges what makes sense.
+"""Lists the options that the schema knows but this build does not act on yet. Other checks judge what makes sense.
 
-An option that silently does nothing is worse than one that is refused. When a feature lands, its line goes.
+An option that silently does nothing is worse than one that is refused. When a feature is added, its line is removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.topology.schema import Topology
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Refuses a value at `path` (`*` is any key) for which `refuses` holds; `what` may show the `{value}`."""
+    """Refuses a value at `path` (`*` is any key) for which `refuses` holds. `what` may contain `{value}`."""
 
     path: str
     refuses: Callable[[Any], bool]
@@ -55,7 +55,7 @@ UNSUPPORTED = (
 
 
 def unsupported(topology: Topology) -> Iterator[tuple[Path, str]]:
-    """Where and what, for every option in `topology` that this build would not act on."""
+    """Yield the path and the message of every option in `topology` on which this build would not act."""
     document = topology.document()
     for option in UNSUPPORTED:
         for path, value in _values(document, tuple(option.path.split("."))):

@@ -1,11 +1,11 @@
-"""Makes the model the quickstart trains: a 0.8M-parameter Qwen3 that adds two-digit numbers badly. Must never
-train on a held-out row: the warm start sees builtin:addition's train split only.
+"""Makes the model that the quickstart trains: a 0.8M-parameter Qwen3 that adds two-digit numbers badly.
 
     python -m launch.topologies.models.make_tiny_qwen3 --out launch/topologies/models/tiny-qwen3
 
-The warm start stops early on purpose, so that reinforcement learning has something left to teach. Same seed,
-same machine type and same torch: same bytes. Prints the greedy held-out accuracy; one outside 0.35 to 0.49 is
-refused. Nothing imports this file.
+The warm start uses only builtin:addition's train split, so it never trains on a held-out row. It stops early on
+purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch give the same
+bytes. Prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to 0.49. Nothing imports
+this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, nothing added by itself; characters outside the vocabulary become <unk>."""
+    """Return a tokenizer with one token per character and no special additions. Unknown characters become <unk>."""
     vocab = {token: number for number, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     if len(vocab) > VOCAB_SIZE:
         raise ValueError(f"{len(vocab)} tokens do not fit the vocabulary of {VOCAB_SIZE}; drop characters")
@@ -54,7 +54,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A freshly initialised model; draws from torch's global generator."""
+    """Return a freshly initialised model, drawn from torch's global generator."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -78,9 +78,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
 ) -> int:
-    """Supervised steps on the answers of `rows` until `accuracy` of 256 of these rows come out right; returns
-    the number of steps. The prompt's tokens carry no loss. A fixed number of steps would not do: accuracy
-    climbs from 0.2 to 0.8 within 50 steps, and where that begins hangs on the last bits of the arithmetic."""
+    """Train on the answers of `rows` until `accuracy` of 256 of these rows come out right. Return the number of steps.
+
+    The tokens of the prompt carry no loss. A fixed number of steps would not do: the accuracy climbs from 0.2 to 0.8
+    within 50 steps, and where that begins depends on the last bits of the arithmetic.
+    """
     picker = random.Random(seed)
     probe = [rows.row(index) for index in range(PROBE_ROWS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -97,7 +99,7 @@ def warm_start(
             end = len(prompt) + len(answer)
             ids_BT[number, :end] = torch.tensor(prompt + answer)
             labels_BT[number, len(prompt) : end] = torch.tensor(answer)
-        logits_BTV = model(input_ids=ids_BT).logits  # padding is on the right: causal attention never sees it
+        logits_BTV = model(input_ids=ids_BT).logits  # padding is on the right, where causal attention does not see it
         loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -110,7 +112,7 @@ def warm_start(
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
-    """Share of `rows` answered exactly, taking the likeliest token each time. Prompts are equally long."""
+    """Return the share of `rows` answered exactly with the likeliest tokens. Prompts must have equal lengths."""
     ids_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
     prompt_tokens = ids_BT.shape[1]
     for _ in range(MAX_ANSWER_TOKENS):
@@ -123,7 +125,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def name_portable_tokenizer_class(config: Path) -> None:
-    """transformers 5 writes a class name that version 4, which other frameworks still pin, does not know."""
+    """Replace the class name that transformers 5 writes by one that version 4, still pinned elsewhere, knows."""
     fields = json.loads(config.read_text())
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
@@ -133,10 +135,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the quickstart's model and measures it.")
     parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--accuracy", type=float, default=0.4, help="where the warm start stops")
+    parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # another thread count adds in another order and ends with other bits
+    torch.set_num_threads(1)  # another thread count adds in another order and gives other bits
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -151,7 +153,7 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")
-    (args.out / "model.safetensors").chmod(0o644)  # written 0600: unreadable to another user's engine
+    (args.out / "model.safetensors").chmod(0o644)  # written with 0600, which another user's engine could not read
 
 
 if __name__ == "__main__":
