@@ -79,8 +79,7 @@ class Watch:
 
 
 class Engine(Protocol):
-    """An inference engine. Its coroutines belong to the service's loop; heavy work runs elsewhere, one job at a
-    time."""
+    """An inference engine. Its coroutines belong to the service's loop; heavy work runs elsewhere and in sequence."""
 
     @property
     def progress(self) -> int:
@@ -88,7 +87,8 @@ class Engine(Protocol):
 
     @property
     def swaps(self) -> int:
-        """Number of times that the weights have been replaced since the start."""
+        """Number of times that the weights have been replaced since the start. Only setting or receiving advances
+        it."""
 
     @property
     def side_by_side(self) -> bool:
