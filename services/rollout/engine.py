@@ -87,8 +87,7 @@ class Engine(Protocol):
 
     @property
     def swaps(self) -> int:
-        """Number of times that the weights have been replaced since the start. Only setting or receiving advances
-        it."""
+        """Number of times that the weights have been replaced since the start. Nothing else advances it."""
 
     @property
     def side_by_side(self) -> bool:

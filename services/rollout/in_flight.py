@@ -30,7 +30,7 @@ SHARDS_S = 60.0
 
 
 class InFlight:
-    """Swaps weights under running samples. Belongs to the service's loop. Announcements only work while `run` runs."""
+    """Swaps weights under running samples, on announcement, while `run` runs. Belongs to the service's loop."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class InFlight:
         self.look_again()
 
     def announce(self, ref: WeightsRef) -> None:
-        """Announce a newer version. One that cannot be used now is forgotten: announcements are repeated."""
+        """Announce a newer version. If it cannot be used now, it is forgotten until the next announcement."""
         if self._swappable and not self._announced.full():
             self._announced.put_nowait(ref)
 

@@ -153,7 +153,7 @@ class PromptBuilder:
         """Raise PromptTooLong if a beginning of the text shows that it is too long.
 
         Each beginning is twice as long as the one before, since a token may stand for any number of characters.
-        Tokenising all of a text that has no room would hold up the other users of the tokenizer.
+        Tokenising all of a text that is too long would hold up the other users of the tokenizer.
         """
         if at_most is None:
             return

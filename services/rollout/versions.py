@@ -24,7 +24,7 @@ class BlockVersions:
 
     @property
     def first(self) -> int:
-        """The version that the engine held when the lease began to be sampled."""
+        """The version that the engine held when sampling of the lease began."""
         return self._steps[self.began]
 
     def replaced(self, step: int, swaps: int) -> None:

@@ -73,8 +73,8 @@ class ComputeThread:
     def before_step(self, going_on: Callable[[], bool]) -> bool:
         """Wait while paused. Return False if `going_on` reports that there is nothing left to step for.
 
-        Call this before each step. A pause also asks `going_on` from time to time. Raises GenerationCancelled if the
-        thread is to end.
+        Call this before each step. `going_on` is also called from time to time during a pause. Raises
+        GenerationCancelled if the thread is to end.
         """
         while not self._running.is_set():
             with contextlib.suppress(queue.Empty):

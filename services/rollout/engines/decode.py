@@ -2,8 +2,8 @@
 
 Rows stay until the block ends, so the same block gives the same bits. A prompt is run once, and its keys and values are
 repeated for its samples. Random numbers belong to a prompt: they follow from the run's seed and the prompt's name,
-never from a global generator. A task therefore samples the same in any block, as far as the block's shape lets the
-logits be the same.
+never from a global generator. A task therefore samples the same in any block, unless the shape of the block changes the
+logits.
 """
 
 from __future__ import annotations

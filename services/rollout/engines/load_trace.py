@@ -1,4 +1,4 @@
-"""Follows weights into a model while its own loaders cut, fuse and pack them, and digests what is there in the end.
+"""Follows weights into a model while its own loaders cut, fuse and pack them, and digests the result.
 
 It observes where weights go and assumes nothing about any model. It does not import vLLM.
 
@@ -119,7 +119,7 @@ class _Memory:
             return
         for offset, length, part, dtype in parts:
             if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
-                continue  # neither the weight's bits nor a type that holds all of its values
+                continue  # neither the weight's bits nor a type that holds all its values
             at, size = begin + offset * target.element_size(), length * target.element_size()
             self.hold(_Held(at, at + size, part, dtype))
 

@@ -1,7 +1,7 @@
 """The forward passes of one block, with the keys and values that they leave behind.
 
-They run by the model's own modules, or are written out for models that are plain decoders. No pass changes a weight.
-Rows are padded on the left, and no row attends to padding.
+They use the model's own modules, or explicit code for models that are plain decoders. No pass changes a weight. Rows
+are padded on the left, and no row attends to padding.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """The passes of a block. Call `begin`, `repeat`, then `go_on` and `keep` in any order. Logits are [R,
-    vocabulary]."""
+    """The passes of a block: `begin`, then `repeat`, then `go_on` and `keep` in any order. Logits: [R, vocabulary]."""
 
     gathers: bool
     """Whether `gathered` is possible. It is not if a layer keeps anything but the keys and values of every token."""
@@ -44,8 +43,8 @@ Part = tuple[Passes, Tensor]
 def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
-    The passes they come from are used up. What they have read stays as it was read. Rows end at one column, and shorter
-    ones are padded on the left.
+    The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
+    shorter ones are padded on the left.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -58,7 +57,7 @@ def make_passes(model: nn.Module, capacity: int) -> Passes:
 
 
 class ModelPasses:
-    """Passes by the model itself, whatever its parts are."""
+    """Passes that use the model itself, whatever its parts are."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model
@@ -124,7 +123,8 @@ class ModelPasses:
 
 
 class PlainPasses:
-    """Passes by `PlainDecoder`. Room for keys and values is allocated once, when the prompts' rows are repeated."""
+    """Passes that use `PlainDecoder`. Room for keys and values is allocated once, when the prompts' rows are
+    repeated."""
 
     gathers = True
 

@@ -37,7 +37,7 @@ class Stepper(Protocol):
     """The part of an engine that works on calls, always on the compute thread."""
 
     def add(self, call: Call) -> bool:
-        """Take the call up. Return False to be asked again when the calls in progress are done."""
+        """Accept the call. Return False to be asked again when the calls in progress are done."""
 
     def step(self) -> None:
         """Make one step for all calls, and set the `answer` of those that it finishes."""

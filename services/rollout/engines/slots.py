@@ -1,8 +1,8 @@
 """Decodes the calls of an engine in one table of rows, and gives the rows of ended samples to waiting ones.
 
 Hence no sample waits for the longest one. Random numbers belong to a prompt, as in a block (`decode`), and never come
-from a global generator: a task samples the same whatever is beside it, as far as the table's shape lets the logits be
-the same. Rows are dropped and added many at a time, because each time the keys and values of all rows are copied.
+from a global generator: a task samples the same whatever is beside it, unless the shape of the table changes the
+logits. Rows are dropped and added many at a time, because each time the keys and values of all rows are copied.
 
 Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
 of L tokens, V tokens in the vocabulary.
@@ -24,7 +24,7 @@ from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import Call
 
 _REFILL = 4
-"""Rows are added or dropped when at least one part in `_REFILL` of the table would change."""
+"""Rows are added or dropped when at least 1 / `_REFILL` of the table would change."""
 _PATIENCE = 8
 """Number of steps after which waiting rows are added in any case."""
 

@@ -305,7 +305,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()):
         return True
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))  # as numbers, -0.0 would equal 0.0 and NaN nothing
+    return torch.equal(one.view(bits), other.view(bits))  # bits, since -0.0 == 0.0 and NaN != NaN
 
 
 def eos_ids(model: Path) -> tuple[int, ...]:

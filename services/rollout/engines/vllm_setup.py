@@ -51,8 +51,7 @@ _OURS = {
 
 
 def prepare_process(threads: int) -> None:
-    """Set the variables that vLLM reads when it is imported. The process is the engine's, so nothing else is
-    affected."""
+    """Set the variables that vLLM reads on import. The process is the engine's, so nothing else is affected."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for tensor-parallel ranks, which are processes of their own
@@ -64,8 +63,7 @@ def prepare_process(threads: int) -> None:
 
 
 def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> dict[str, Any]:
-    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for names that users may not
-    set."""
+    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for names that users cannot set."""
     for name in given:
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:
