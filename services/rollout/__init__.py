@@ -1,1 +1,1 @@
-"""rollout."""
+"""The rollout service: samples tasks with an inference engine."""

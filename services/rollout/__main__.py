@@ -1,4 +1,4 @@
-"""`python -m services.rollout --run DIR --instance N`."""
+"""Entry point: `python -m services.rollout --run DIR --instance N`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Samples a lease whose samples are one answer each; what an earlier life noted of them is gone on with, not sampled
-again. Must never go on with tokens that are too old for the lease, nor in a lease of one exact version.
+"""Samples leases whose samples are single answers, and resumes answers that an earlier life noted.
+
+Notes are not used if their tokens are too old for the lease, or if the lease needs one exact version.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from shared.lease import Lease, LeaseLost
 
 
 class AnswerSampler:
-    """Belongs to the service's loop."""
+    """Samples the tasks of a lease, one answer per sample. Belongs to the service's event loop."""
 
     def __init__(self, engine: Engine, journal: PartialJournal | None) -> None:
-        """`journal` None: a sample that is cut off begins anew."""
+        """Without a `journal`, a sample that is cut off starts over."""
         self._engine = engine
         self._journal = journal
 
     async def sample(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
     ) -> list[list[Answer]]:
-        """The answers of each task. `versions`: see `InFlight.begin`. Raises LeaseLost."""
+        """Return the answers of each task. For `versions` see `InFlight.begin`. Raises LeaseLost."""
         told = recited(tasks.ready, tasks.sampling.samples, versions.began)
         if told is not None:
             return [[answer_of(each, versions) for each in group] for group in told]
@@ -43,7 +44,7 @@ class AnswerSampler:
             raise LeaseLost(str(error)) from None
 
     def forget(self, tasks: Sequence[ReadyTask]) -> None:
-        """The lease is completed."""
+        """Delete the notes of `tasks`, whose lease is completed."""
         if self._journal is not None:
             self._journal.forget([task.handle.task_id for task in tasks])
 
@@ -80,20 +81,20 @@ class AnswerSampler:
 
 
 class _Fresh:
-    """Tasks of which nothing is noted: a prompt each."""
+    """Tasks without notes: one prompt per task."""
 
     def __init__(self, tasks: Sequence[ReadyTask], sampling: SamplingParams) -> None:
         self.prompts = [task.prompt() for task in tasks]
         self.sampling = sampling
 
     def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """By task id, of the prompts from number `first` on."""
+        """Return the answers by task id, for the prompts from number `first` on."""
         names = [prompt.name for prompt in self.prompts[first : first + len(groups)]]
         return {name: [answer_of(each, versions) for each in group] for name, group in zip(names, groups, strict=True)}
 
 
 class _Resumed:
-    """Tasks with notes: a prompt for each sample that goes on, with random numbers that were not used before."""
+    """Tasks with notes: one prompt per sample to resume, with random numbers that were not used before."""
 
     def __init__(self, tasks: Sequence[ReadyTask], noted: dict[str, list[Answer]], sampling: SamplingParams) -> None:
         self._noted = dict(noted)
@@ -108,7 +109,7 @@ class _Resumed:
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
     def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """By task id, of the prompts from number `first` on; the task's other samples as they were noted."""
+        """Return the answers by task id, for the prompts from number `first` on. Other samples are as noted."""
         found: dict[str, list[Answer]] = {}
         for (task_id, index), (generation,) in zip(self._places[first:], groups, strict=False):
             before = self._noted[task_id][index]

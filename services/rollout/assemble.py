@@ -1,4 +1,4 @@
-"""From samples and scores to shards and results of a lease block: pure functions, no I/O and no waiting."""
+"""Builds the shards and results of a lease block from samples and scores. Pure functions without I/O."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shared.stages import ROLLOUT
 
 @dataclass(frozen=True)
 class Assembled:
-    """What a block comes to. `shards[i]` belongs to `results[i]`, which still lacks its store and hash; `dropped`
-    have none. Per sample, in the order of `results`: `scalars`, and by name what else is known of it (`named`)."""
+    """The outcome of a block. `shards[i]` belongs to `results[i]`, which still lacks its store and hash; `dropped`
+    tasks have no shards. `scalars` and `named` (further values by name) are per sample, in the order of `results`."""
 
     results: list[TaskResult]
     shards: list[dict[str, Array]]
@@ -55,7 +55,7 @@ def assemble(
     min_survivors: int,
     named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
-    """Leave out failed samples; drop tasks with fewer than `min_survivors` left. `named`: see `Assembled`."""
+    """Leave out failed samples and drop tasks with fewer than `min_survivors` left. For `named` see `Assembled`."""
     columns = _Columns()
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
@@ -70,7 +70,7 @@ def assemble(
         if len(alive) < min_survivors:
             first = next((score for score in group_scores if score.value is None), Score(None, "no samples"))
             why = DropReason.WORKFLOW_FAILED if first.kind == WORKFLOW else DropReason.REWARD_FAILED
-            reason = f"{failed} of {len(group)} samples failed, {min_survivors} must be left: {first.failure}"
+            reason = f"{failed} of {len(group)} samples failed, at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
         made = task_shards([each for each, _ in alive])
@@ -85,7 +85,7 @@ def assemble(
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """The rollout stage's shards of one task (see `shared.stages`), in the order of the stage's keys."""
+    """Return the rollout stage's shards of one task (see `shared.stages`), in the order of the stage's keys."""
     sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
     made: dict[str, Array] = {
         "token_ids": np.concatenate([each.token_ids for _, each in sequences]),
@@ -99,11 +99,11 @@ def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
 
 
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
-    """Positions of `block.results`, by the put that they are made in: one a block.
+    """Return the positions of `block.results`, grouped by put. Each put writes one file; by default a block is one put.
 
-    With `filters` (`algorithm.filter_zero_variance`) tasks whose rewards are all equal are put apart. The scheduler
-    may drop them at once, and a file is freed with its last task: in one file with tasks that live on they would take
-    room that admission has given away again.
+    With `filters` (`algorithm.filter_zero_variance`) tasks whose rewards are all equal are put separately. The
+    scheduler may drop them at once, and a file is freed with its last task: in a file with tasks that live on they
+    would occupy room that admission has already given to others.
     """
     if not filters:
         return [list(range(len(block.results)))]
@@ -115,7 +115,7 @@ def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
 
 
 def with_receipt(result: TaskResult, receipt: Receipt) -> TaskResult:
-    """`result` with where its shards lie."""
+    """Return `result` with the location of its shards."""
     return msgspec.structs.replace(
         result, store=receipt.store, content_hash=receipt.content_hash, nbytes=receipt.nbytes
     )

@@ -1,5 +1,6 @@
-"""The child's end of a process that runs users' code: what it gives up before it loads any of it. Must never be trusted
-to end itself, and must never import torch.
+"""The child's side of a process that runs users' code: what it gives up before it loads any of that code.
+
+The service never relies on this process to end by itself. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class _Lossy(io.FileIO):
-    """What cannot be printed (a full disk) is lost: it must never cost a sample."""
+    """A stream that drops what cannot be written (to a full disk), so that printing never fails a sample."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -32,24 +33,26 @@ class _Lossy(io.FileIO):
 
 
 def confine(descriptor: int) -> socket.socket | None:
-    """The socket to the service, with which this process and all that it starts die; None when the service is gone
-    already."""
+    """Return the socket to the service, or None if the service is already gone.
+
+    This process and all that it starts end with the service.
+    """
     if not keep(descriptor):
         return None
     os.set_inheritable(descriptor, False)
-    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # before the engine, if it comes to that
-    os.dup2(2, 1)  # what a function prints is for people
+    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # the OOM killer prefers it to the engine
+    os.dup2(2, 1)  # what users' code prints goes to standard error
     lossy = _Lossy(2, "w", closefd=False)
     sys.stdout = sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", write_through=True)
     return socket.socket(fileno=descriptor)
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Let this process take `memory_bytes` beyond what it holds now.
+    """Allow this process `memory_bytes` beyond what it holds now.
 
-    Limits private writable memory (RLIMIT_DATA): libraries mapped from files, which RLIMIT_AS counts, are shared. Not
-    counted are shared mappings and files in /dev/shm; a process that users' code starts has the same limit again, its
-    own.
+    Limits private writable memory (RLIMIT_DATA), because RLIMIT_AS also counts libraries mapped from files, which are
+    shared. Shared mappings and files in /dev/shm are not counted. A process that users' code starts gets the same limit
+    for itself.
     """
     held = 0
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -60,20 +63,20 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def grow_limit(more_bytes: int) -> None:
-    """Move the limit by `more_bytes`, which may be negative: for what is reserved and not used."""
+    """Change the limit by `more_bytes`, which may be negative, to allow for memory that is reserved but not used."""
     limit, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit + more_bytes, most))
 
 
 def read(link: socket.socket, kind: type[M]) -> M | None:
-    """The next message, None when the service is gone."""
+    """Return the next message, or None if the service is gone."""
     head = _exactly(link, LENGTH.size)
     body = _exactly(link, LENGTH.unpack(head)[0]) if head else b""
     return msgspec.msgpack.decode(body, type=kind) if body else None
 
 
 def _exactly(link: socket.socket, count: int) -> bytes:
-    """`count` bytes, or none when the service is gone."""
+    """Return `count` bytes, or no bytes if the service is gone."""
     parts = bytearray()
     while len(parts) < count:
         part = link.recv(count - len(parts))

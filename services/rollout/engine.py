@@ -1,4 +1,4 @@
-"""What the rollout service needs of an inference engine. Must never name a particular engine or import torch."""
+"""The interface of inference engines. It neither names a particular engine nor imports torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ T = TypeVar("T")
 
 
 class GenerationCancelled(Exception):
-    """The block was given up between two decode steps because its `cancel` event was set."""
+    """The block was abandoned between two decode steps because its `cancel` event was set."""
 
 
 class WeightsMismatch(Exception):
-    """Weights that do not fit the engine's model. One line that names the parameters."""
+    """The weights do not fit the engine's model. The message is one line that names the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`name` (the task id) and the run's seed decide the random numbers; `token_ids` is never empty.
+    """A prompt to complete.
 
-    `said`: tokens of the completion that were sampled before. The generation goes on behind them and does not hold
-    them; the block's `max_new_tokens` counts them, and there are fewer of them than that.
+    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `said` holds
+    tokens of the completion that were sampled before: generation continues after them and does not return them. They
+    count towards the block's `max_new_tokens` and are fewer than that.
     """
 
     name: str
@@ -36,10 +37,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a block is sampled. Training samples from softmax(logits / temperature), nothing cut off.
+    """How a block is sampled. Training samples from softmax(logits / temperature) without truncation.
 
-    `samples` a prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop`: texts that end a
-    completion; `block_rows`: rows to run at least, filled with padding, 0 for as many as there are samples.
+    `samples` is per prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop` lists texts that
+    end a completion; `block_rows` is the minimum number of rows to run, filled with padding (0: one row per sample).
     """
 
     samples: int
@@ -54,9 +55,9 @@ class SamplingParams:
 class Generation:
     """One sampled continuation.
 
-    `token_ids` int32 [N], the sampled EOS included; `logprobs` float32 [N] at the sampling temperature (at
-    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N]: `Engine.swaps` when the token
-    was sampled.
+    `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
+    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N] is `Engine.swaps` when each
+    token was sampled.
     """
 
     token_ids: Array
@@ -67,10 +68,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Has an engine show what it has of a block every `every_s` seconds, and once more when the block is cancelled.
+    """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(first, groups)`: the generations so far of the prompts from number `first` on, with finish_reason "" where one
-    goes on. Called on the engine's compute thread: it must be quick and raise nothing.
+    `note(first, groups)` receives the generations so far of the prompts from number `first` on; unfinished ones have
+    finish_reason "". It is called on the engine's compute thread, so it must be quick and must not raise.
     """
 
     every_s: float
@@ -78,29 +79,29 @@ class Watch:
 
 
 class Engine(Protocol):
-    """An inference engine. Its coroutines belong to the service's loop; what is heavy runs elsewhere, one at a time."""
+    """An inference engine. Its coroutines belong to the service's loop; heavy work runs elsewhere and in sequence."""
 
     @property
     def progress(self) -> int:
-        """A counter that only the computing side advances: at least once a decode step."""
+        """Counter that only the computing side advances, at least once per decode step."""
 
     @property
     def swaps(self) -> int:
-        """How often the weights were set since the start; only `set_weights` advances it."""
+        """Number of times that the weights have been replaced since the start. Nothing else advances it."""
 
     @property
     def side_by_side(self) -> bool:
-        """Whether calls of `generate` that overlap are worked on together; otherwise one after the other."""
+        """Whether overlapping calls of `generate` are processed together rather than one after the other."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt plus completion in tokens."""
+        """Maximum length of prompt plus completion in tokens."""
 
     async def start(self) -> None:
-        """Load the model directory's weights."""
+        """Load the weights of the model directory."""
 
     async def generate(
         self,
@@ -109,60 +110,60 @@ class Engine(Protocol):
         cancel: threading.Event,
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
-        """`sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
+        """Return `sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
 
-        May be called while other calls are under way (`side_by_side`).
+        Calls may overlap (see `side_by_side`).
 
-        `watch`, and `said` in a prompt, are not the openai engine's (`services.rollout.partial_s`); vllm finds a stop
-        text only within what it samples itself, not where it begins in `said`.
+        The openai engine supports neither `watch` nor `said` in prompts (`services.rollout.partial_s`). vllm finds a
+        stop text only within the tokens that it samples itself, not one that begins in `said`.
         """
 
     async def base_weights(self) -> dict[str, Array]:
-        """The weights now in the engine by parameter name; copies nothing that it need not copy."""
+        """Return the weights now in the engine by parameter name, copying only what must be copied."""
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done where the engine computes; it counts as progress. Between blocks only."""
+        """Return the result of `work`, run where the engine computes. Counts as progress. Call only between blocks."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Replace every parameter; `verify` says whether that worked.
+        """Replace every parameter. `verify` checks whether that worked.
 
-        Raises WeightsMismatch before any is touched when names, shapes or types differ.
+        Raises WeightsMismatch, before any parameter is changed, if names, shapes or types differ.
 
-        An engine may keep the arrays as its parameters until the next call: nobody must write to them any more.
+        An engine may keep the arrays as its parameters until the next call, so the caller must not write to them.
         """
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Prove that the parameters which forward passes use now are those that were set or received last, to the bit.
+        """Prove that the parameters which forward passes use now are bit for bit those that were set or received last.
 
-        `given`: what `set_weights` was given, empty for weights that the engine received itself; `announced`: the
-        trainer's digests by name (`shared.model.digests`), empty if it announced none. One of the two is there.
-        Raises WeightsMismatch naming the parameters.
+        `given` holds the arrays passed to `set_weights`, or nothing if the engine received the weights itself;
+        `announced` holds the trainer's digests by name (`shared.model.digests`), or nothing if there are none. At least
+        one of them is not empty. Raises WeightsMismatch naming the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:
-        """float32 [T - 1]: log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
+        """Return float32 [T - 1]: the log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
 
     async def sleep(self) -> None:
-        """Give all memory of weights, keys and values back. Between blocks only; nothing works until `wake`."""
+        """Release all memory of weights, keys and values. Call only between blocks; nothing works until `wake`."""
 
     async def wake(self, parts: Parts) -> None:
-        """Have memory again for `engine.weights` or `engine.kv_cache`, or both; what is there already stays.
+        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are there already stay.
 
-        Weights that slept are lost: nothing may be generated or scored before `set_weights`. Keys and values come
-        after the weights were set; scoring may need both.
+        Sleep loses the weights: generating and scoring require a new `set_weights`. Wake the keys and values after the
+        weights were set; scoring may need both.
         """
 
     async def pause(self) -> None:
-        """Hold generation before its next decode step; weights can then be set and scored in the midst of a block.
+        """Hold generation before its next decode step, so that weights can be set and scored in the middle of a block.
 
-        Its samples may move on while something is scored, with the weights that are scored, but none is returned.
+        Scoring may advance the block's samples, with the weights that are scored, but no sample is returned.
         """
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue generation after `pause`."""
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start: `generated_tokens`, `decode_steps`, `generate_s`."""
+        """Return totals since the start: `generated_tokens`, `decode_steps`, `generate_s`."""
 
     async def stop(self) -> None:
-        """Give up what is being generated and end the engine's thread; bounded."""
+        """Abandon running generations and end the engine's thread, within a bounded time."""

@@ -1,4 +1,4 @@
-"""What is told of users' code that fails: a trouble for the console while it does, and tracebacks in the log."""
+"""Reports failures of users' code: as a trouble on the console while they last, and as tracebacks in the log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.rollout.rewards.score import Score
 
 TEXT_CHARS = 900
 MOST_LOGGED = 64
-"""Failures with a traceback of their own, of one spell."""
+"""Maximum number of failures that are logged with a traceback before a lease succeeds again."""
 
 
 class Failing:
-    """Counts samples from the first failure on, until a whole lease went well."""
+    """Counts samples from the first failure on, until a whole lease succeeds."""
 
     def __init__(self, kind: TroubleKind, log: str) -> None:
-        """`log`: the name that its lines in the log carry."""
+        """`log` is the name of the logger."""
         self._kind = kind
         self._log = structlog.get_logger(log)
         self._failed = 0
@@ -27,7 +27,7 @@ class Failing:
         self._logged: set[tuple[str, str]] = set()
 
     def count(self, scores: Sequence[Score]) -> None:
-        """Some samples have ended."""
+        """Count samples that have ended."""
         for score in scores:
             if score.value is None:
                 self._failed += 1
@@ -37,13 +37,13 @@ class Failing:
             self._samples += len(scores)
 
     def lease_ended(self, *, well: bool) -> None:
-        """All samples of a lease have ended; `well`: none of them failed."""
+        """Record that all samples of a lease have ended. `well` means that none of them failed."""
         if well:
             self._failed = self._samples = 0
             self._logged.clear()
 
     def troubles(self) -> list[Trouble]:
-        """For the heartbeat."""
+        """Return the troubles for the heartbeat."""
         if not self._failed:
             return []
         text = f"{self._kind} failing: {self._failed} of {self._samples}, {self._last}"

@@ -1,8 +1,9 @@
-"""Tries the functions that a topology names: `python -m services.rollout.function_check FD`. It imports users' modules,
-so whoever starts it must be able to kill it. Must never run one of the functions.
+"""Checks the functions that a topology names: `python -m services.rollout.function_check FD`.
 
-FD is a socket. A JSON list of `Wanted` comes first, then the end of writing; for each of them one JSON line goes back:
-its error, "" for a function that a run could use.
+The process imports users' modules, so its parent must be able to kill it. It runs none of the functions.
+
+FD is a socket. The process reads a JSON list of `Wanted` up to the end of the stream and answers with one JSON line for
+each: its error, or "" for a function that a run could use.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shared.rpc.errors import RpcError
 from shared.user_function import find_function
 
 ARGUMENTS = 3
-"""Positional arguments of an advantage (rewards, groups, loss_tokens) and of a loss (cur, anchor, tokens)."""
+"""Number of positional arguments of an advantage (rewards, groups, loss_tokens) and of a loss (cur, anchor, tokens)."""
 
 
 class Wanted(msgspec.Struct):
-    """One function: where the topology names it, `reward`, `workflow`, `advantage` or `loss`, path and arguments."""
+    """One function: topology key, kind (`reward`, `workflow`, `advantage` or `loss`), import path and arguments."""
 
     key: str
     kind: str
@@ -32,7 +33,7 @@ class Wanted(msgspec.Struct):
 
 
 def problem(wanted: Wanted) -> str:
-    """Why a run could not use the function, in one line; empty when it could. Imports it."""
+    """Import the function and return in one line why a run could not use it, or an empty text if it could."""
     try:
         if wanted.kind == "reward":
             load_reward(wanted.path, wanted.params)

@@ -1,11 +1,13 @@
-"""Newer weights for a block that is being sampled: its samples keep their tokens and go on under the new version from
-the next decode step (`services.rollout.in_flight`), with the keys and values that they have cached (`keep`) or with
-those of the new version (`recompute`). Must never let a token out that was sampled with weights that were not proved,
-nor touch a block that wants one exact version (evaluations).
+"""Loads newer weights into a block that is being sampled.
 
-Generation stands still for the swap and its proof only: never while the weights are fetched, nor while the trainer is
-asked to send them. What it sends right into an engine (vLLM) is part of the swap. If that does not come, the shards are
-taken for `SHARDS_S`, where this way in was drilled.
+The samples keep their tokens and continue under the new version from the next decode step
+(`services.rollout.in_flight`), with their cached keys and values (`keep`) or with those of the new version
+(`recompute`). No token is returned that was sampled with unproved weights, and blocks of one exact version
+(evaluations) are left alone.
+
+Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
+them. A transfer directly into an engine (vLLM) is part of the swap. If it fails, the shards are used for `SHARDS_S`,
+provided that this entry was drilled.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
 
 SHARDS_S = 60.0
-"""After a transfer that failed newer weights are taken from the store for so long."""
+"""Seconds after a failed transfer for which newer weights are taken from the store."""
 
 
 class InFlight:
-    """Belongs to the service's loop. `run` must run for announcements to have an effect."""
+    """Swaps weights under running samples, on announcement, while `run` runs. Belongs to the service's loop."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class InFlight:
         source: WeightsSource,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
-        """`emit(topic, values)`: telemetry."""
+        """`emit(topic, values)` sends telemetry."""
         self._engine = engine
         self._sync = sync
         self._source = source
@@ -46,16 +48,16 @@ class InFlight:
         self._changed = asyncio.Event()
         self._announced: asyncio.Queue[WeightsRef] = asyncio.Queue(1)
         self._under_way: dict[BlockVersions, bool] = {}
-        """Leases that are being sampled, and whether they want one exact version."""
-        self._sent_from = 0.0
-        """When the trainer is to send again, by the loop's clock."""
+        """The leases that are being sampled, and whether each needs one exact version."""
+        self._transfer_from = 0.0
+        """Time from which the trainer is asked to send again, by the loop's clock."""
 
     @asynccontextmanager
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
-        """No swap begins or goes on inside: for whoever loads weights, and looks at what the engine holds.
+        """Keep swaps out while weights are loaded or the engine's version is read.
 
-        Waits until nobody else is inside and `may_begin` holds. What that raises ends the wait, whoever is inside:
-        nobody is ever kept by somebody who hangs there.
+        Waits until no other task is inside and `may_begin` returns True. What `may_begin` raises ends the wait even
+        while another task is inside, so a task that hangs there does not hold up those that wait.
         """
         while not may_begin() or self._taken:
             await self._changed.wait()
@@ -68,27 +70,30 @@ class InFlight:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being sampled."""
+        """Whether no lease is being sampled."""
         return not self._under_way
 
     def look_again(self) -> None:
-        """What `settled` waits for may hold now, or raise."""
+        """Wake the tasks that wait in `settled`: their condition may have become true, or may raise."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def begin(self, version: int, *, exact: bool) -> BlockVersions:
-        """A lease is about to be sampled with `version`; inside `settled`. Grows by each version that replaces it."""
+        """Register a lease that is about to be sampled with `version`, inside `settled`.
+
+        Each swap adds its version to the result.
+        """
         versions = BlockVersions(version, self._engine.swaps)
         self._under_way[versions] = exact
         return versions
 
     def end(self, versions: BlockVersions) -> None:
-        """That lease is done."""
+        """Unregister a lease whose sampling has ended."""
         del self._under_way[versions]
         self.look_again()
 
     def announce(self, ref: WeightsRef) -> None:
-        """The scheduler has a newer version. Said again and again: one that cannot be used now is forgotten."""
+        """Announce a newer version. If it cannot be used now, it is forgotten until the next announcement."""
         if self._swappable and not self._announced.full():
             self._announced.put_nowait(ref)
 
@@ -97,25 +102,25 @@ class InFlight:
         return bool(self._under_way) and not any(self._under_way.values())
 
     async def run(self) -> None:
-        """Work until cancelled. Raises RpcError(conflict), generation held, when engine and trainer disagree."""
+        """Work until cancelled. Raises RpcError(conflict), with generation held, if engine and trainer disagree."""
         while True:
             await self._update(await self._announced.get())
 
     async def _update(self, ref: WeightsRef) -> None:
         clock = asyncio.get_running_loop().time
-        if clock() >= self._sent_from:
-            if await self._comes(ref, self._source.fetch):
+        if clock() >= self._transfer_from:
+            if await self._try_to_load(ref, self._source.fetch):
                 return
-            self._sent_from = clock() + SHARDS_S
-        if self._can_use(ref, Entry.SET):  # before all of it is brought for nothing
-            await self._comes(ref, self._source.from_store)
+            self._transfer_from = clock() + SHARDS_S
+        if self._can_use(ref, Entry.SET):  # else all of it would be fetched for nothing
+            await self._try_to_load(ref, self._source.from_store)
 
-    async def _comes(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
-        """False: it was to be sent and did not come; the samples go on as they did."""
+    async def _try_to_load(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
+        """Load a version, or leave the samples as they are. Return False if a failed transfer needs a substitute."""
         try:
             delivery = await fetch(ref)
         except RpcError as error:
-            self._missed(ref, error)  # superseded meanwhile
+            self._missed(ref, error)  # superseded in the meantime
             return True
         if not self._can_use(ref, delivery.entry):
             return True
@@ -124,15 +129,15 @@ class InFlight:
             await self._swap(ref, delivery)
         except TransferFailed as error:
             self._missed(ref, error)
-            return not self._can_use(ref, delivery.entry)  # or a lease has brought it meanwhile
+            return not self._can_use(ref, delivery.entry)  # a lease may have loaded it meanwhile
         return True
 
     def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:
-        """Samples are not to take steps with the drill's weights."""
+        """Return whether to load this version now. Entries without a drill are out: its weights must not sample."""
         return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(entry)
 
     async def _swap(self, ref: WeightsRef, delivery: Delivery) -> None:
-        """Raises TransferFailed: the engine goes on as it was."""
+        """Load the delivery while generation is paused. Raises TransferFailed, which leaves the engine unchanged."""
         async with self.settled():
             if not self._can_use(ref, delivery.entry):
                 delivery.decline()
@@ -147,7 +152,7 @@ class InFlight:
                 raise
             for versions in self._under_way:
                 versions.replaced(ref.step, self._engine.swaps)
-            await self._engine.resume()  # not after another failure: the service ends
+            await self._engine.resume()  # not after other errors, which end the service
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})
 
     def _missed(self, ref: WeightsRef, error: Exception) -> None:

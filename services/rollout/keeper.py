@@ -1,7 +1,7 @@
-"""The parent of a process that runs users' code: whatever that has started, in sessions of its own or twice forked,
-ends with it and with the service. Must never run a user's code, nor outlive what it keeps.
+"""The parent of a process that runs users' code. It kills all descendants when that process or the service ends.
 
-A subreaper (prctl(2)): descendants whose parents are gone become its children, so that none can leave its tree.
+This includes descendants in sessions of their own and those that were forked twice. The keeper runs no user's code and
+ends with its child. As a subreaper (prctl(2)) it adopts descendants whose parents are gone, so none can leave its tree.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WAKES = 1 << 10
 _AGAIN_S = 0.02
 KILL_LIMIT_S = 5.0
-"""What is still there then is another user's, or waits for a device that does not answer."""
+"""Maximum seconds to kill descendants. Those left belong to another user or wait for a device that does not answer."""
 
 
 def keep(descriptor: int) -> bool:
-    """Go on as the child of a keeper, which is what this process was until now. False when the service is gone.
+    """Fork, and continue as the child of this process, which becomes its keeper. Return False if the service is gone.
 
-    `descriptor`: the socket to the service; its end is the service's. The keeper ends as the child does: by the same
-    signal, with the same status. To be called before there is a thread.
+    `descriptor` is the socket to the service, whose other end closes with the service. The keeper ends as the child
+    does: by the same signal or with the same status. Call this before any thread exists.
     """
     libc = ctypes.CDLL(None)
     service = os.getppid()
@@ -50,22 +50,22 @@ def keep(descriptor: int) -> bool:
         try:
             _stay(child, descriptor, woken, asked)
         finally:
-            os._exit(1)  # never into the users' code
+            os._exit(1)  # never return into users' code
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.close(woken)
     os.close(wake)
-    os.setsid()  # a function that signals its process group must not meet the keeper
+    os.setsid()  # a function that signals its process group must not reach the keeper
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == keeper
 
 
 def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn:
-    """Until the child ends, or the service does or asks for it."""
+    """Wait until the child or the service ends, or SIGTERM; then kill all descendants and exit as the child did."""
     poll = select.poll()
     poll.register(woken, select.POLLIN)
-    poll.register(descriptor, 0)  # POLLHUP alone: what is to be read is the child's
+    poll.register(descriptor, 0)  # POLLHUP only: the data is for the child
     status: int | None = None
     while status is None and not asked and not any(event & ~select.POLLIN for _, event in poll.poll()):
         os.read(woken, _WAKES)
@@ -88,7 +88,7 @@ def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn
 
 
 def _reap(child: int) -> int | None:
-    """Take up the ended processes; the child's wait status if it is among them."""
+    """Reap ended processes. Return the child's wait status if it is among them."""
     status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -98,12 +98,12 @@ def _reap(child: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below `pid`, ended ones that nobody has waited for included."""
+    """Return the processes below `pid`, including zombies."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                # pid (comm) state ppid ...: comm may hold anything
+                # The format is `pid (comm) state ppid ...`, and comm may contain anything.
                 parent = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[1]
                 children[int(parent)].append(int(entry))
     found: list[int] = []

@@ -1,5 +1,7 @@
-"""uvicorn as a guest of a running event loop, on the loopback interface. It must never touch the signal handlers or the
-logging of its process, nor wait for a silent client without a deadline.
+"""Runs uvicorn as a guest of a running event loop, on the loopback interface.
+
+The server leaves the signal handlers and the logging of its process alone, and waits for silent clients only up to a
+deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class LoopbackServer:
 
     async def start(self) -> None:
         """Bind a port, so that `address` is valid and clients may connect when this returns."""
-        # asyncio disables Nagle's algorithm only on sockets whose protocol is named; with it an answer takes 40 ms.
+        # asyncio disables Nagle's algorithm, which delays answers by 40 ms, only on sockets whose protocol is named.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind((HOST, 0))
         listener.listen()
@@ -76,9 +78,9 @@ class _Guest(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed when its client is silent for too long, wherever a request is awaited or incomplete.
+    """A connection that is closed if its client is silent for too long while a request is awaited or incomplete.
 
-    uvicorn starts its timer after an answer only, and stops it at the next byte.
+    uvicorn starts its timer only after an answer, and stops it at the next byte.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -1,6 +1,4 @@
-"""What samples have by name besides their reward: parts of dict rewards, metrics of workflows. As columns that travel
-with a completion.
-"""
+"""Named values of samples besides the reward (parts of dict rewards, workflow metrics), as columns of completions."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from proto.tensors import Array
 
 PART, WORKFLOW = "reward/part/", "workflow/"
 MOST_NAMES = 64
-"""Names of one process, in all: each is a column of every task from then on."""
+"""Maximum number of names in a process. Each adds a column to every later task."""
 NAME_CHARS = 64
 
 
 class NamedValues:
-    """Knows the names that came so far: all leases of a process get the same columns, in the same order."""
+    """Collects the names seen so far, so that all leases of a process get the same columns in the same order."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -26,7 +24,7 @@ class NamedValues:
         self._log = structlog.get_logger("rollout")
 
     def columns(self, samples: Sequence[Mapping[str, float]]) -> dict[str, Array]:
-        """float32 [samples] of each name; NaN for a sample that has no such value, or none that is finite."""
+        """Return a float32 [samples] column per name, with NaN for samples that have no such value or no finite one."""
         for values in samples:
             for name in values:
                 self._learn(name)
@@ -51,7 +49,7 @@ class NamedValues:
 
 
 def named(parts: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """One sample's values under the names of metrics.jsonl."""
+    """Return one sample's values under their names in metrics.jsonl."""
     return {f"{PART}{name}": value for name, value in parts.items()} | {
         f"{WORKFLOW}{name}": value for name, value in metrics.items()
     }

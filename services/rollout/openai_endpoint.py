@@ -1,10 +1,9 @@
-"""OpenAI's chat completions for agents that know nothing of rlbus: every call is captured in the sample whose base
-URL it came to. The endpoint must never listen beyond the loopback interface, nor let a request change the sampling
-distribution.
+"""OpenAI's chat completions for agents that know nothing of rlbus.
 
-A request may shorten an answer (max_tokens, stop). Its temperature, top_p, penalties and seed are overridden by the
-topology's sampling; the response's header `x-overridden` lists them. The first request that this changes is also
-reported in the log and on the console.
+Each call is captured in the sample to whose base URL it was sent. The endpoint listens on the loopback interface only.
+A request may shorten an answer (max_tokens, stop) but cannot change the sampling distribution: its temperature, top_p,
+penalties and seed are overridden by the topology's sampling, and the response header `x-overridden` lists them. The
+first request that this changes is also reported in the log and on the console.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
-"""Values that ask for what is done anyway."""
+"""Values that ask for what happens anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
-_NO_SAMPLE = "no sample is made at this address (any more): use ctx.base_url of a running workflow"
+_NO_SAMPLE = "no sample is made at this address, or no longer: use ctx.base_url of a running workflow"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Handed:
-    """A message with tool calls as it was handed out, and the text that it was sampled as."""
+    """A message with tool calls as the client received it, and the text that was sampled for it."""
 
     message: Message
     text: str
@@ -53,17 +52,17 @@ class _Handed:
 
 @dataclass(eq=False)
 class _Session:
-    """One sample's calls. `called`: what was handed out, by the id of its first tool call."""
+    """The calls of one sample. `called` holds the messages handed out, by the id of their first tool call."""
 
     calls: SampleCalls
     called: dict[str, _Handed] = field(default_factory=dict)
 
 
 class OpenAIEndpoint:
-    """The endpoint belongs to the service's loop; `open` and `close` may be called from any thread."""
+    """Serves the calls of running samples. Belongs to the service's loop; `open` and `close` are safe on any thread."""
 
     def __init__(self, model: str) -> None:
-        """`model`: the name that answers carry; requests may name any."""
+        """`model` is the name that answers carry; requests may name any model."""
         self._model = model
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
@@ -95,7 +94,7 @@ class OpenAIEndpoint:
             self._sessions.pop(token, None)
 
     def troubles(self) -> list[Trouble]:
-        """For the heartbeat: what agents ask for and do not get."""
+        """Return the troubles for the heartbeat: what agents request and do not get."""
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
@@ -103,7 +102,7 @@ class OpenAIEndpoint:
         return [Trouble(TroubleKind.OVERRIDDEN, text)]
 
     def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
-        """The first request that is sampled otherwise than it asks for, for each field."""
+        """Record the first request, for each field, that is sampled differently from what it asks for."""
         for name, neutral in {**_NEUTRAL, "temperature": (temperature,)}.items():
             value = asked.get(name)
             if value is not None and value not in neutral and name not in self._changed:
@@ -247,7 +246,7 @@ def _error(status: int, message: str, code: str | None = None, kind: str = "inva
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """The request's fields. Raises HTTPException for what cannot be done as it is asked."""
+    """Return the fields of the request. Raises HTTPException for what cannot be done as requested."""
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -255,22 +254,22 @@ def _asked(body: bytes) -> dict[str, Any]:
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
         raise HTTPException(400, "the request has no list of messages")
     if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):
-        raise HTTPException(400, "a message is an object with a role")
+        raise HTTPException(400, "each message must be an object with a role")
     if not all(_is_calls(each.get("tool_calls")) for each in asked["messages"]):
-        raise HTTPException(400, "tool_calls of a message is a list of objects, each with an object `function`")
+        raise HTTPException(400, "tool_calls of a message must be a list of objects, each with an object `function`")
     choices = asked.get("n")
     if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
         raise HTTPException(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
     if asked.get("top_logprobs"):
         raise HTTPException(400, "top_logprobs: only the sampled token's log-prob is known")
     if asked.get("logit_bias"):
-        raise HTTPException(400, "logit_bias changes the distribution that the log-probs claim")
+        raise HTTPException(400, "logit_bias would change the distribution that the log-probs describe")
     if (asked.get("response_format") or {}).get("type", "text") != "text":
         raise HTTPException(
-            400, "response_format: only text, a grammar changes the distribution that the log-probs claim"
+            400, "response_format: only text, since a grammar would change the distribution of the log-probs"
         )
     if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise HTTPException(400, "tool_choice: only auto and none, the policy is not forced")
+        raise HTTPException(400, "tool_choice: only auto and none, since the policy cannot be forced")
     if asked.get("functions"):
         raise HTTPException(400, "functions: use tools")
     return asked
@@ -284,7 +283,7 @@ def _is_calls(calls: Any) -> bool:
 
 
 async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
-    """`n` answers to the same messages, each in a sequence of its own but for one that may continue what is there."""
+    """Return `n` answers to the same messages, each in its own sequence, but one may continue an existing sequence."""
     calls = [asyncio.create_task(_chat(session, asked)) for _ in range(asked.get("n") or 1)]
     try:
         return list(await asyncio.gather(*calls))
@@ -308,31 +307,31 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """A message as the chat template wants it: an answer of ours that nobody has edited as it was sampled."""
+    """Return the message for the chat template. An unedited answer of ours is given as the text that was sampled."""
     calls = message.get("tool_calls")
     if not calls:
         return message
     handed = session.called.get(str(calls[0].get("id")))
-    if handed is not None and _said(message) == _said(handed.message):
+    if handed is not None and _canonical(message) == _canonical(handed.message):
         return {"role": "assistant", "content": handed.text}
     return {**message, "tool_calls": [_parsed(call) for call in calls]}
 
 
-def _said(message: Message) -> tuple[str, list[Any], bytes]:
-    """What a message with tool calls says, whoever has written it: role, ids, and content and calls in one form."""
+def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
+    """Return a message with tool calls in canonical form: role, ids, and content and calls as sorted JSON."""
     calls = message["tool_calls"]
     said = [content_text(message) or "", called(calls)]
     return message["role"], [call.get("id") for call in calls], msgspec.json.encode(said, order="sorted")
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates want a call's arguments as an object, OpenAI's messages have them as text."""
+    """Return the call with its arguments as an object, which templates expect. OpenAI's messages have them as text."""
     function = call.get("function") or {}
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 
 
 def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    """A finished completion as a stream: its text in one piece, since it is sampled in a block with others."""
+    """Yield a finished completion as a stream, its text in one piece because it is sampled in a block with others."""
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
     for choice in whole["choices"]:

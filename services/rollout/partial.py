@@ -1,10 +1,10 @@
-"""Notes of samples that are not finished yet, for whoever samples their task next. Must never make a block wait: a note
-that is lost costs tokens, nothing else.
+"""Notes of unfinished samples, for the engine that samples their task next.
 
-One file a task in the run directory, written in one move: a kill leaves the note before or the new one. Engines on one
-host share them. Nothing of an exact version (evaluations, deterministic mode) is ever noted. Of a task the newest note
-alone waits to be written: a slow disk makes notes rarer, it does not pile them up. A note whose task was completed
-before it came (of an engine that hung and went on) goes once it is STALE_S older than the newest one.
+Blocks never wait for a note; losing one only costs tokens. Each task has one file in the run directory, which is
+replaced by a rename: a kill leaves either the previous note or the new one. Engines on one host share the files. Leases
+of one exact version (evaluations, deterministic mode) are not noted. Only the newest note of a task waits to be
+written, so a slow disk makes notes rarer instead of piling them up. A note that was written after its task was
+completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from services.rollout.versions import BlockVersions
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion as far as it goes: `token_ids` int32 [N], `logprobs` float32 [N], `versions` int32 [N] (the policy
-    version that sampled each token); `finish_reason` stop, length, or "" while it goes on."""
+    """A completion so far. `token_ids` int32 [N]; `logprobs` float32 [N]; `versions` int32 [N], the policy version that
+    sampled each token; `finish_reason` stop, length, or "" while it is unfinished."""
 
     token_ids: Array
     logprobs: Array
@@ -37,7 +37,7 @@ class Answer:
 
 
 def answer_of(generation: Generation, versions: BlockVersions) -> Answer:
-    """What an engine sampled, with the version of each token."""
+    """Return what an engine sampled, with the policy version of each token."""
     return Answer(generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason)
 
 
@@ -46,7 +46,7 @@ NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a lease can go on with: notes of so many `samples` of at most `max_new_tokens`, at its temperature, by
+    """The notes that a lease can resume: `samples` answers of at most `max_new_tokens`, at its temperature, sampled by
     versions from `oldest` to `newest` of `lineage`."""
 
     samples: int
@@ -72,8 +72,8 @@ class _Record(msgspec.Struct):
 
 
 STALE_S = 3600.0
-"""Older than the newest note by so many seconds, nobody goes on with it: its task was leased again long ago, or has
-ended. Not older than now: a run that is resumed after a week finds what it left."""
+"""Maximum seconds by which a note may be older than the newest one. The task of an older note was leased again long ago
+or has ended. The age does not count from now, so a run that is resumed after a week finds its notes."""
 CLOSE_S = 5.0
 
 
@@ -86,10 +86,10 @@ class _Waiting:
 
 
 class PartialJournal:
-    """Notes under one folder. `note` may be called from any thread, and returns at once."""
+    """The notes in one folder. `note` may be called from any thread and returns at once."""
 
     def __init__(self, folder: Path, every_s: float) -> None:
-        """`every_s`: seconds between two notes of a block."""
+        """`every_s` is the number of seconds between two notes of a block."""
         self.every_s = every_s
         self._folder = folder
         self._folder.mkdir(exist_ok=True)
@@ -99,17 +99,17 @@ class PartialJournal:
         self._writer.submit(self._sweep)
 
     def note(self, answers: Mapping[str, Sequence[Answer]], lineage: int, temperature: float) -> None:
-        """Put down `answers` (by task id, one a sample) in place of what was noted of these tasks before."""
+        """Write `answers` (by task id, one per sample) in place of the previous notes of these tasks."""
         with self._lock:
-            is_told = bool(self._waiting)
+            is_scheduled = bool(self._waiting)
             for task_id, samples in answers.items():
                 self._waiting[task_id] = _Waiting(task_id, lineage, temperature, samples)
-        if not is_told:
+        if not is_scheduled:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._writer.submit(self._write)
 
     def forget(self, task_ids: Sequence[str]) -> None:
-        """These tasks are completed."""
+        """Remove the notes of completed tasks."""
         with self._lock:
             for task_id in task_ids:
                 self._waiting.pop(task_id, None)
@@ -123,9 +123,9 @@ class PartialJournal:
             self._writer.submit(remove)
 
     def read(self, task_id: str, wanted: Wanted) -> list[Answer] | None:
-        """What there is to go on with, one a sample; a sample that must begin anew is empty. None: nothing is there.
+        """Return the answers to resume, one per sample, or None if there are none.
 
-        Blocks: not for the loop's thread.
+        Samples that must start over are empty. Blocks, so do not call it on the loop's thread.
         """
         try:
             record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_Record)
@@ -139,16 +139,16 @@ class PartialJournal:
         return kept if any(len(each.token_ids) for each in kept) else None
 
     def close(self) -> None:
-        """Write what was noted, and no more. A directory that does not answer within CLOSE_S is not waited for."""
+        """Write the pending notes and stop. A directory that does not answer is waited for at most CLOSE_S."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._writer.submit(lambda: None).result(CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _sweep(self) -> None:
-        """Remove what nobody goes on with."""
+        """Remove stale notes."""
         written: dict[Path, float] = {}
         for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):  # another engine was faster
+            with contextlib.suppress(OSError):  # another engine has removed it
                 written[path] = path.stat().st_mtime
         oldest = max(written.values(), default=0.0) - STALE_S
         for path, at in written.items():
@@ -182,7 +182,7 @@ def _note(answer: Answer) -> _Note:
 
 
 def _answer(note: _Note) -> Answer:
-    """Raises ValueError when its parts do not belong together."""
+    """Decode a note. Raises ValueError if its parts differ in length."""
     answer = Answer(
         np.frombuffer(note.token_ids, np.int32),
         np.frombuffer(note.logprobs, np.float32),
@@ -190,7 +190,7 @@ def _answer(note: _Note) -> Answer:
         note.finish_reason,
     )
     if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions):
-        raise ValueError("a note of another number of tokens than log-probs")
+        raise ValueError("a note's numbers of tokens, log-probs and versions differ")
     return answer
 
 

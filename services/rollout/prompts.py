@@ -1,5 +1,7 @@
-"""Text to tokens and back, with the policy's tokenizer. Sampled tokens are decoded for rewards only: what is trained
-on is never tokenised again."""
+"""Converts text to tokens and back with the policy's tokenizer.
+
+Sampled tokens are decoded for rewards only. What is trained on is never tokenised again.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,24 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
 _EDGE_TOKENS = 256
-"""Tokens that a text cut anywhere may have more than as a part of the whole."""
+"""Maximum number of tokens by which tokenising a truncated text exceeds the same part of the whole text."""
 _CHARACTERS = 8
-"""Looked at first, for each token that there is room for."""
+"""Characters that are tokenised first, for each token of room."""
 
 
 class PromptTooLong(ValueError):
-    """More tokens than the caller has room for. One line."""
+    """A prompt has more tokens than the caller has room for. The message is one line."""
 
 
 class NoChatTemplate(ValueError):
-    """A prompt of messages, and the tokenizer has no chat template. One line."""
+    """A prompt consists of messages, but the tokenizer has no chat template. The message is one line."""
 
 
 class PromptBuilder:
-    """Belongs to one thread at a time: fast tokenizers refuse concurrent use."""
+    """Builds prompts. Belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Loads the tokenizer of the model directory; imports transformers. Raises RpcError(bad_request)."""
+        """Load the tokenizer of the model directory. Imports transformers. Raises RpcError(bad_request)."""
         from transformers import AutoTokenizer
 
         try:
@@ -50,7 +52,7 @@ class PromptBuilder:
         }
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises RpcError(bad_request) when the tokenizer has token ids that a model of `size` tokens does not."""
+        """Raise RpcError(bad_request) if the tokenizer has token ids beyond a model's vocabulary of `size` tokens."""
         largest = max(self._tokenizer.get_vocab().values(), default=-1)
         if largest >= size:
             raise RpcError(
@@ -60,10 +62,10 @@ class PromptBuilder:
             )
 
     def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
-        """Token ids of the row's prompt: raw text as it is, messages through the chat template.
+        """Return the token ids of the row's prompt: raw text as it is, messages through the chat template.
 
-        Raises ValueError in one line when there is no prompt or the template cannot take it, NoChatTemplate when there
-        is none, PromptTooLong for what is well above `at_most` tokens, before all of it is tokenised.
+        Raises ValueError in one line if there is no prompt or the template rejects it, NoChatTemplate if there is no
+        template, and PromptTooLong, before all of it is tokenised, for a prompt well above `at_most` tokens.
         """
         prompt = row.get("prompt")
         try:
@@ -78,22 +80,23 @@ class PromptBuilder:
                 raise ValueError("row has no prompt: text or a list of messages")
         except (PromptTooLong, NoChatTemplate):
             raise
-        except Exception as error:  # a template may raise anything over a row
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
         if not ids:
             raise ValueError("prompt has no tokens")
         return [int(token) for token in ids]
 
     def answer_ids(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of the row's `answer` as the policy would have to say it, the end-of-sequence token included.
+        """Return the token ids of the row's `answer` as the policy would have to say it, with the end-of-sequence
+        token.
 
-        Raises ValueError in one line when there is no answer or the tokenizer has no end-of-sequence token.
+        Raises ValueError in one line if there is no answer or the tokenizer has no end-of-sequence token.
         """
         answer, eos = row.get("answer"), self._tokenizer.eos_token_id
         if answer is None:
             raise ValueError("row has no answer: supervised fine-tuning (loss cross_entropy) learns from nothing else")
         if eos is None:
-            raise ValueError("the tokenizer has no end-of-sequence token, an answer could not end")
+            raise ValueError("the tokenizer has no end-of-sequence token, so an answer could not end")
         ids = self._tokenizer(str(answer), add_special_tokens=False)["input_ids"]
         return [*(int(token) for token in ids), int(eos)]
 
@@ -104,25 +107,26 @@ class PromptBuilder:
         held: Sequence[int],
         at_most: int | None = None,
     ) -> list[int]:
-        """Token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
+        """Return the token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
 
-        They begin with what the template writes after an answer, unless the answer's own last token is that already
-        (an end-of-turn token that was sampled). Raises ValueError in one line when the template cannot take them,
-        PromptTooLong for what is well above `at_most` tokens.
+        They begin with what the template writes after an answer, unless the last token of the answer is already that (a
+        sampled end-of-turn token). Raises ValueError in one line if the template rejects the messages, and
+        PromptTooLong for text well above `at_most` tokens.
         """
         try:
             ids = self._ids(self._after_an_answer(messages, tools), at_most)
         except PromptTooLong:
             raise
-        except Exception as error:  # a template may raise anything over messages
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
         return ids[1:] if ids and held and ids[0] == held[-1] and ids[0] in self._special_ids else ids
 
     def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        """What the template writes for `messages` after an answer, its end included."""
-        # Rendered after a stand-in conversation: templates that rewrite earlier answers (dropping their reasoning)
-        # would give other tokens than those that were sampled. The stand-in has to be in it once: tools or messages
-        # may hold digits too. Each digit once, so that no two places can overlap.
+        """Return what the template writes for `messages` after an answer, including the answer's end."""
+        # The messages are rendered after a stand-in conversation, because templates that rewrite earlier answers
+        # (dropping their reasoning) would give other tokens than those that were sampled. The stand-in answer must
+        # occur exactly once, but tools and messages may contain digits, too. It has each digit once, so that no two
+        # occurrences can overlap.
         for digits in itertools.islice(itertools.permutations(_DIGITS), _STAND_INS):
             answer = "".join(digits)
             before = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
@@ -132,7 +136,7 @@ class PromptBuilder:
                 return text.partition(answer)[2]
             if not found:
                 break
-        raise ValueError("the chat template does not write an assistant's answer as it is, and once")
+        raise ValueError("the chat template does not write an assistant's answer as it is, and exactly once")
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -141,13 +145,16 @@ class PromptBuilder:
         return text
 
     def _ids(self, text: str, at_most: int | None) -> list[int]:
-        """Token ids of rendered text, which has its special tokens."""
+        """Return the token ids of rendered text, which already contains its special tokens."""
         self._check_length(text, at_most)
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _check_length(self, text: str, at_most: int | None) -> None:
-        """Raise PromptTooLong when a part from the beginning says it, each twice as long as the one before: a token may
-        stand for any number of characters, and what has no room must not hold up what others want tokenised."""
+        """Raise PromptTooLong if a beginning of the text shows that it is too long.
+
+        Each beginning is twice as long as the one before, since a token may stand for any number of characters.
+        Tokenising all of a text that is too long would hold up the other users of the tokenizer.
+        """
         if at_most is None:
             return
         most = max(at_most, 0) + _EDGE_TOKENS
@@ -162,14 +169,14 @@ class PromptBuilder:
             looked_at *= 2
 
     def completion(self, token_ids: list[int], stop: tuple[str, ...]) -> str:
-        """The text of sampled tokens without special tokens, cut before the first stop text."""
+        """Return the text of sampled tokens without special tokens, cut before the first stop text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [at for at in (text.find(each) for each in stop) if at >= 0]
         return text[: min(ends)] if ends else text
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in an answer, each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; others are text."""
+    """Return the calls of an answer: each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` that parses."""
     calls = []
     for found in _TOOL_CALL.findall(text):
         try:
@@ -181,7 +188,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:
-    """The conversation with the assistant's answer; a raw-text prompt counts as one user message."""
+    """Return the conversation with the assistant's answer. A raw-text prompt counts as one user message."""
     prompt = row["prompt"]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return [*before, {"role": "assistant", "content": completion}]

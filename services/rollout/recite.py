@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same path: the answers of the data set in the place of sampled ones. Runs no model."""
+"""Supervised fine-tuning on the same path: answers of the data set replace sampled ones. Runs no model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from services.rollout.tasks import ReadyTask
 
 
 def recited(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> list[list[Generation]] | None:
-    """The answers of `tasks` as generations, `samples` alike for each, as of weights that were replaced `swaps` times;
-    None when these tasks are to be sampled.
+    """Return the answers of `tasks` as generations, `samples` equal ones each, or None if the tasks are to be sampled.
 
-    Their log-probs are 0: whoever wrote the data set was sure of them. No loss that looks at log-probs of who sampled
-    goes with this (`algorithm.loss.name: cross_entropy` does not).
+    `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set had been certain.
+    They suit only losses that do not use the sampler's log-probs, such as `algorithm.loss.name: cross_entropy`.
     """
     answers = [task.answer_ids for task in tasks if task.answer_ids is not None]
     if len(answers) < len(tasks) or not tasks:

@@ -1,5 +1,6 @@
-"""The rollout actor: starts an engine and everything around it, then works through leases (`worker`). Must never let
-user code or the model run on its loop.
+"""The rollout actor: starts an engine and everything around it, then works through leases (`worker`).
+
+Neither user code nor the model runs on its event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 
 class RolloutService(Service):
-    """One inference engine and what surrounds it."""
+    """One inference engine and everything around it."""
 
     NAME: ClassVar[str] = "rollout"
 
@@ -63,7 +64,7 @@ class RolloutService(Service):
         self._source: TransferSource | None = None
 
     async def start(self) -> None:
-        """Users' code first: what cannot be imported ends the start within a second, not after the model."""
+        """Start all parts. Users' code is first, so that a failing import shows within a second, before the model."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
         self._data.streams.plain = not topology.transport.encrypt_bulk
@@ -90,7 +91,7 @@ class RolloutService(Service):
                 endpoint=self._endpoint,
             )
             await self._workflows.start()
-        # Importing an engine takes seconds: off the loop, so that the mailbox answers meanwhile.
+        # Importing an engine takes seconds and happens off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
                 settings,
@@ -110,7 +111,7 @@ class RolloutService(Service):
             return ENGINE
 
         turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
-        # vLLM takes all its memory when it starts.
+        # vLLM allocates all its memory when it starts.
         await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
         await engine.start()
         turns.done()
@@ -173,7 +174,7 @@ class RolloutService(Service):
     async def serve(self) -> None:
         if self._worker is None or self._rewards is None:
             return
-        # A process of users' code that cannot be replaced ends the service aloud.
+        # If a process of users' code cannot be replaced, the service ends with an error.
         work = {asyncio.create_task(self._worker.run()), asyncio.create_task(self._rewards.watch())}
         if self._workflows is not None:
             work.add(asyncio.create_task(self._workflows.watch()))
@@ -213,7 +214,7 @@ class RolloutService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # of a lease that was lost before its turn nobody else tells
+        self._worker.rest()  # nothing else reports a lease that was lost before its turn
         holds = self._worker.holds
         return msgspec.structs.replace(
             beat,
@@ -236,7 +237,7 @@ class RolloutService(Service):
 
 
 def _engine_settings(topology: Topology) -> Rollout:
-    """The user's, and what colocation asks of vLLM on a GPU."""
+    """Return the user's settings, with the sleep mode that colocation on a GPU requires of vLLM."""
     settings = topology.services.rollout
     if settings.engine != "vllm" or not settings.gpus or RolloutService.NAME not in topology.colocated_services:
         return settings

@@ -1,5 +1,6 @@
-"""Brings each policy version once for all who want it at the same time. Must never keep one that nobody wants any more:
-its store counts it for as long.
+"""Fetches each policy version once for all tasks that want it at the same time.
+
+A version is kept only while it is in use, because its store counts it for as long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Key = tuple[int, int, int]
 
 
 class _Fetching:
-    """Those that wait for one version; what comes of it has come for all of them."""
+    """The callers that wait for one version. Progress of its fetch is reported to all of them."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -29,8 +30,8 @@ class _Fetching:
 
 
 class SharedSource:
-    """A `WeightsSource` over another one. The lease ahead, those that wait for their turn and the swap under running
-    samples get the same delivery. Belongs to the service's loop."""
+    """A `WeightsSource` on top of another one. The lease ahead, leases waiting for their turn and the swap under
+    running samples share one delivery. Belongs to the service's loop."""
 
     def __init__(self, source: WeightsSource) -> None:
         self._source = source
@@ -42,7 +43,7 @@ class SharedSource:
         fetching = self._fetching.setdefault(key, _Fetching())
         fetching.waiting.append(moved)
         try:
-            async with fetching.lock:  # who waits fetches itself if that fails, with all of its time
+            async with fetching.lock:  # if the fetch fails, the next caller repeats it with its full time
                 moved()
                 delivery = self._here.get(key)
                 if delivery is None:

@@ -1,4 +1,4 @@
-"""What a leased task means: its dataset row, its prompt, how it is sampled. Must never start sampling itself."""
+"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. Samples nothing itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TASKS_A_TURN = 4
 TEXT_S = 120.0
-"""So long the thread of texts may take over one turn, those of other leases before it and rows that hang included."""
+"""Maximum seconds of one turn on the text thread, including earlier turns of other leases and rows that hang."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ReadyTask:
     row: Row
     prompt_ids: list[int]
     answer_ids: list[int] | None = None
-    """What to say, when that is the data set's to tell (supervised fine-tuning); None: it is sampled."""
+    """The answer to use if the data set provides it (supervised fine-tuning). None: it is sampled."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)
@@ -43,7 +43,7 @@ class ReadyTask:
 
 @dataclass(frozen=True)
 class PreparedTasks:
-    """The tasks of a lease: those to sample, and results for those that never can be."""
+    """The tasks of a lease: those to sample, and results for those that can never be sampled."""
 
     ready: list[ReadyTask]
     dropped: list[TaskResult]
@@ -52,8 +52,8 @@ class PreparedTasks:
 
 
 async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
-    """Those of a lease, a few at a time: between them others have the thread of texts, and rows that take their time
-    to be made keep the lease. Raises like `TaskSets.prepare`, and LeaseLost."""
+    """Prepare the tasks of a lease, a few at a time: other leases use the text thread in between, and slow rows do not
+    lose the lease. Raises as `TaskSets.prepare`, and LeaseLost."""
     grant = lease.grant
     parts: list[PreparedTasks] = []
     for first in range(0, max(len(grant.batch.tasks), 1), TASKS_A_TURN):
@@ -69,10 +69,10 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
 
 
 class TaskSets:
-    """The run's data sets and their sampling. Belongs to one thread at a time (the tokenizer's)."""
+    """The run's data sets and their sampling parameters. Belongs to one thread at a time (the tokenizer's)."""
 
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
-        """Opens every source. `context_tokens`: the model's longest sequence.
+        """Open every source. `context_tokens` is the length of the model's longest sequence.
 
         Raises RpcError(bad_request) for a source that cannot be read.
         """
@@ -90,9 +90,9 @@ class TaskSets:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
-        """Rows and prompts of a lease. A bad row or a prompt that is too long is a DROP with a one-line reason.
+        """Return the rows and prompts of a lease. A bad row or too long a prompt becomes a DROP with a one-line reason.
 
-        Raises RpcError(bad_request) when the topology has no such split, or the split's source is lost.
+        Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost.
         """
         sampling = self._sampling(grant)
         longest = self._context_tokens - sampling.max_new_tokens
@@ -119,7 +119,7 @@ class TaskSets:
         return PreparedTasks(ready, dropped, sampling, min_survivors)
 
     def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
-        """The completions' texts, for rewards."""
+        """Return the texts of the completions, for rewards."""
         return [self._prompts.completion(ids, sampling.stop) for ids in token_ids]
 
     def _read(self, split: str, task_id: str) -> tuple[Row, list[int]]:
@@ -159,13 +159,13 @@ class TaskSets:
             temperature=temperature,
             max_new_tokens=new_tokens,
             seed=topology.run.seed,
-            stop=() if recites else tuple(topology.sampling.stop),  # rewards see what is trained
+            stop=() if recites else tuple(topology.sampling.stop),  # rewards see the text that is trained
             block_rows=grant.block_rows,
         )
 
 
 class _TooLong(ValueError):
-    """More tokens than the limit. One line."""
+    """A prompt or answer has more tokens than its limit. The message is one line."""
 
 
 def _why(error: Exception) -> DropReason:
@@ -181,7 +181,7 @@ def _why(error: Exception) -> DropReason:
 def drop(
     handle: TaskHandle, why: DropReason, reason: str, samples_failed: int = 0, lost: dict[str, int] | None = None
 ) -> TaskResult:
-    """The result of a task that can never succeed. `reason`: `why` in one line; `lost`: see `TaskResult`."""
+    """Return the result of a task that can never succeed. `reason`: `why` in one line; `lost`: see `TaskResult`."""
     return TaskResult(
         task_id=handle.task_id,
         fence=handle.fence,

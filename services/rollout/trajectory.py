@@ -1,4 +1,4 @@
-"""`Rolled`: the tokens of one finished sample, whichever way it was made. Plain arrays, no I/O."""
+"""The tokens of one finished sample (`Rolled`), however it was made. Plain arrays, no I/O."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """A sample: its sequences, none for one that failed. `truncated`: its last answer was cut for its length."""
+    """A sample. It has no sequences if it failed. `truncated` says that its last answer reached the length limit."""
 
     sequences: list[Tokens]
     truncated: bool
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(int(each.loss_mask.sum()) for each in self.sequences)
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest policy version that sampled."""
+        """The oldest and the newest policy version that sampled a token."""
         each = np.concatenate([each.versions[each.loss_mask == 1] for each in self.sequences])
         return int(each.min()), int(each.max())
 
 
 def rolled(prompt_ids: Sequence[int], answer: Answer) -> Rolled:
-    """The sample of a single turn: the prompt, then what was sampled."""
+    """Return the sample of a single turn: the prompt, followed by the sampled tokens."""
     before, after = len(prompt_ids), len(answer.token_ids)
     token_ids = np.empty(before + after, np.int32)
     token_ids[:before] = prompt_ids

@@ -1,7 +1,7 @@
-"""An engine's end of weight transfers: asks the trainer, keeps the communicator, says how each ended. Must never let a
-communicator live on that may have half a version in it.
+"""An engine's side of weight transfers: asks the trainer, keeps the communicator, and reports how each transfer ended.
 
-Where the bytes go is a `Receiver`'s: memory of this process (`HostMemory`), or an engine's own (vLLM).
+A communicator that may hold half a version is always discarded. A `Receiver` decides where the bytes go: into memory of
+this process (`HostMemory`), or an engine's own (vLLM).
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ R = TypeVar("R", covariant=True)
 
 
 class TransferFailed(Exception):
-    """No version came, and what the engine held it still holds; the communicator is no more. One line."""
+    """No version arrived. The engine still holds what it held; the communicator is gone. The message is one line."""
 
 
 @runtime_checkable
 class Receiver(Protocol[R]):
-    """Joins communicators and receives, for one engine."""
+    """Joins communicators and receives weights, for one engine."""
 
     @property
     def ranks(self) -> int:
-        """How many processes join."""
+        """Number of processes that join."""
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> R:
-        """All of `offer`, whose communicator is joined first (gloo: at `meeting`) if it is another than the last one.
+        """Receive all of `offer`. Joins its communicator first (gloo: at `meeting`) if it differs from the last one.
 
-        Ends by itself at the offer's deadline. Raises anything: the communicator is left then. An engine that no longer
+        Ends by itself at the offer's deadline. After any exception the communicator is left. An engine that no longer
         has a whole version raises RpcError.
         """
 
     def leave(self) -> None:
-        """The communicator is no more."""
+        """Leave the communicator."""
 
 
 class Transfers:
-    """The one communicator of an engine. Belongs to the service's loop; transfers never overlap."""
+    """The communicator of one engine. Belongs to the service's loop; transfers never overlap."""
 
     def __init__(self, run: RunDir, trainer: Client, *, instance: int, incarnation: int, deadline_s: float) -> None:
-        """`trainer`: its rank 0; `incarnation`: of this life of the engine."""
+        """`trainer` is a client of the trainer's rank 0; `incarnation` identifies this life of the engine."""
         self._run = run
         self._trainer = trainer
         self._instance = instance
@@ -60,31 +60,33 @@ class Transfers:
         self._deadline_s = deadline_s
         self._busy = asyncio.Lock()
         self._offer: TransferOffer | None = None
-        """What was offered last, until it is taken or declined."""
+        """The last offer, until it is taken or declined."""
         self._asked = 0
         self._telling: set[asyncio.Task[bool]] = set()
         self.communicator = 0
-        """The one that is held; 0 for none."""
+        """Id of the communicator that is held; 0 for none."""
 
     async def bring(self, ref: WeightsRef, receiver: Receiver[R], *, drill: bool) -> R:
-        """The weights of `ref`, or of its start-up drill, to `receiver`. Raises TransferFailed, and what that raises of
-        RpcError."""
+        """Bring the weights of `ref`, or of its start-up drill, to `receiver`.
+
+        Raises TransferFailed, and any RpcError of the receiver.
+        """
         async with self._busy:
             return await self.take(await self._offered(ref, receiver.ranks, drill), receiver)
 
     async def ask(self, ref: WeightsRef, receiver: Receiver[R]) -> TransferOffer:
-        """The first half of `bring`, for who then waits for its turn: to be taken, or declined, within the deadline.
+        """Do the first half of `bring`, so that the caller can then wait for its turn. Raises TransferFailed.
 
-        Whoever brings something meanwhile overtakes it. Raises TransferFailed.
+        Take or decline the offer within the deadline. Another transfer that begins meanwhile invalidates it.
         """
-        async with self._busy:  # not in the midst of a transfer: the trainer would give that up
+        async with self._busy:  # the trainer would abandon a running transfer
             pass
         return await self._offered(ref, receiver.ranks, drill=False)
 
     async def take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
-        """The second half. Raises as `bring`."""
+        """Do the second half of `bring` and raise as it does."""
         if offer is not self._offer:
-            raise TransferFailed("another transfer came between")
+            raise TransferFailed("another transfer began in between")
         self._offer = None
         try:
             received = await receiver.receive(offer, self._run.sockets / Path(offer.meeting).name)
@@ -99,7 +101,7 @@ class Transfers:
         return received
 
     def decline(self, offer: TransferOffer, receiver: Receiver[R]) -> None:
-        """Nobody is going to take it."""
+        """Decline an offer that will not be taken."""
         if offer is self._offer:
             self._offer = None
             self._leave(offer, receiver, "no longer needed")
@@ -113,7 +115,7 @@ class Transfers:
         except (RpcError, WireError) as error:
             raise TransferFailed(str(error)) from None
         if number != self._asked:
-            raise TransferFailed("another transfer was asked for meanwhile")
+            raise TransferFailed("another transfer was requested meanwhile")
         self.communicator = offer.communicator
         self._offer = offer
         return offer
@@ -122,7 +124,7 @@ class Transfers:
         self.communicator = 0
         receiver.leave()
         if why:
-            telling = asyncio.create_task(self._end(offer, why))  # a dead trainer is not waited for
+            telling = asyncio.create_task(self._end(offer, why))  # does not wait for a dead trainer
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
 
@@ -139,7 +141,7 @@ class Transfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Whether the trainer has heard of it; else it ends the communicator at the deadline."""
+        """Report the end and return whether the trainer received it. Otherwise it acts at its deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
@@ -155,7 +157,7 @@ class Transfers:
 
 
 class HostMemory:
-    """A `Receiver` into new memory of this process, on a thread of its own: the engine goes on meanwhile."""
+    """A `Receiver` into new memory of this process, on a thread of its own while the engine continues."""
 
     ranks = 1
 
@@ -163,7 +165,7 @@ class HostMemory:
         self._line: _Line | None = None
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
-        """By parameter name."""
+        """Return the arrays by parameter name."""
         if self._line is None or self._line.communicator != offer.communicator:
             self.leave()
             self._line = _Line(offer.communicator)
@@ -171,14 +173,14 @@ class HostMemory:
         return await asyncio.get_running_loop().run_in_executor(line.thread, line.take, offer, meeting)
 
     def leave(self) -> None:
-        """A thread that still receives ends at its deadline, and nobody sees what came."""
+        """Leave the communicator. A thread that is still receiving ends at its deadline, and its result is dropped."""
         if self._line is not None:
             self._line.thread.shutdown(wait=False, cancel_futures=True)
             self._line = None
 
 
 class _Line:
-    """A communicator and the thread that it is used on."""
+    """A communicator and the thread that uses it."""
 
     def __init__(self, communicator: int) -> None:
         self.communicator = communicator

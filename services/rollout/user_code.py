@@ -1,4 +1,4 @@
-"""Finds a function by its import path `module:function`. Must fail at the start of a run, in one line, never later."""
+"""Finds a function by its import path `module:function`. A failure shows at the start of a run, in one line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BUILTIN = "builtin"
 
 
 def find_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `path`; its module is looked for on Python's path, then in the current directory.
+    """Return the function at `path`. Its module is looked up on Python's path, then in the current directory.
 
-    `what` is it for, in errors (`reward function`). Raises RpcError(bad_request).
+    `what` describes its purpose in errors (`reward function`). Raises RpcError(bad_request).
     """
     try:
         return import_function(path)
@@ -26,7 +26,7 @@ def find_function(path: str, what: str) -> Callable[..., Any]:
 
 
 def builtin_name(path: str, known: Iterable[str], what: str) -> str | None:
-    """The name in `builtin:<name>`, None for another import path. Raises RpcError(bad_request) for an unknown one."""
+    """Return the name in `builtin:<name>`, None for other paths. Raises RpcError(bad_request) for unknown names."""
     module_name, _, name = path.partition(":")
     if module_name != BUILTIN:
         return None
@@ -38,12 +38,12 @@ def builtin_name(path: str, known: Iterable[str], what: str) -> str | None:
 
 
 def require(modules: Sequence[str], extra: str, path: str, what: str) -> None:
-    """Raises RpcError(bad_request) naming the optional `extra` when one of its `modules` is not installed."""
+    """Raise RpcError(bad_request) naming the optional `extra` if one of its `modules` is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise refused(what, path, f"needs the package {module}, install it with: pip install 'rlbus[{extra}]'")
 
 
 def refused(what: str, path: str, why: str) -> RpcError:
-    """The error of one line for the `what` at `path`."""
+    """Return the one-line error for the `what` at `path`."""
     return RpcError(ErrorCode.BAD_REQUEST, f"{what} {path!r}: {why}"[:600].replace("\n", " "))

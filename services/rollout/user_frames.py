@@ -1,5 +1,7 @@
-"""How the service and a process that runs users' code speak: msgpack structs, each behind its length, over a socket
-pair. Must never carry anything that has to be executed to be read."""
+"""Framing between the service and a process that runs users' code: msgpack structs behind their lengths, over sockets.
+
+Messages contain only data, so that reading them executes nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ import msgspec
 LENGTH = struct.Struct("<I")
 TO_PROCESS_BYTES = 1 << 30
 TO_SERVICE_BYTES = 16 << 20
-"""As objects, a message may take sixty times as much of the memory of the service, where the engine lives."""
+"""Maximum size of a message. Decoded, it may take sixty times as much memory of the service, which hosts the engine."""
 
 
 def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
-    """Raises TypeError, ValueError, OverflowError or RecursionError for what msgpack cannot carry, ValueError past
-    `limit_bytes`, the one of its direction."""
+    """Return `message` behind its length. `limit_bytes` is the limit of its direction.
+
+    Raises TypeError, ValueError, OverflowError or RecursionError for what msgpack cannot encode, and ValueError above
+    the limit.
+    """
     body = msgspec.msgpack.encode(message)
     if len(body) > limit_bytes:
         raise ValueError(f"{len(body)} bytes in one message, at most {limit_bytes}")
@@ -23,4 +28,4 @@ def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
 
 
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
-"""What `frame` raises."""
+"""The exceptions that `frame` raises."""

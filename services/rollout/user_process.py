@@ -1,5 +1,6 @@
-"""The service's end of one process that runs users' code. Must never wait for it without an end: it is killed, with all
-that it started.
+"""The service's side of one process that runs users' code.
+
+Every wait for the process is bounded. When the time is over, it is killed with everything it started.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from services.rollout.user_trace import StackFile
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import RpcError
 
-START_S = 60.0  # importing a user's libraries
+START_S = 60.0  # includes the import of a user's libraries
 START_ATTEMPTS = 3
 END_S = 10.0  # above the keeper's own limit
 _PACKAGES = Path(__file__).parents[2]
 T = TypeVar("T")
 GONE = (asyncio.IncompleteReadError, ConnectionError)
-"""What `read` and `send` raise once the process is gone."""
+"""Exceptions that `read` and `send` raise once the process is gone."""
 
 
 class UserProcess:
-    """One child, `python -m MODULE FD…`, at the other end of a socket pair. It becomes the keeper of what runs the
-    users' code (`services.rollout.keeper`) and ends as that does."""
+    """A child, `python -m MODULE FD…`, at the other end of a socket pair. It becomes the keeper of the process that
+    runs the users' code (`services.rollout.keeper`) and ends as that process does."""
 
     def __init__(
         self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -42,11 +43,11 @@ class UserProcess:
         self._reader = reader
         self._writer = writer
         self.stack: StackFile | None = None
-        """Where it writes its stack; closed with it."""
+        """The file to which it writes its stack. Closed together with the process."""
 
     @classmethod
     async def start(cls, module: str, descriptors: Sequence[int] = ()) -> UserProcess:
-        """`module` is told its socket first, then `descriptors`, which it inherits."""
+        """Start `module`. Its arguments are its socket and then `descriptors`, which it inherits."""
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
         passed = (theirs.fileno(), *descriptors)
@@ -58,7 +59,7 @@ class UserProcess:
                 *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=passed,
-                start_new_session=True,  # what ends the service's group must not end the keeper
+                start_new_session=True,  # a signal to the service's group must not end the keeper
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
             )
         finally:
@@ -67,9 +68,9 @@ class UserProcess:
         return cls(child, reader, writer)
 
     async def ready(self, setup: bytes, what: str) -> bytes:
-        """Hand over `setup` and wait for the first answer. `what` is loaded, in errors.
+        """Send `setup` and return the first answer. `what` names the code that is loaded, in errors.
 
-        Raises RpcError(bad_request), one line, for a process that ends or hangs over it; it is ended then.
+        Raises RpcError(bad_request) in one line if the process ends or hangs, after ending it.
         """
         try:
             async with asyncio.timeout(START_S):
@@ -86,7 +87,7 @@ class UserProcess:
             raise
 
     def write(self, message: bytes) -> None:
-        """Send without waiting for room."""
+        """Send without waiting for buffer space."""
         self._writer.write(message)
 
     async def send(self, message: bytes) -> None:
@@ -94,14 +95,14 @@ class UserProcess:
         await self._writer.drain()
 
     async def read(self) -> bytes:
-        """The body of the next message. Raises one of GONE once the process is gone."""
+        """Return the body of the next message. Raises one of GONE once the process is gone."""
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > TO_SERVICE_BYTES:
             raise ConnectionError(f"a process of users' code announced {length} bytes, at most {TO_SERVICE_BYTES}")
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Kill it and all it started; says how it had ended by itself within `grace_s`, if it had."""
+        """Kill the process and all that it started. Return how it ended if it did so by itself within `grace_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._child.wait()
@@ -117,7 +118,7 @@ class UserProcess:
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     async def _end_tree(self) -> None:
-        """By its keeper; a keeper that does not answer takes at least its child along."""
+        """End the tree through its keeper. If the keeper does not answer, kill it, and its child with it."""
         try:
             with contextlib.suppress(ProcessLookupError):
                 self._child.send_signal(signal.SIGTERM)
@@ -130,8 +131,8 @@ class UserProcess:
 
 
 def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Raises ConnectionError for bytes that are no message: users' code has written into the socket."""
+    """Decode a message. Raises ConnectionError if it is invalid, because users' code has written to the socket."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConnectionError(f"a process of users' code sent what is no message: {error}") from None
+        raise ConnectionError(f"a process of users' code sent an invalid message: {error}") from None

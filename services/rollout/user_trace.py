@@ -1,5 +1,6 @@
-"""Where users' code raised or hangs: `file:line` for people and the traceback for the log. Must never raise itself,
-whatever an exception of the user's is.
+"""Locates where users' code raised or hangs: `file:line` for people and the traceback for the log.
+
+Nothing here raises, whatever the user's exception is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Makes a process write its main thread's stack into its stack file, even while code holds the interpreter's lock."""
+"""Signal that makes a process write its main thread's stack to its stack file, even while code holds the GIL."""
 STACK_LIMIT_S = 0.25
 """Maximum seconds to wait for a stack: a stopped process writes none."""
 STACK_BYTES = 1 << 14
@@ -31,7 +32,7 @@ _FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 class Home(msgspec.Struct, array_like=True, frozen=True):
-    """The file and line where a user's function is defined; empty for one that has none (a class, a builtin)."""
+    """The file and line where a user's function is defined. Empty if there is none (a class, a builtin)."""
 
     file: str = ""
     line: int = 0
@@ -42,13 +43,13 @@ class Home(msgspec.Struct, array_like=True, frozen=True):
 
 
 def home_of(function: Callable[..., Any]) -> Home:
-    """Where `function` is defined, decorators that keep `__wrapped__` aside."""
+    """Return where `function` is defined, looking through decorators that set `__wrapped__`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return Home(code.co_filename, code.co_firstlineno) if code is not None else Home()
 
 
 def place(file: str, line: int) -> str:
-    """`my_rewards.py:12`, relative to the folder that the module was found in: the current one, or of Python's path."""
+    """Return `my_rewards.py:12`, relative to the folder of the module: the current folder or one on Python's path."""
     if not file:
         return ""
     with contextlib.suppress(OSError):
@@ -58,7 +59,7 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, then what it was raised from or while handling; `reason` (urllib) counts as such."""
+    """Yield `error`, then the exceptions it was raised from or while handling. `reason` (urllib) counts as such."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)
@@ -72,7 +73,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def raised_at(error: BaseException, home: Home) -> str:
-    """The innermost line of the function's own file that `error` passed through; else where the function is defined."""
+    """Return the innermost line of the function's own file that `error` passed through, or else of its definition."""
     for each in chain(error):
         lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
         if lines:
@@ -81,15 +82,15 @@ def raised_at(error: BaseException, home: Home) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """The traceback, its end if it is long."""
+    """Return the traceback, or its end if it is long."""
     try:
         return "".join(traceback.format_exception(error))[-TRACE_CHARS:]
-    except Exception as failure:  # an exception of the user's whose text raises
-        return f"{type(error).__name__}, whose text cannot be had ({type(failure).__name__})"
+    except Exception as failure:  # a user's exception whose text raises
+        return f"{type(error).__name__}, whose text is not available ({type(failure).__name__})"
 
 
 def hangs_at(stack: str, home: Home) -> str:
-    """The same for a stack that `write_stacks` wrote."""
+    """Return the same as `raised_at` for a stack that `write_stacks` wrote."""
     for file, line in _FRAME.findall(stack):
         if file == home.file:
             return place(file, int(line))
@@ -97,25 +98,25 @@ def hangs_at(stack: str, home: Home) -> str:
 
 
 def write_stacks(descriptor: int) -> None:
-    """Have this process answer STACK_SIGNAL with its stack, written to `descriptor`. No child inherits that."""
+    """Make this process write its stack to `descriptor` on STACK_SIGNAL. Children do not inherit the descriptor."""
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
 
 
 class StackFile:
-    """The service's end: a file in memory, and the process that writes its stack there when it is asked to."""
+    """The service's side: a file in memory, and the process that writes its stack there on request."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("stack", os.MFD_CLOEXEC)
         self._process = -1
 
     def belongs_to(self, pid: int) -> None:
-        """Name the process; one that is gone by now writes nothing."""
+        """Set the process. One that is already gone writes nothing."""
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
 
     async def read(self) -> str:
-        """The stack of the process as it is now; empty when it does not answer in STACK_LIMIT_S."""
+        """Return the current stack of the process, or an empty text if it does not answer within STACK_LIMIT_S."""
         if self._process < 0:
             return ""
         with contextlib.suppress(OSError):
@@ -126,7 +127,7 @@ class StackFile:
             async with asyncio.timeout(STACK_LIMIT_S):
                 while not size or os.fstat(self.descriptor).st_size != size:
                     size = os.fstat(self.descriptor).st_size
-                    await asyncio.sleep(_POLL_S)  # the kernel tells nobody of a write to a file in memory
+                    await asyncio.sleep(_POLL_S)  # the kernel does not notify of writes to a file in memory
         return os.pread(self.descriptor, STACK_BYTES, 0).decode(errors="replace")
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""Where an engine's weights come from: the store's shards, or a transfer by the trainer and the shards where that
-fails. Must never judge what comes; `weights_sync` proves it.
+"""Sources of an engine's weights: the store's shards, or a transfer by the trainer with the shards as a fallback.
+
+Sources do not judge what arrives; `weights_sync` proves it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from shared.rpc.errors import RpcError
 
 SHARDS = "shards"
 FETCH_S = 120.0
-"""Of a store of which nothing comes for so long, nothing that came is kept: it is asked anew."""
+"""Maximum seconds without data from a store. After that, what arrived is discarded and the store is asked again."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
 class Entry(StrEnum):
-    """How weights get into an engine. Each is drilled by itself."""
+    """The ways by which weights enter an engine. Each is drilled separately."""
 
     SET = "set_weights"
     RECEIVE = "receive"
@@ -39,9 +40,10 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was set in an engine, the route that it came by, and how it got in.
+    """What was set in an engine, the route by which it came, and how it entered.
 
-    `names` of the weights; `given`: the arrays that were set, empty where the engine received them itself.
+    `names` are those of the weights; `given` holds the arrays that were set and is empty if the engine received them
+    itself.
     """
 
     route: str
@@ -57,25 +59,28 @@ class Loaded:
 
 @runtime_checkable
 class Delivery(Protocol):
-    """Weights that are here, or about to come."""
+    """Weights that are here or about to arrive."""
 
     @property
     def entry(self) -> Entry:
-        """How it means to get in."""
+        """How the weights will enter the engine."""
 
     async def begin(self) -> None:
-        """What can be done while the engine goes on: then `load` or `decline`. Raises TransferFailed."""
+        """Do what is possible while the engine continues; `load` or `decline` follows. Raises TransferFailed."""
 
     async def load(self, engine: Engine) -> Loaded:
-        """Set them. Raises WeightsMismatch, RpcError; TransferFailed when they do not come, the engine is as it was."""
+        """Set the weights.
+
+        Raises WeightsMismatch, RpcError, or TransferFailed if they do not arrive, which leaves the engine unchanged.
+        """
 
     def decline(self) -> None:
-        """Nobody is going to load them."""
+        """Drop the weights, which will not be loaded."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Arrays:
-    """Weights that are here, by parameter name."""
+    """Weights in memory, by parameter name."""
 
     weights: Mapping[str, Array]
     route: str = SHARDS
@@ -85,10 +90,10 @@ class Arrays:
         return Entry.SET
 
     async def begin(self) -> None:
-        """They are here."""
+        """Do nothing, since the weights are here."""
 
     def decline(self) -> None:
-        """Nobody waits for them to be taken."""
+        """Do nothing, since no sender is waiting."""
 
     async def load(self, engine: Engine) -> Loaded:
         await engine.set_weights(self.weights)
@@ -97,20 +102,20 @@ class Arrays:
 
 
 class WeightsSource(Protocol):
-    """What the rollout takes weights from."""
+    """A source from which the rollout takes weights."""
 
     async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        """The weights of `ref`. Raises RpcError when they are not to be had, or nothing came for `FETCH_S`."""
+        """Return the weights of `ref`. Raises RpcError if they are not available, or nothing arrived for `FETCH_S`."""
 
     async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        """The same, after a transfer that failed."""
+        """Return the same from the store, after a failed transfer."""
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
-        """The weights of the start-up drill, to get in by `entry`."""
+        """Return the weights of the start-up drill, which enter by `entry`."""
 
 
 class ShardSource:
-    """The store: mapped on this host, streamed from another."""
+    """The store. Shards are mapped on this host and streamed from others."""
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
@@ -127,7 +132,7 @@ class ShardSource:
 
 
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
-    """The engine's own base weights, perturbed: what the trainer would put for the drill."""
+    """Return the engine's own base weights, perturbed as the trainer perturbs them for the drill."""
     perturbed: dict[str, Array] = {}
     base = await engine.base_weights()
     try:
@@ -135,13 +140,13 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     except ValueError as error:
         raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
     for name, values in base.items():
-        # one by one: a large model takes longer than a lease or a heartbeat may wait
+        # One parameter at a time: a large model takes longer than a lease or a heartbeat may wait.
         perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 
 
 class TransferSource:
-    """The trainer, who sends over a communicator. What it cannot send is taken from the store, and said so."""
+    """The trainer, which sends over a communicator. If it cannot, the store is used and the failure is reported."""
 
     def __init__(
         self,
@@ -152,8 +157,10 @@ class TransferSource:
         emit: Emit,
         engine: Receiver[TransferOffer] | None = None,
     ) -> None:
-        """`emit(topic, values)`: telemetry; `engine`: what receives into its own memory; None: this process does, while
-        the engine goes on."""
+        """`emit(topic, values)` sends telemetry.
+
+        `engine` receives into its own memory; without it, this process receives while the engine continues.
+        """
         self.transfers = transfers
         self.shards = shards
         self.route = route
@@ -180,7 +187,7 @@ class TransferSource:
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         if self._engine is not None:
-            if entry == Entry.SET:  # the shards had to be taken
+            if entry == Entry.SET:  # the shards were used instead
                 return await own_drill(engine, ref)
             return _IntoEngine(self, self._engine, ref, is_drill=True)
         try:
@@ -190,23 +197,23 @@ class TransferSource:
             return await own_drill(engine, ref)
 
     def close(self) -> None:
-        """The service ends."""
+        """Leave the communicator."""
         self._memory.leave()
 
     def done(self, ref: WeightsRef, nbytes: int, seconds: float) -> None:
-        """Say that a version came."""
+        """Report that a version arrived."""
         values: dict[str, float | str] = {"step": ref.step, "route": self.route, "bytes": nbytes, "seconds": seconds}
         self._emit("weights/transfer", values)
 
     def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
-        """Say that the shards are taken instead."""
-        self._log.warning("transfer failed, the shards are taken", step=ref.step, route=self.route, why=str(error))
+        """Report that the shards are used instead."""
+        self._log.warning("transfer failed, the shards are used", step=ref.step, route=self.route, why=str(error))
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _IntoEngine:
-    """Weights that the engine itself will receive, between two steps."""
+    """Weights that the engine itself will receive between two steps."""
 
     source: TransferSource
     receiver: Receiver[TransferOffer]
@@ -219,11 +226,11 @@ class _IntoEngine:
         return Entry.RECEIVE
 
     async def begin(self) -> None:
-        """Ask the trainer: it reads the version and stands ready to send. Between two steps it would be waited for."""
+        """Ask the trainer to read the version and prepare to send, so that generation does not have to wait for it."""
         if self._asked is None:
             self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
         try:
-            await asyncio.shield(self._asked)  # whoever loads meanwhile waits for it, too
+            await asyncio.shield(self._asked)  # a concurrent `load` waits for it, too
         except TransferFailed as error:
             self._asked = None
             self.source.failed(self.ref, error)

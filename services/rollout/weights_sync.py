@@ -1,9 +1,10 @@
-"""Brings a policy version into the engine and proves that it is there. Must never let an engine sample with weights
-whose loading was not verified, or that have not matched the trainer's canary.
+"""Brings policy versions into the engine and proves that they are there.
 
-Before the first version the start-up drill: a perturbed copy of the engine's own base weights takes the same way into
-the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches.
-A failed engine does not come back by itself: DEAD -> HEALTHY is not an edge, only a new start with a new drill is.
+The engine never samples with weights whose loading was not verified, or that have not matched the trainer's canary.
+
+The start-up drill precedes the first version: a perturbed copy of the engine's own base weights takes the same way into
+the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches. A
+failed engine does not recover by itself: there is no edge DEAD -> HEALTHY, only a new start with a new drill.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from shared.drill import canary_error
 from shared.rpc.errors import RpcError
 
 CALIBRATION = 4.0
-"""The tolerance, in canary errors on verified weights: the larger one of the drill's and the first version's."""
+"""Ratio of the tolerance to the larger canary error on verified weights: the drill's or the first version's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What an engine holds. Ordered by lineage, then step; (0, -1) is nothing yet."""
+    """The version that an engine holds, ordered by lineage, then step. (0, -1) means none yet."""
 
     lineage: int = 0
     step: int = -1
@@ -37,8 +38,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One finished sync: `canary_error` is the largest absolute difference of a log-prob; `verify_s`, of the `seconds`,
-    is what it took to verify the loading."""
+    """A finished sync. `canary_error` is the largest absolute difference of a log-prob; `verify_s` is the part of
+    `seconds` that it took to verify the loading."""
 
     step: int
     lineage: int
@@ -51,9 +52,9 @@ class SyncReport:
     route: str = SHARDS
 
     def scalars(self, samples: int) -> dict[str, Array]:
-        """What a completion says of the weights its samples were made with: float32 [samples] each.
+        """Return what a completion says about the weights of its samples: float32 [samples] columns.
 
-        Bytes are exact to 24 bits; `sync_sent` is 1 for weights that the trainer sent, 0 for shards.
+        Bytes are exact to 24 bits; `sync_sent` is 1 for weights that the trainer sent and 0 for shards.
         """
         values = {
             "sync_error": self.canary_error,
@@ -66,17 +67,17 @@ class SyncReport:
 
 @dataclass
 class _Coming:
-    """A version on its way into the engine; `started` by the performance counter."""
+    """A version on its way into the engine. `started` is a reading of the performance counter."""
 
     ref: WeightsRef
     delivery: Delivery
     started: float
     loaded: Loaded | None = None
-    """None: it is not in the engine."""
+    """None if it is not in the engine."""
 
 
 class WeightsSync:
-    """The only way into the engine's weights. One an engine; calls never overlap."""
+    """The only way into the engine's weights. There is one per engine, and calls never overlap."""
 
     def __init__(
         self,
@@ -85,64 +86,64 @@ class WeightsSync:
         emit: Callable[[str, dict[str, float | str]], None],
         source: WeightsSource | None = None,
     ) -> None:
-        """`who`: the service's name for errors; `emit(topic, values)`: where reports go; `source`: what the drill's
-        weights come from, by default the engine's own."""
+        """`who` is the service's name in errors; `emit(topic, values)` receives the reports; `source` provides the
+        drill's weights (default: the engine's own)."""
         self._engine = engine
         self._who = who
         self._emit = emit
         self._source = source
         self._drilled: set[Entry] = set()
-        """What was proved to reach every parameter."""
+        """The entries that were proved to reach every parameter."""
         self._noise = 0.0
-        """Largest canary error of the drills, of weights that were verified."""
+        """Largest canary error of the drills, whose weights were verified."""
         self._calibrated: float | None = None
         self._coming: _Coming | None = None
         self.holds = Version()
         self.last: SyncReport | None = None
-        """Of the sync that brought the newest weights."""
+        """Report of the sync that brought the newest weights."""
 
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
-        """Whether the engine must load `ref` first: it holds an older version, or, if `exact`, any other."""
+        """Return whether the engine must load `ref` first: it holds an older version or, if `exact`, any other one."""
         wanted = (ref.lineage, ref.step)
         held = (self.holds.lineage, self.holds.step)
         return held != wanted if exact else held < wanted
 
     def is_drilled(self, entry: Entry) -> bool:
-        """Whether this way in was proved to reach every parameter."""
+        """Return whether this entry was proved to reach every parameter."""
         return entry in self._drilled
 
     def stays(self, held: Version) -> None:
-        """What was to come has not, and left the engine as it was."""
+        """Record that the expected version did not arrive and the engine still holds `held`."""
         self.holds, self._coming = held, None
 
     def forget(self) -> None:
-        """The engine sleeps: its weights are lost."""
+        """Record that the engine sleeps and has lost its weights."""
         self.holds = Version()
         if self._coming is not None:
             self._coming.loaded = None
 
     async def load(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> SyncReport:
-        """`place` and `prove`."""
+        """Run `place` and then `prove`."""
         await self.place(ref, weights)
         return await self.prove()
 
     async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
-        """Set `weights` (by parameter name, or as they come). The engine holds no version until `prove`.
+        """Set `weights` (by parameter name, or as a delivery). The engine holds no version until `prove`.
 
-        Raises RpcError(conflict) when they do not fit: the engine must not go on; TransferFailed when they do not come:
-        it is as it was.
+        Raises RpcError(conflict) if they do not fit, after which the engine must not continue, and TransferFailed if
+        they do not arrive, which leaves the engine unchanged.
         """
-        self.holds = Version()  # neither the old version nor the new one until it is proved
+        self.holds = Version()  # neither the old version nor the new one until the proof
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:
             await self._set(self._coming)
 
     async def prove(self) -> SyncReport:
-        """Check the canary of what was placed, after the drill if it was not passed yet.
+        """Check the canary of what was placed, after the drill if it has not been passed yet.
 
-        Raises RpcError(conflict) when the engine and the trainer disagree: the engine must not go on; TransferFailed
-        when the drill, or the weights after it, did not come.
+        Raises RpcError(conflict) if the engine and the trainer disagree, after which the engine must not continue, and
+        TransferFailed if the weights of the drill, or those after it, did not arrive.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -182,15 +183,15 @@ class WeightsSync:
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
-        """What is in the engine now, by an entry that was drilled.
+        """Return what is in the engine now, loaded by a drilled entry.
 
-        Raises TransferFailed when the drill had to take another one: it would most likely have to again.
+        Raises TransferFailed if the drill had to use another entry: the weights would most likely have to as well.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:
             await self._drill(coming.ref, entry)
             if entry not in self._drilled:
-                raise TransferFailed(f"the start-up drill did not come by {entry}")
+                raise TransferFailed(f"the start-up drill did not arrive by {entry}")
         return coming.loaded or await self._set(coming)
 
     async def _set(self, coming: _Coming) -> Loaded:
@@ -214,7 +215,7 @@ class WeightsSync:
         self._drilled.add(loaded.entry)
 
     async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
-        """Every bit of every parameter; seconds. Raises RpcError(conflict)."""
+        """Check every bit of every parameter and return the seconds taken. Raises RpcError(conflict)."""
         began = time.perf_counter()
         announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
         try:
@@ -231,7 +232,7 @@ class WeightsSync:
         return time.perf_counter() - began
 
     async def _prove(self, canary: Canary, tolerance: float, parameters: int, what: str) -> float:
-        """That the engine computes what the trainer does; its weights were verified. Raises RpcError(conflict)."""
+        """Check that the engine, on verified weights, computes what the trainer does. Raises RpcError(conflict)."""
         scores = await self._engine.score(canary.token_ids)
         if scores.shape != canary.logprobs.shape:
             raise RpcError(
@@ -240,7 +241,7 @@ class WeightsSync:
                 f"{len(canary.token_ids)} tokens, must be one less; trainer and engine are of different releases",
             )
         error = canary_error(canary.logprobs, scores, canary.quantile)
-        if not error <= tolerance:  # a NaN is no match either
+        if not error <= tolerance:  # also refuses NaN
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
@@ -253,9 +254,9 @@ class WeightsSync:
         return canary.tolerance if self._calibrated is None else min(self._calibrated, canary.tolerance)
 
     def _calibrate(self, canary: Canary, noise: float) -> float:
-        """The tolerance of an engine whose error was `noise` on verified weights, perturbed and true.
+        """Return the tolerance of an engine whose error was `noise` on verified weights, both perturbed and true ones.
 
-        Raises RpcError(conflict) where it would let pass an engine that took none of the drill's weights.
+        Raises RpcError(conflict) if it would accept an engine that took none of the drill's weights.
         """
         tolerance = max(CALIBRATION * noise, canary.floor)
         values: dict[str, float | str] = {"tolerance": tolerance, "noise": noise, "limit": canary.tolerance}

@@ -1,5 +1,6 @@
-"""Takes leases from the version they need to completed shards: prepare, sample, finish. Must never sample with
-weights older than a lease allows.
+"""Works through leases, from loading the version they need to completed shards: prepare, sample, finish.
+
+Nothing is sampled with weights older than a lease allows.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from shared.turns import OwnDevices, Turns
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2
-"""Leases that are sampled together: the next one takes the rows that the first one's short samples leave."""
+"""Maximum number of leases sampled together: the next one uses the rows that short samples of the first one leave."""
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
 @dataclass
 class _Prepared:
-    """Prompts of a lease; `weights` are here already when its version has to be loaded, and let go once they are."""
+    """The prompts of a lease. `weights` is set if its version has to be loaded, and cleared once it is."""
 
     tasks: PreparedTasks
     weights: Delivery | None
@@ -61,11 +62,11 @@ class _Sampled:
     version: int
     seconds: float
     sync: SyncReport | None
-    """What brought the weights; the last one if they changed under the samples."""
+    """The sync that brought the weights; the last one if they changed during sampling."""
 
 
 class _WeightsGone(Exception):
-    """The scheduler had the version of a lease cleared while that waited: what it makes would be of no use."""
+    """The scheduler cleared the version of a lease while the lease waited, so its samples would be of no use."""
 
 
 async def _unless_gone(fetching: Awaitable[Delivery]) -> Delivery:
@@ -78,7 +79,7 @@ async def _unless_gone(fetching: Awaitable[Delivery]) -> Delivery:
 
 
 class RolloutWorker:
-    """Belongs to the service's loop, which it never blocks."""
+    """Works through the leases of one engine. Belongs to the service's loop, which it never blocks."""
 
     def __init__(
         self,
@@ -99,9 +100,9 @@ class RolloutWorker:
         filters: bool,
         on_text: OnText,
     ) -> None:
-        """`workflow` None: a sample is one answer to its prompt. `turns`: on the engine's devices.
-        `store`: where shards go (`batch-store/0`); `block_tasks`: the most tasks of a lease.
-        `filters`: whether the scheduler drops tasks whose rewards are all equal."""
+        """Without a `workflow`, a sample is one answer to its prompt. `turns` are those on the engine's devices.
+        `store` is where shards go (`batch-store/0`); `block_tasks` is the maximum number of tasks in a lease. `filters`
+        says whether the scheduler drops tasks whose rewards are all equal."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -126,7 +127,7 @@ class RolloutWorker:
             prepare=self._prepare,
             compute=self._sample,
             finish=self._finish,
-            # Who takes turns on devices gives them back between leases.
+            # A service that takes turns on devices gives them back between leases.
             side_by_side=SIDE_BY_SIDE if engine.side_by_side and isinstance(turns, OwnDevices) else 1,
             may_lease=rewards.reachable,
         )
@@ -141,15 +142,15 @@ class RolloutWorker:
         await self._pipeline.run()
 
     async def drain(self) -> None:
-        """Stop sampling, finish what is sampled if that is quick, hand the rest back."""
+        """Stop sampling, finish what is sampled if that is quick, and hand the rest back."""
         await self._pipeline.drain()
 
     def troubles(self) -> list[Trouble]:
-        """For the heartbeat."""
+        """Return the troubles for the heartbeat."""
         return [*self._rewards.troubles(), *(self._workflow.troubles() if self._workflow is not None else [])]
 
     async def _prepare(self, lease: Lease) -> _Prepared:
-        """Have the weights if they will be needed, build the prompts."""
+        """Fetch the weights if they will be needed, and build the prompts."""
         grant = lease.grant
         ref, weights = grant.weights, None
         if ref is not None and self._sync.needs(ref, exact=grant.exact):
@@ -157,7 +158,7 @@ class RolloutWorker:
         return _Prepared(await prepare(self._tasks, lease, self._on_text), weights)
 
     async def _sample(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
-        """Have the devices, load the version if need be and generate. None: the lease was handed back."""
+        """Acquire the devices, load the version if needed, and generate. Return None if the lease was handed back."""
         self._sampling += 1
         try:
             return await self._in_turn(lease, prepared)
@@ -166,22 +167,25 @@ class RolloutWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """Others may have the devices when no lease (`but` the one that is done) needs the engine."""
+        """Release the devices if no lease needs the engine, apart from `but`, which is done."""
         if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
-        """Weights first: the trainer's parameters may stay for as long as they are taken over."""
+        """Load the version and sample.
+
+        Memory for the weights comes first: the trainer's parameters may stay in memory while they are taken over.
+        """
         try:
             async with self._settled(lease):
-                await self._have(_WEIGHTS)
-                placed = await self._place(lease, prepared)
-                await self._have(ENGINE)
-                if placed or await self._place(lease, prepared):  # it may have had to sleep while it waited
-                    await self._prove(lease)
+                await self._acquire_memory(_WEIGHTS)
+                placed = await self._load_version(lease, prepared)
+                await self._acquire_memory(ENGINE)
+                if placed or await self._load_version(lease, prepared):  # it may have slept while it waited
+                    await self._verify_canary(lease)
                 prepared.weights = None
                 held, lineage = self.holds.step, self.holds.lineage
-                # A workflow's calls are many blocks, some of which would begin in a swap: one version a lease.
+                # A workflow's calls form many blocks, some of which would begin in a swap: each lease has one version.
                 versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
         except _WeightsGone as error:
             await self.leases.hand_back(lease, f"waited for longer than its version lasted: {error}", untouched=True)
@@ -193,8 +197,9 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _settled(self, lease: Lease) -> AsyncIterator[None]:
-        """`InFlight.settled`, once those under way are done if the engine must be given what they must not see. Raises
-        LeaseLost at once when the lease is lost while it waits.
+        """Enter `InFlight.settled`, after the running leases have ended if the engine must load another version.
+
+        Raises LeaseLost as soon as the lease is lost while it waits.
         """
 
         def may_begin() -> bool:
@@ -218,16 +223,16 @@ class RolloutWorker:
             watching.cancel()
 
     def _needs_other(self, lease: Lease) -> bool:
-        """Whether the engine must be given another version first."""
+        """Return whether the engine must load another version first."""
         ref = lease.grant.weights
         return ref is not None and self._sync.needs(ref, exact=lease.grant.exact)
 
-    async def _place(self, lease: Lease, prepared: _Prepared) -> bool:
-        """Put the version of the lease into the engine, unless it holds it."""
+    async def _load_version(self, lease: Lease, prepared: _Prepared) -> bool:
+        """Load the version of the lease into the engine. Return False if the engine holds it already."""
         ref = lease.grant.weights
         if ref is None or not self._needs_other(lease):
             return False
-        # Not here: the engine held this version when the lease was prepared, and has left it since.
+        # There are none if the engine held this version when the lease was prepared, and has left it since.
         weights = prepared.weights or await _unless_gone(self._fetch(lease, ref))
         prepared.weights = None
         try:
@@ -236,8 +241,8 @@ class RolloutWorker:
             await self._sync.place(ref, await _unless_gone(self._from_store(lease, ref)))
         return True
 
-    async def _prove(self, lease: Lease) -> None:
-        """That the engine holds what was placed."""
+    async def _verify_canary(self, lease: Lease) -> None:
+        """Check that the engine holds what was placed."""
         ref = lease.grant.weights
         try:
             await self._sync.prove()
@@ -246,15 +251,15 @@ class RolloutWorker:
                 raise
             await self._sync.load(ref, await _unless_gone(self._from_store(lease, ref)))
 
-    async def _have(self, parts: Parts) -> None:
-        """Memory for `parts` of the engine."""
+    async def _acquire_memory(self, parts: Parts) -> None:
+        """Acquire memory for `parts` of the engine."""
         await self._turns.acquire(parts)
         await self._engine.wake(parts)
 
     async def _sampled(
         self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
     ) -> _Sampled | None:
-        """`versions`: what the engine holds, and what it is given while it samples."""
+        """Generate, or return None if the lease was handed back. `versions` are those held while sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             why = f"the engine holds version {held}, {_needed(grant)}"
@@ -276,7 +281,7 @@ class RolloutWorker:
     async def _answers(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
     ) -> list[list[Made]]:
-        """A sample is one answer to its prompt: the whole lease in one block. Texts follow in `_finish`."""
+        """Sample the whole lease in one block, with one answer per sample. Texts follow in `_finish`."""
         groups = await self._answer_sampler.sample(lease, tasks, versions, lineage)
         return [
             [
@@ -297,7 +302,7 @@ class RolloutWorker:
         return await self.leases.persist(lease, "weights", functools.partial(self._source.from_store, ref), FETCH_S)
 
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
-        """Score, put, complete."""
+        """Score the samples, put the shards and complete the lease."""
         tasks = prepared.tasks
         if self._workflow is None:
             await lease.within(TEXT_S, self._write_texts(tasks, sampled.made))
@@ -316,7 +321,7 @@ class RolloutWorker:
         self._tell(lease.grant.split, tasks, sampled, block, scores)
 
     async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
-        """The results of a block, each with where its shards now lie."""
+        """Put the shards of a block and return its results with the shards' locations."""
         results = list(block.results)
         for file in in_files(block, filters=self._filters) if results else ():
             puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
@@ -329,7 +334,7 @@ class RolloutWorker:
         return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:
-        """What reward functions read of single answers, decoded while the next lease is sampled."""
+        """Decode the texts of single answers for the reward functions, while the next lease is sampled."""
         ids = [[each.sample.token_ids for each in group] for group in made]
         texts: list[list[str]] = await self._on_text(
             lambda: [self._tasks.texts(group, tasks.sampling) for group in ids]
@@ -340,12 +345,12 @@ class RolloutWorker:
                 each.sample.messages = messages_of(each.sample.row, text)
 
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
-        """The scores that samples came with, and those of the reward functions for the others. Raises LeaseLost."""
+        """Return the samples' own scores, and those of the reward functions for the others. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
 
         def advance() -> None:
             lease.advance()
-            # Its tasks are not to blame for a judge that does not answer, whatever ends the lease meanwhile.
+            # Whatever ends the lease meanwhile, its tasks are not to blame for a judge that does not answer.
             lease.untouched = not self._rewards.reachable.is_set()
 
         scored = await lease.while_held(self._rewards.score(unscored, advance))

@@ -1,4 +1,4 @@
-"""The engines by the name a topology gives them. Imports an engine only when it is asked for."""
+"""Makes engines by the names that topologies give them. An engine is imported only when it is requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: float, deterministic: bool) -> Engine:
-    """The engine of `services.rollout`, not yet started. `temperature`: of training.
+    """Return the engine of `services.rollout`, not yet started. `temperature` is that of training.
 
     Raises RpcError(bad_request) for arguments that the engine does not take.
     """

@@ -1,5 +1,6 @@
-"""The one thread that an engine in this process computes on. Must never run two pieces of work at once, nor let a
-paused block take a step.
+"""The thread on which an engine in this process computes.
+
+It runs one piece of work at a time, and a paused block takes no steps.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Work comes from the service's loop and is done in the order it was asked for, except that `between_steps` gets
-    into the midst of a paused block.
-    """
+    """Runs work for the service's loop in the order of the calls, but `between_steps` also enters a paused block."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -29,17 +28,17 @@ class ComputeThread:
         self._running.set()
         self._stopped = threading.Event()
         self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What a paused block does while it waits; the thread itself when there is no such block."""
+        """Work that a paused block does while it waits. Without such a block, the thread does it."""
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def begin(self, work: Callable[[], None]) -> None:
-        """As `run`, for work that says itself when it is done."""
+        """Run `work` as `run` does, but do not wait: the work itself reports its end."""
         self._executor.submit(work)
 
     async def between_steps(self, work: Callable[[], T]) -> T:
-        """As `run`, and in the midst of a block if that is paused."""
+        """Run `work` as `run` does, also in the middle of a block if that is paused."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -62,8 +61,7 @@ class ComputeThread:
         self._between.put(lambda: None)  # wakes a block that waits for something to do
 
     async def stop(self, closing: Callable[[], None], timeout_s: float) -> None:
-        """End the block that runs, then do `closing`. What does not return in `timeout_s` is left to the process's
-        own end."""
+        """End the running block, then run `closing`. After `timeout_s` it is left to the end of the process."""
         self._stopped.set()
         self._running.set()
         with contextlib.suppress(TimeoutError):
@@ -73,8 +71,10 @@ class ComputeThread:
     # ---- on the thread
 
     def before_step(self, going_on: Callable[[], bool]) -> bool:
-        """Whoever samples calls this before each step; waits while paused. False: there is nothing left to step for,
-        says `going_on`, which is asked now and again in a pause. Raises GenerationCancelled when the thread is to end.
+        """Wait while paused. Return False if `going_on` reports that there is nothing left to step for.
+
+        Call this before each step. `going_on` is also called from time to time during a pause. Raises
+        GenerationCancelled if the thread is to end.
         """
         while not self._running.is_set():
             with contextlib.suppress(queue.Empty):
@@ -85,7 +85,7 @@ class ComputeThread:
         return going_on()
 
     def before_block_step(self, cancel: threading.Event) -> None:
-        """The same for a block that is alone on the thread. Raises GenerationCancelled when `cancel` is set, too."""
+        """Do the same for a block that is alone on the thread. Also raises GenerationCancelled if `cancel` is set."""
 
         def going_on() -> bool:
             check_cancelled(cancel)
@@ -94,7 +94,7 @@ class ComputeThread:
         self.before_step(going_on)
 
     def check_stopped(self) -> None:
-        """Raises GenerationCancelled."""
+        """Raise GenerationCancelled if the thread is to end."""
         check_cancelled(self._stopped)
 
     def _do_waiting(self) -> None:
@@ -104,7 +104,7 @@ class ComputeThread:
 
 
 class Counted:
-    """What engines on a compute thread have alike of `services.rollout.engine.Engine`: progress, and other work."""
+    """The part of `services.rollout.engine.Engine` that engines on a compute thread share: progress and other work."""
 
     _compute: ComputeThread
     _progress: int

@@ -1,9 +1,9 @@
-"""Samples one block of prompts from a causal language model, whose rows stay to its end: the same block gives the same
-bits. Must never draw from a global random generator.
+"""Samples one block of prompts from a causal language model.
 
-A prompt is run once; its keys and values are repeated for its samples. Random numbers belong to a prompt: they follow
-from the run's seed and the prompt's name, so a task samples the same in whichever block it is, as far as the block's
-shape lets the logits be the same.
+Rows stay until the block ends, so the same block gives the same bits. A prompt is run once, and its keys and values are
+repeated for its samples. Random numbers belong to a prompt: they follow from the run's seed and the prompt's name,
+never from a global generator. A task therefore samples the same in any block, unless the shape of the block changes the
+logits.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from services.rollout.engines.notes import Notes
 from services.rollout.engines.passes import make_passes
 
 MAX_ROWS = 1024
-"""Rows that are decoded at once, because rows cost key/value memory."""
-DRAWN_STEPS = 32  # random numbers are drawn for so many steps at once
+"""Maximum number of rows that are decoded at once, because rows cost key/value memory."""
+DRAWN_STEPS = 32  # number of steps for which random numbers are drawn at once
 _SEED_MASK = (1 << 63) - 1
 
 
 Stopped = Callable[[list[int]], bool]
-"""Whether a stop text is in the tail of these token ids."""
+"""Returns whether a stop text is in the tail of these token ids."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a completion: `eos_ids`, and `stopped`, which finds a stop text in the tail of token ids."""
+    """The conditions that end a completion: `eos_ids`, and `stopped`, which finds stop texts in a tail of token ids."""
 
     eos_ids: tuple[int, ...]
     stopped: Stopped | None = None
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """The random numbers of a prompt."""
+    """Return the random number generator of a prompt."""
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
 
 
 class Draws:
-    """Uniform numbers in [0, 1) for a block: one generator a prompt, so that neighbours change nothing."""
+    """Uniform numbers in [0, 1) for a block. Each prompt has its own generator, so neighbours change nothing."""
 
     def __init__(self, names: Sequence[str], seed: int, samples: int) -> None:
         self._samples = samples
@@ -53,7 +53,7 @@ class Draws:
         self._drawn = torch.empty(0)
 
     def at(self, step: int) -> torch.Tensor:
-        """float32 [prompts, samples] of `step`; steps are asked for in order."""
+        """Return float32 [prompts, samples] of `step`. Steps must be requested in order."""
         if step % DRAWN_STEPS == 0:
             self._drawn = torch.stack(
                 [torch.rand((DRAWN_STEPS, self._samples), generator=each) for each in self._generators], dim=1
@@ -62,9 +62,10 @@ class Draws:
 
 
 def pick(logprobs_RV: torch.Tensor, uniform_RN: torch.Tensor | None) -> torch.Tensor:
-    """int64 [R, N]: the likeliest token, or by inversion of the cumulative distribution at `uniform_RN`.
+    """Return int64 [R, N]: the likeliest tokens, or sampled ones, by inversion of the cumulative distribution at
+    `uniform_RN`.
 
-    The first token whose cumulative probability exceeds u times the total: one of probability 0 never is.
+    Inversion picks the first token whose cumulative probability exceeds u times the total. Its probability is never 0.
     """
     if uniform_RN is None:
         return logprobs_RV.argmax(-1, keepdim=True)
@@ -74,7 +75,7 @@ def pick(logprobs_RV: torch.Tensor, uniform_RN: torch.Tensor | None) -> torch.Te
 
 
 class Block:
-    """The decode loop over R = prompts x samples rows. One instance a block."""
+    """The decode loop of one block over R = prompts x samples rows."""
 
     def __init__(
         self,
@@ -87,9 +88,10 @@ class Block:
         swaps: Callable[[], int],
         notes: Notes | None = None,
     ) -> None:
-        """`before_step` is called before every forward pass; what it raises ends the block. It may replace the weights:
-        `swaps` is the engine's count of how often. Keys and values of the tokens before stay those of the weights that
-        made them.
+        """`before_step` is called before every forward pass; what it raises ends the block.
+
+        It may replace the weights, and `swaps` returns how often the engine did so. Keys and values of earlier tokens
+        stay those of the weights that computed them.
         """
         self._sampling = sampling
         self._ending = ending
@@ -111,18 +113,18 @@ class Block:
         self._stopped_R = torch.zeros(rows, dtype=torch.bool, device=self._device)
 
     def run(self) -> list[list[Generation]]:
-        """Sample all rows; padding rows are dropped from the result."""
+        """Sample all rows. Padding rows are left out of the result."""
         ids_RT, logprobs_RT, length_R, stopped_R = self._ids_RT, self._logprobs_RT, self._length_R, self._stopped_R
         n, rows, steps = self._sampling.samples, len(length_R), ids_RT.shape[1]
         temperature = self._sampling.temperature
         draws = Draws([prompt.name for prompt in self._prompts], self._sampling.seed, n) if temperature else None
-        running_R = torch.arange(rows, device=self._device) < self._real * n  # rows that are not finished
+        running_R = torch.arange(rows, device=self._device) < self._real * n  # unfinished rows
         eos = torch.tensor(self._ending.eos_ids, device=self._device)
         logits_RV = self._prefill()
         for step in range(steps):
             logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
             uniform = draws.at(step) if draws else None
-            if step == 0:  # one row of logits a prompt: all its samples come from there
+            if step == 0:  # one row of logits per prompt, for all its samples
                 ids = pick(logprobs_RV, uniform).expand(-1, n)
             else:
                 ids = pick(logprobs_RV, None if uniform is None else uniform.reshape(-1, 1))
@@ -172,7 +174,7 @@ class Block:
             self._notes.take(self._results())
 
     def _results(self) -> list[list[Generation]]:
-        """As far as it has come; `finish_reason` is empty for a row that goes on."""
+        """Return the generations so far. `finish_reason` is empty for unfinished rows."""
         ids = self._ids_RT.to(torch.int32).cpu().numpy()
         logprobs = self._logprobs_RT.cpu().numpy()
         lengths, stopped, limits = self._length_R.tolist(), self._stopped_R.tolist(), self._limit_R.tolist()
@@ -202,6 +204,6 @@ def _ended_by_text(
 
 
 def check_cancelled(cancel: threading.Event) -> None:
-    """Raises GenerationCancelled when `cancel` is set."""
+    """Raise GenerationCancelled if `cancel` is set."""
     if cancel.is_set():
         raise GenerationCancelled("the block was given up: its lease ended")

@@ -1,6 +1,4 @@
-"""HTTP requests to an inference server: whole answers and streams of events. A request must never wait without
-a deadline.
-"""
+"""Sends HTTP requests to an inference server and reads answers or streams of events. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _DONE = "[DONE]"
 
 
 class Refused(RpcError):
-    """The server answered with an error; `status` is HTTP's."""
+    """The server answered with an error. `status` is the HTTP status."""
 
     def __init__(self, what: str, status: int, text: str) -> None:
         super().__init__(ErrorCode.BAD_REQUEST, f"{what}: HTTP {status}: {' '.join(text.split())[:_SHOWN]}")
@@ -35,12 +33,12 @@ class HttpClient:
     """A client that holds no connection, so coroutines of any loop may use it."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], who: str, silence_s: float) -> None:
-        """`base_url`: http or https, with or without a path; `silence_s`: the longest wait for the next bytes."""
+        """`base_url` is http or https, with or without a path; `silence_s` is the longest wait for the next bytes."""
         self._url = base_url.rstrip("/")
         self._headers = {"content-type": "application/json", **headers}
         self._who = who
         self._silence_s = silence_s
-        # Loading the authorities takes 50 ms; a context that trusts none is enough where no TLS is used.
+        # Loading the certificate authorities takes 50 ms. A context that trusts none is enough where no TLS is used.
         https = base_url.startswith("https:")
         self._tls = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -79,7 +77,7 @@ class HttpClient:
         timeout = httpx2.Timeout(self._silence_s, connect=_CONNECT_S)
         try:
             async with (
-                # Proxies and .netrc of the environment are left out: the server is the one that the topology names.
+                # Proxies and .netrc of the environment are ignored: the server is the one that the topology names.
                 httpx2.AsyncClient(headers=self._headers, timeout=timeout, verify=self._tls, trust_env=False) as client,
                 client.stream(method, f"{self._url}{path}", content=content) as answer,
             ):
@@ -88,10 +86,10 @@ class HttpClient:
                     raise Refused(what, answer.status_code, text)
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.InvalidURL) as error:
-            said = str(error) or "no answer"
+            detail = str(error) or "no answer"
             raise RpcError(
-                ErrorCode.DEADLINE, f"{what}: no connection ({said}); is the server running there?"
+                ErrorCode.DEADLINE, f"{what}: no connection ({detail}); is the server running there?"
             ) from None
         except httpx2.RequestError as error:
-            said = str(error) or f"silent for {self._silence_s:g} s"
-            raise RpcError(ErrorCode.DEADLINE, f"{what}: {said}") from None
+            detail = str(error) or f"silent for {self._silence_s:g} s"
+            raise RpcError(ErrorCode.DEADLINE, f"{what}: {detail}") from None

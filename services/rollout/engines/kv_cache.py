@@ -1,4 +1,4 @@
-"""A key/value cache that is allocated once a block. It must never copy the past to append a token to it."""
+"""A key/value cache that is allocated once per block, so that appending a token never copies the past."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values [rows, heads, capacity, head_dim]; the model sees the filled part as a view.
+    """One layer's keys and values [rows, heads, capacity, head_dim]. The model sees the filled part as a view.
 
-    The prompt's pass keeps its own tensors; room for the whole completion is taken when its rows are repeated.
+    The prompt's pass keeps its own tensors. Room for the whole completion is allocated when its rows are repeated.
     """
 
     keys: torch.Tensor
@@ -36,12 +36,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._show(self._room, end)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times and take the room for the whole completion."""
+        """Repeat every row `repeats` times and allocate the room for the whole completion."""
         self._room = (self._widened(self.keys, repeats), self._widened(self.values, repeats))
         self._show(self._room, self.keys.shape[2])
 
     def gather(self, parts: Sequence[tuple[GrowingLayer, torch.Tensor]], length: int) -> None:
-        """Take these rows of other layers as the first `length` tokens of this one."""
+        """Take rows of other layers as the first `length` tokens of this one."""
         room = self._capacity - length
         keys = right_aligned([(part.keys, part.keys.shape[2], rows) for part, rows in parts], length, room)
         values = right_aligned([(part.values, part.values.shape[2], rows) for part, rows in parts], length, room)
@@ -70,7 +70,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def make_cache(config: Any, capacity: int) -> Cache:
-    """The model's standard cache with its plain attention layers made growing ones of `capacity` tokens.
+    """Return the model's standard cache, with growing layers of `capacity` tokens in place of plain attention layers.
 
     Layers of other kinds (sliding window, linear attention) stay as transformers made them.
     """
@@ -80,12 +80,12 @@ def make_cache(config: Any, capacity: int) -> Cache:
 
 
 def grows(cache: Cache) -> bool:
-    """Whether all its layers are growing ones."""
+    """Return whether all layers of the cache are growing ones."""
     return all(type(layer) is GrowingLayer for layer in cache.layers)
 
 
 def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int) -> None:
-    """Fill a fresh cache with rows of others, all of which grow."""
+    """Fill a fresh cache with rows of other caches, all of which grow."""
     for number, layer in enumerate(into.layers):
         if isinstance(layer, GrowingLayer):
             of = [(cache.layers[number], rows) for cache, rows in parts]
@@ -93,9 +93,10 @@ def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int
 
 
 def right_aligned(parts: Sequence[tuple[torch.Tensor, int, torch.Tensor]], length: int, room: int) -> torch.Tensor:
-    """[rows, heads, length + room, width] of (states [.., heads, >= columns, width], columns, rows): each row's columns
-    end at `length`; zeros come before them, because what is masked must yet be a number. What does not fit before that
-    column is padding, and cut off.
+    """Return [rows, heads, length + room, width], made of (states [.., heads, >= columns, width], columns, rows).
+
+    The columns of each row end at `length`. Zeros come before them, because masked values must still be numbers.
+    Columns that do not fit before `length` are padding and are cut off.
     """
     first = parts[0][0]
     total = sum(len(rows) for _, _, rows in parts)

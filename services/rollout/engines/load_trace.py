@@ -1,11 +1,12 @@
-"""Follows weights into a model while its own loaders cut, fuse and pack them, and digests what is there in the end.
-Must never import vLLM, nor know any model: what went where is seen, not assumed.
+"""Follows weights into a model while its own loaders cut, fuse and pack them, and digests the result.
 
-A `LoadTrace` watches torch's operations during a load. It keeps a map of memory: which addresses hold which part of
-which weight. A copy from one place to another carries the parts along; new memory holds nothing; an operation that
-packs a weight for a CPU (after which `.weight` is empty) has the memory that it packs digested at that moment, under
-the handle that it returns. Afterwards `proof` digests every parameter where it lies, and adds those of the handles
-that the model's layers hold now.
+It observes where weights go and assumes nothing about any model. It does not import vLLM.
+
+A `LoadTrace` watches torch's operations during a load. It keeps a map of memory that says which addresses hold which
+part of which weight. A copy carries the parts along, and new memory holds nothing. An operation may pack a weight for a
+CPU, after which `.weight` is empty: the memory that it packs is digested at that moment, under the handle that it
+returns. Afterwards `proof` digests every parameter in place, and adds those of the handles that the model's layers hold
+now.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from shared.model.digests import as_int, digest, matrix_shape
 _PACKING = frozenset(
     ["_C::create_onednn_mm_handler", "_C::convert_weight_packed", "zentorch::zentorch_weight_prepack_for_linear"]
 )
-"""Operations of vLLM that make another layout of their first argument for a CPU's products. They are composite ones,
-which only a function mode sees."""
+"""Operations of vLLM that convert their first argument to another layout for products on a CPU. They are composite
+operations, which only a function mode sees."""
 READ_BACK_FLOP = 4 * 10**9
-"""Of one handle: all of a layer of 0.5B, a spread sample of its embedding; seconds in all."""
+"""Maximum floating-point operations to read back one handle: enough for a whole layer of a 0.5B model, and for a spread
+sample of its embedding. All handles together take seconds."""
 _READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])
 _NEW = ("aten::empty", "aten::new_empty")
@@ -51,13 +53,13 @@ Digested = tuple[Part, int]
 
 @dataclass(frozen=True)
 class Proof:
-    """What a model holds: the parts of weights with the digests of what lies there, and what cannot be explained."""
+    """The contents of a model: the parts of weights with the digests of what is there, and unexplained faults."""
 
     parts: list[Digested]
     faults: list[str]
 
     def plain(self) -> dict[str, list[Any]]:
-        """Of lists, numbers and texts only."""
+        """Return the proof in lists, numbers and texts only."""
         return {"parts": [[*part, value] for part, value in self.parts], "faults": self.faults}
 
     @classmethod
@@ -67,7 +69,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Held:
-    """What addresses [begin, end) hold: `part`, row by row in elements of `dtype`; None: a constant."""
+    """The contents of addresses [begin, end): `part`, row by row in elements of `dtype`, or a constant if None."""
 
     begin: int
     end: int
@@ -76,18 +78,18 @@ class _Held:
 
 
 class _Memory:
-    """What is where, without overlaps."""
+    """A map of memory without overlaps."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._held: dict[int, _Held] = {}
 
     def forget(self, begin: int, end: int) -> None:
-        """Nothing is known of these addresses; a part that reached into them is not whole any longer, hence unknown."""
+        """Forget what these addresses hold. A part that reaches into them is no longer whole and is forgotten, too."""
         for each in self.within(begin, end):
             self._begins.remove(each.begin)
             del self._held[each.begin]
-            if each.part is None:  # a constant is as constant when it is shorter
+            if each.part is None:  # the rest of a constant is still constant
                 for rest in ((each.begin, begin), (end, each.end)):
                     if rest[0] < rest[1]:
                         self._put(replace(each, begin=rest[0], end=rest[1]))
@@ -97,7 +99,7 @@ class _Memory:
         self._put(held)
 
     def within(self, begin: int, end: int) -> list[_Held]:
-        """All that overlaps, in order."""
+        """Return all that overlaps these addresses, in order."""
         first = bisect.bisect_right(self._begins, begin) - 1
         found = []
         for at in self._begins[max(first, 0) :]:
@@ -110,19 +112,19 @@ class _Memory:
     def copied(self, target: Tensor, source: Tensor) -> None:
         if _nowhere(target):
             return
-        parts = [] if _nowhere(source) else list(self._parts(source))  # before: it may be copied onto itself
+        parts = [] if _nowhere(source) else list(self._parts(source))  # first, since it may be copied onto itself
         begin, end = _span(target)
         self.forget(begin, end)
         if not target.is_contiguous() or source.numel() != target.numel():
             return
         for offset, length, part, dtype in parts:
             if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
-                continue  # not the weight's bits, nor a type that holds every one of its values
+                continue  # neither the weight's bits nor a type that holds all its values
             at, size = begin + offset * target.element_size(), length * target.element_size()
             self.hold(_Held(at, at + size, part, dtype))
 
     def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
-        """(first element, number of elements, part, its dtype) of what `source` holds, in its own order."""
+        """Yield (first element, number of elements, part, its dtype) of what `source` holds, in its own order."""
         size = source.element_size()
         held = self.within(*_span(source))
         if source.is_contiguous():
@@ -151,7 +153,7 @@ class _Memory:
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps `memory` true while entered."""
+    """Keeps `memory` up to date while it is entered."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,7 +176,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Packings(TorchFunctionMode):
-    """Shows `packed` each weight that is packed while it is entered, and what came of it."""
+    """Calls `packed` with each weight that is packed while it is entered, and with the result."""
 
     def __init__(self, packed: Callable[[Tensor, Any], None]) -> None:
         self._packed = packed
@@ -189,18 +191,18 @@ class _Packings(TorchFunctionMode):
 
 
 class LoadTrace:
-    """Follows one load (`over`); `proof` afterwards."""
+    """Follows one load (`over`). `proof` then says what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
-        """`read_back`: what is packed with oneDNN is read again, by products with unit vectors, and compared."""
+        """With `read_back`, what oneDNN packs is read again by products with unit vectors, and compared."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
-        """By handle: the number or the address that the packing operation returned."""
+        """The proofs by handle, which is the number or the address that the packing operation returned."""
 
     @contextmanager
     def over(self, model: Any) -> Iterator[None]:
-        """All that `model.load_weights` is given in here is followed."""
+        """Follow all that `model.load_weights` is given while this is entered."""
         load_weights = model.load_weights
 
         def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -214,7 +216,7 @@ class LoadTrace:
             del model.load_weights
 
     def proof(self, model: nn.Module) -> Proof:
-        """Of every parameter, every loaded buffer and every handle that a module of `model` holds now."""
+        """Return the proof of every parameter, loaded buffer and handle that a module of `model` holds now."""
         parts: list[Digested] = []
         faults: list[str] = []
         found: list[tuple[Part, Tensor]] = []
@@ -231,7 +233,7 @@ class LoadTrace:
                     faults += names.misplaced(module, f"{path}.weight", [part for part, _ in packed.parts])
             for name, tensor in module.named_parameters(path, recurse=False):
                 if tensor.numel() == 0 and handle is not None:
-                    continue  # the handle has it
+                    continue  # its weight is in the handle
                 digested, whole = self._digested(tensor)
                 found += digested
                 faults += names.misplaced(module, name, [part for part, _ in digested])
@@ -239,7 +241,7 @@ class LoadTrace:
                     faults.append(f"{name}: not all of it was loaded")
             for _, buffer in module.named_buffers(recurse=False):
                 digested, whole = self._digested(buffer)
-                found += digested if whole else []  # most are computed, and no weights
+                found += digested if whole else []  # most are computed and hold no weights
         if found:
             values = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
             parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(found, values, strict=True)]
@@ -256,14 +258,14 @@ class LoadTrace:
         flat = torch.as_strided(weight, (weight.numel(),), (1,), weight.storage_offset())
         digested, whole = self._digested(flat)
         parts = [(part, as_int(value)) for part, value in digested]
-        faults = [] if whole else ["not all that it packed was loaded"]
+        faults = [] if whole else ["not everything that it packed was loaded"]
         if self._read_back and not isinstance(result, Tensor) and not _reads_back(int(result), weight):
-            faults.append("packed weights read back as others")
+            faults.append("packed weights differ when they are read back")
         handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
         self._packed[handle] = Proof(parts, faults)
 
     def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
-        """The digests of the parts in contiguous `tensor`, and whether all of it is explained."""
+        """Return the digests of the parts in contiguous `tensor`, and whether all of it is explained."""
         first, last = _span(tensor)
         size, known = tensor.element_size(), 0
         flat, found = tensor.detach().reshape(-1), []
@@ -272,7 +274,7 @@ class LoadTrace:
                 continue
             known += each.end - each.begin
             if each.part is None:
-                # memory that was freed and used again may be taken for a constant: padding is zeros, so look
+                # Memory that was freed and used again may be taken for a constant: padding, which must be zeros.
                 known -= int(flat[(each.begin - first) // size : (each.end - first) // size].count_nonzero() > 0)
                 continue
             values = flat[(each.begin - first) // size : (each.end - first) // size]
@@ -286,16 +288,16 @@ class LoadTrace:
 
 
 class _Names:
-    """Whether weights lie where their names say. Names that a model's loader translates are left to the canary."""
+    """Checks that weights are where their names say. Names that a model's loader translates are left to the canary."""
 
     def __init__(self, model: nn.Module) -> None:
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         self._modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         self._first: dict[int, nn.Module] = {}
-        """By address, the first module with the parameter there: the others are tied to it."""
+        """The first module with a parameter at each address. The others are tied to it."""
 
     def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
-        """What is wrong with `parts`, in their order, in parameter `name` of `module`."""
+        """Return what is wrong with `parts`, in their order, in parameter `name` of `module`."""
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
             return []
@@ -313,13 +315,13 @@ class _Names:
 
 
 def _leaf(name: str) -> tuple[str, str]:
-    """The last module of a parameter's name, and what it is of it: `weight` or `bias`."""
+    """Return the last module in a parameter's name, and the kind of the parameter: `weight` or `bias`."""
     path, _, kind = name.rpartition(".")
     return path.rpartition(".")[2], kind
 
 
 def _numbers(name: str) -> list[str]:
-    """Of layers."""
+    """Return the layer numbers in a name."""
     return [each for each in name.split(".") if each.isdigit()]
 
 
@@ -328,7 +330,7 @@ def _nowhere(tensor: Any) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first to behind the last element."""
+    """Return the address of the first element, and the one behind the last element."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin
@@ -337,7 +339,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _flat_part(held: _Held, offset: int, count: int) -> Part | None:
-    """`count` elements of `held`, one after the other from `offset` on; None when they are no box."""
+    """Return `count` consecutive elements of `held` from `offset` on, or None if they are not a box."""
     part = held.part
     if part is None:
         return None
@@ -350,7 +352,7 @@ def _flat_part(held: _Held, offset: int, count: int) -> Part | None:
 
 
 def _box(part: Part, offset: int, view: Tensor) -> Part | None:
-    """What `view`, which begins `offset` elements behind the begin of `part`, shows of it; None when it is no box."""
+    """Return what `view`, which begins `offset` elements into `part`, shows of it, or None if that is not a box."""
     axes = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1]
     row, column = divmod(offset, part.columns)
     if len(axes) == 1 and axes[0][1] == part.columns:
@@ -361,9 +363,9 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:
-    """Whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
+    """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
 
-    All rows, where that takes `READ_BACK_FLOP` at most; otherwise as many, evenly spread.
+    All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise as many as that allows, evenly spread.
     """
     inputs, outputs = weight.shape
     count = min(max(READ_BACK_FLOP // (2 * inputs * outputs), 16), inputs)
@@ -379,7 +381,7 @@ def _reads_back(handle: int, weight: Tensor) -> bool:
 
 
 def _handle_of(module: nn.Module) -> int | None:
-    """What a packing operation returned for the product that `module` computes with; None when it has none."""
+    """Return what a packing operation returned for the product of `module`, or None if it has none."""
     product = getattr(module, "cpu_linear", None)
     for cell in getattr(product, "__closure__", None) or ():
         value = cell.cell_contents

@@ -1,4 +1,4 @@
-"""When an engine shows what it has of a block so far. Must never decide what is kept of it."""
+"""Decides when an engine shows an unfinished block. What is kept of it is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.rollout.engine import Generation, Watch
 
 
 class Notes:
-    """When to show what a block has so far; `first`: the number of its first prompt among all that were asked for."""
+    """The times at which to show a block. `first` is the number of its first prompt among all requested ones."""
 
     def __init__(self, watch: Watch, first: int) -> None:
         self._watch = watch

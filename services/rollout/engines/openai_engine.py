@@ -1,7 +1,9 @@
-"""An inference server of OpenAI's completions interface as the rollout's engine. Must never sample from a server whose
-log-probs or weights were not proved, nor from one that somebody else has given other weights since.
+"""An inference server with OpenAI's completions interface as the rollout's engine.
 
-What the server must offer, beyond the interface itself; `start` and the drill name what is missing:
+Nothing is sampled from a server whose log-probs or weights were not proved, or that somebody else has given other
+weights since.
+
+Beyond the interface itself, the server must offer the following; `start` and the drill name what is missing:
   prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
   log-probs of the distribution that was sampled from, and a way to take weights: vLLM's `/collective_rpc`, with rlbus's
   worker extension. A vLLM 0.32 server with all of it:
@@ -9,8 +11,8 @@ What the server must offer, beyond the interface itself; `start` and the drill n
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
       --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
 
-`/collective_rpc` lets whoever reaches the port call any method: it belongs on a loopback or private address.
-The weights go over as a safetensors file: in memory for a server of the same user on this machine, else in a folder
+`/collective_rpc` lets anyone who reaches the port call any method, so it belongs on a loopback or private address.
+The weights are passed as a safetensors file: in memory for a server of the same user on this machine, else in a folder
 that both see (`weights_directory`). One server serves one instance of one run.
 """
 
@@ -54,8 +56,8 @@ from shared.tensors_torch import to_numpy, to_torch
 
 STOP_S = 10.0
 SILENCE_S = 120.0
-"""The longest wait for a server's next bytes: loading weights, or a token of a busy server."""
-_CONNECTIONS = 64  # prompts that are sampled at the same time
+"""Maximum seconds to wait for a server's next bytes: while it loads weights, or for a token when it is busy."""
+_CONNECTIONS = 64  # maximum number of prompts sampled at the same time
 _POLL_S = 0.05
 _SEED_MASK = (1 << 62) - 1
 _LIKELIEST = 5
@@ -63,13 +65,13 @@ _EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
 
 
 class OpenAIEngine(Counted):
-    """See `services.rollout.engine.Engine`. `progress` counts the events that the server sends."""
+    """An `Engine` on an inference server. `progress` counts the events that the server sends."""
 
     def __init__(
         self, *, model: Path, dtype: str, temperature: float, engine_args: Mapping[str, Any], api_key: str = ""
     ) -> None:
-        """`temperature`: of training, at which the server's log-probs are checked; `engine_args`: `base_url`, `model`
-        (the name it is served by; left out: the only one), `weights_directory`."""
+        """`temperature` is that of training, at which the server's log-probs are checked. `engine_args` are `base_url`,
+        `model` (its name on the server; default: the only one) and `weights_directory`."""
         self._path = model
         self._dtype = dtype
         self._temperature = temperature
@@ -106,7 +108,7 @@ class OpenAIEngine(Counted):
         return self._sizes[1]
 
     async def start(self) -> None:
-        """Ask the server who it is, and for a token in two ways. Raises RpcError(bad_request) naming what it lacks."""
+        """Look up the model on the server and try to sample. Raises RpcError(bad_request) naming what is missing."""
         await self._compute.run(lambda: asyncio.run(self._start()))
 
     async def generate(
@@ -117,11 +119,11 @@ class OpenAIEngine(Counted):
         watch: Watch | None = None,
     ) -> list[list[Generation]]:
         if watch is not None:
-            raise ValueError("openai shows no unfinished generation")
+            raise ValueError("the openai engine does not show unfinished generations")
         return await self._compute.run(lambda: asyncio.run(self._generate(prompts, sampling, cancel)))
 
     async def base_weights(self) -> dict[str, Array]:
-        """Of the model directory: the server's own cannot be read."""
+        """Return the weights of the model directory, since the server's own cannot be read."""
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
@@ -136,10 +138,10 @@ class OpenAIEngine(Counted):
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
 
     async def sleep(self) -> None:
-        raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, it cannot be colocated")
+        raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, so it cannot be colocated")
 
     async def wake(self, parts: Parts) -> None:
-        """The server's memory is its own and always there."""
+        """Do nothing: the server's memory is its own and always there."""
 
     async def pause(self) -> None:
         self._compute.pause()
@@ -175,7 +177,7 @@ class OpenAIEngine(Counted):
         await self._held_mark()
 
     async def _check_logprobs(self) -> None:
-        """Between two tokens the log-probs differ by the difference of their logits over the temperature."""
+        """Check that log-probs of two tokens differ by the difference of their logits over the sampling temperature."""
         gaps = []
         for temperature in (1.0, self._temperature or 1.0):
             body = self._body([1, 2, 3], temperature, 1) | {"logprobs": _LIKELIEST, "stream": False}
@@ -210,10 +212,10 @@ class OpenAIEngine(Counted):
                     task.result()
         finally:
             for task in tasks:
-                task.cancel()  # its connection closes, at which the server gives up the request
+                task.cancel()  # closes its connection, whereupon the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
-        # Asked afterwards: whatever replaced the weights before or meanwhile took the mark away.
+        # This is checked afterwards: whatever replaced the weights before or meanwhile removed the mark.
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,
@@ -222,7 +224,7 @@ class OpenAIEngine(Counted):
             )
         self._generate_s += time.perf_counter() - started
         self._tokens += sum(len(each.token_ids) for group in groups for each in group)
-        # Greedy samples of a group are equal, and are refused by vLLM.
+        # Greedy samples of a group are equal, and vLLM refuses more than one.
         return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, room: asyncio.Semaphore) -> list[Generation]:
@@ -232,7 +234,7 @@ class OpenAIEngine(Counted):
             "seed": xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             "stop_token_ids": self._eos_ids,
             "stop": list(sampling.stop),
-            "logprobs": 0,  # of the sampled token
+            "logprobs": 0,  # only the sampled token's
             "stream": True,
         }
         token_ids: list[list[int]] = [[] for _ in range(count)]
@@ -273,7 +275,8 @@ class OpenAIEngine(Counted):
         answer = await self._http.post("/reset_prefix_cache", {})
         if not answer["success"]:
             raise RpcError(
-                ErrorCode.CONFLICT, f"{self._who}: its prefix cache cannot be emptied, others have requests running"
+                ErrorCode.CONFLICT,
+                f"{self._who}: its prefix cache cannot be emptied while others have requests running",
             )
 
     async def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
@@ -286,17 +289,17 @@ class OpenAIEngine(Counted):
         return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)
 
     async def _score(self, token_ids: Array) -> Array:
-        # One token is sampled because a server may insist on one; it is thrown away.
+        # One token is sampled because a server may insist on one. It is discarded.
         body = self._body(token_ids.tolist(), 1.0, 1) | {"echo": True, "logprobs": 0, "stream": False}
         (choice,) = (await self._http.post("/v1/completions", body))["choices"]
         self._progress += 1
-        said = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if len(said) < len(token_ids):
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if len(logprobs) < len(token_ids):
             raise self._lacks("echo with the prompt's log-probs", "use a server that has it, as vLLM")
-        return np.array(said[1 : len(token_ids)], np.float32)
+        return np.array(logprobs[1 : len(token_ids)], np.float32)
 
     async def _held_mark(self) -> str:
-        """Of the server's weights; all ranks must agree."""
+        """Return the mark of the server's weights, or an empty text if its ranks disagree."""
         marks = set(await self._rpc("policy_mark"))
         return str(marks.pop()) if len(marks) == 1 else ""
 
@@ -317,7 +320,7 @@ class OpenAIEngine(Counted):
             "prompt": list(token_ids),
             "temperature": temperature,
             "max_tokens": max_tokens,
-            # A server may have other defaults, of the model's generation config.
+            # A server may have other defaults, from the model's generation config.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -331,7 +334,7 @@ class OpenAIEngine(Counted):
 
 
 def api_key(variable: str) -> str:
-    """The key in an environment variable, which a topology names so that no file holds it."""
+    """Return the key in an environment variable, which a topology names so that no file holds the key."""
     if variable and variable not in os.environ:
         key = "services.rollout.engine_args.api_key_env"
         raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: no variable {variable} is set, export it")

@@ -1,7 +1,7 @@
-"""One block's forward passes, with the keys and values that they leave behind: by the model's own modules, or written
-out for those that are plain decoders. Must never change a weight.
+"""The forward passes of one block, with the keys and values that they leave behind.
 
-Rows are padded on the left; what is padding no row sees.
+They use the model's own modules, or explicit code for models that are plain decoders. No pass changes a weight. Rows
+are padded on the left, and no row attends to padding.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """First `begin`, then `repeat`, then `go_on` and `keep` in any order. Passes give logits [R, vocabulary]."""
+    """The passes of a block: `begin`, then `repeat`, then `go_on` and `keep` in any order. Logits: [R, vocabulary]."""
 
     gathers: bool
-    """Whether `gathered` is possible; not where a layer keeps anything else than the keys and values of every token."""
+    """Whether `gathered` is possible. It is not if a layer keeps anything but the keys and values of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
-        """The prompts' pass; `lengths`: of each without its padding."""
+        """Run the prompts and return their logits. `lengths` are those without padding."""
 
     def repeat(self, samples: int) -> None:
-        """Every prompt's row becomes `samples` rows."""
+        """Turn every prompt's row into `samples` rows."""
 
     def go_on(self, id_R: Tensor) -> Tensor:
-        """One more token for every row."""
+        """Run one more token of every row and return the logits."""
 
     def keep(self, rows: Tensor) -> None:
-        """Only these rows go on."""
+        """Continue with these rows only."""
 
 
 Part = tuple[Passes, Tensor]
-"""Some passes, begun or going on, and which of their rows to take, in order; one may come several times."""
+"""Passes that have begun, and which of their rows to take, in order. A row may occur several times."""
 
 
 def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
-    """All these rows go on together, with room for `room` more tokens each; the passes they come from are used up.
+    """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
-    What they have read stays as it was read. Rows end at one column: shorter ones are padded on the left.
+    The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
+    shorter ones are padded on the left.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -51,12 +52,12 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
 
 
 def make_passes(model: nn.Module, capacity: int) -> Passes:
-    """`capacity`: tokens of the longest row at its end."""
+    """Return the passes for a model. `capacity` is the number of tokens of the longest row at its end."""
     return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
 
 
 class ModelPasses:
-    """By the model itself, whatever it is made of."""
+    """Passes that use the model itself, whatever its parts are."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model
@@ -122,7 +123,8 @@ class ModelPasses:
 
 
 class PlainPasses:
-    """By `PlainDecoder`; keys and values in room that is taken once, when the prompts' rows are repeated."""
+    """Passes that use `PlainDecoder`. Room for keys and values is allocated once, when the prompts' rows are
+    repeated."""
 
     gathers = True
 
@@ -159,7 +161,7 @@ class PlainPasses:
         at_N, seen = positions_PL.reshape(-1), None
         if min(lengths) != self._length:
             causal = torch.ones(self._length, self._length, dtype=torch.bool).tril()
-            alone = torch.eye(self._length, dtype=torch.bool)  # padding sees itself: a row of nothing would be NaN
+            alone = torch.eye(self._length, dtype=torch.bool)  # padding sees itself, since an empty row would be NaN
             seen = ((causal & valid_PL[:, None]) | alone)[:, None]
             self._bias = torch.zeros(prompts, 1, self._capacity)
             self._bias[:, 0, : self._length].masked_fill_(~valid_PL, float("-inf"))
@@ -204,7 +206,7 @@ class PlainPasses:
 
 
 class _Places(NamedTuple):
-    """Where gathered rows lie: they end at column `length`; of each the first column, and its last token's position."""
+    """The places of gathered rows, which end at column `length`: first columns, and positions of the last tokens."""
 
     length: int
     start_R: Tensor
@@ -212,14 +214,14 @@ class _Places(NamedTuple):
 
 
 def _places(parts: Sequence[tuple[int, Tensor, Tensor]]) -> _Places:
-    """Of (columns, position of the last token of each row, rows to take)."""
+    """Return the places for (columns, position of the last token of each row, rows to take)."""
     positions_R = torch.cat([positions[rows] for _, positions, rows in parts])
     length = int(positions_R.max()) + 1
     return _Places(length, length - 1 - positions_R, positions_R)
 
 
 def _positions(ids_PL: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Of each token its position, and whether it is none of the padding."""
+    """Return the position of each token, and whether it is not padding."""
     longest = ids_PL.shape[1]
     column_L = torch.arange(longest)
     padding_P1 = longest - torch.tensor(lengths)[:, None]

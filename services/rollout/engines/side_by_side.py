@@ -1,5 +1,7 @@
-"""Runs the calls of an engine side by side on its compute thread: one step serves them all, and a call that comes while
-others are under way joins them. Must never let one call's end, failure or cancelling touch another's samples.
+"""Runs the calls of an engine side by side on its compute thread.
+
+One step serves all calls, and a new call joins those in progress. The end, failure or cancellation of one call does not
+touch the samples of another.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from services.rollout.engines.notes import Notes
 
 
 class Call:
-    """One `Engine.generate`. Belongs to the compute thread once it is asked for."""
+    """One call of `Engine.generate`. Belongs to the compute thread once it is submitted."""
 
     def __init__(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
@@ -32,23 +34,23 @@ class Call:
 
 
 class Stepper(Protocol):
-    """What an engine does for its calls, all on the compute thread."""
+    """The part of an engine that works on calls, always on the compute thread."""
 
     def add(self, call: Call) -> bool:
-        """Take the call up. False: not before the calls under way are done, ask again then."""
+        """Accept the call. Return False to be asked again when the calls in progress are done."""
 
     def step(self) -> None:
-        """One step for all the calls; those that it finished have their `answer`."""
+        """Make one step for all calls, and set the `answer` of those that it finishes."""
 
     def so_far(self, call: Call) -> list[list[Generation]]:
-        """What a call has, its unfinished generations with finish_reason ""."""
+        """Return what a call has so far. Its unfinished generations have finish_reason ""."""
 
     def drop(self, call: Call) -> None:
         """Forget a call."""
 
 
 class SideBySide:
-    """`generate` belongs to the service's loop, everything else to the compute thread."""
+    """Runs calls together. `generate` belongs to the service's loop, everything else to the compute thread."""
 
     def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
         self._compute = compute
@@ -57,7 +59,7 @@ class SideBySide:
         self._waiting: deque[Call] = deque()
         self._under_way: list[Call] = []
         self.seconds = 0.0
-        """With at least one call under way, in all."""
+        """Total seconds with at least one call in progress."""
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
@@ -65,11 +67,11 @@ class SideBySide:
         """See `Engine.generate`."""
         call = Call(prompts, sampling, cancel, watch)
         self._coming.put(call)
-        self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call takes this one along
+        self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one
         return await asyncio.wrap_future(call.answer)
 
     def _work(self) -> None:
-        """Until no call is left."""
+        """Work until no call is left."""
         began = time.perf_counter()
         try:
             while self._compute.before_step(self._going_on):
@@ -82,7 +84,7 @@ class SideBySide:
                 self._under_way = [call for call in self._under_way if not call.answer.done()]
         except BaseException as error:
             for call in self._under_way:
-                if not call.answer.done():  # by the very step that failed
+                if not call.answer.done():  # some may have ended in the step that failed
                     self._end(call, error)
             for call in self._waiting:
                 call.answer.set_exception(error)
@@ -94,10 +96,10 @@ class SideBySide:
             self.seconds += time.perf_counter() - began
 
     def _going_on(self) -> bool:
-        """Whether there is a call that was not given up; those that were end here."""
+        """Return whether there is a call that was not given up. End those that were."""
         while not self._coming.empty():
             call = self._coming.get()
-            if call.answer.set_running_or_notify_cancel():  # somebody still waits for it
+            if call.answer.set_running_or_notify_cancel():  # its caller still waits
                 self._waiting.append(call)
         for call in [call for call in self._under_way if call.cancel.is_set()]:
             self._under_way.remove(call)
@@ -120,7 +122,7 @@ class SideBySide:
             self._waiting.popleft()
 
     def _end(self, call: Call, error: BaseException) -> None:
-        """Of a call under way, before it is done."""
+        """End a call in progress with an error."""
         try:
             if call.notes is not None and isinstance(error, GenerationCancelled):
                 call.notes.take(self._stepper.so_far(call))

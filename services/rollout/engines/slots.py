@@ -1,12 +1,11 @@
-"""Decodes the calls of an engine in one table of rows: when samples end, their rows go to those that wait, so that
-nobody waits for the longest. Must never draw from a global random generator.
+"""Decodes the calls of an engine in one table of rows, and gives the rows of ended samples to waiting ones.
 
-Random numbers belong to a prompt, as in a block (`decode`): a task samples the same whatever is beside it, as far as
-the table's shape lets the logits be the same. Rows that ended are dropped, and others taken in, a good part at a time:
-each time the keys and values of all rows are copied.
+Hence no sample waits for the longest one. Random numbers belong to a prompt, as in a block (`decode`), and never come
+from a global generator: a task samples the same whatever is beside it, unless the shape of the table changes the
+logits. Rows are dropped and added many at a time, because each time the keys and values of all rows are copied.
 
-Shapes: R rows of the table (the last N of them), T most tokens that one may say, S random numbers drawn ahead, P
-prompts of L tokens, V tokens in the vocabulary.
+Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
+of L tokens, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import Call
 
 _REFILL = 4
-"""Rows are taken in, or dropped, when a quarter of the table would change..."""
+"""Rows are added or dropped when at least 1 / `_REFILL` of the table would change."""
 _PATIENCE = 8
-"""...and taken in when they have waited for so many steps."""
+"""Number of steps after which waiting rows are added in any case."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """A call, with what it has said so far."""
+    """A call with its results so far."""
 
     call: Call
     stopped: Stopped | None
@@ -45,7 +44,7 @@ class _Held:
 
 @dataclass(eq=False)
 class _Group:
-    """One prompt's samples."""
+    """The samples of one prompt."""
 
     held: _Held
     number: int
@@ -58,7 +57,7 @@ class _Group:
 
     @property
     def limit(self) -> int:
-        """Tokens that each sample may say."""
+        """Maximum number of tokens of each sample."""
         return self.held.call.sampling.max_new_tokens - len(self.prompt.said)
 
     @property
@@ -71,23 +70,23 @@ _NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "", np.zer
 
 @dataclass
 class _Rows:
-    """What belongs to each row of the table; the last three hold what it has said, token by token."""
+    """The state of each row of the table. The last three fields hold its tokens so far."""
 
     last_R: Tensor
-    """The token it said last."""
+    """The row's last token."""
     count_R: Tensor
     limit_R: Tensor
     temperature_R1: Tensor
     uniform_RS: Tensor
     running_R: Tensor
-    """False: it has ended, and waits to be dropped."""
+    """False if the row has ended and waits to be dropped."""
     ids_RT: Tensor
     logprobs_RT: Tensor
     swaps_RT: Tensor
 
     @classmethod
     def of(cls, groups: list[_Group], device: torch.device) -> _Rows:
-        """New rows, one a sample."""
+        """Return new rows, one per sample."""
         samples = torch.tensor([group.samples for group in groups], dtype=torch.int64)
         limits = torch.tensor([group.limit for group in groups], dtype=torch.int64)
         heat = torch.tensor([group.held.call.sampling.temperature for group in groups], dtype=torch.float32)
@@ -109,7 +108,7 @@ class _Rows:
         return len(self.last_R)
 
     def taken(self, rows: Tensor) -> _Rows:
-        """Only these."""
+        """Return only these rows."""
         return _Rows(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def followed_by(self, others: _Rows) -> _Rows:
@@ -124,7 +123,7 @@ class _Rows:
 
 
 class SlotTable:
-    """See `side_by_side.Stepper`."""
+    """A `side_by_side.Stepper` that decodes all calls in one table."""
 
     def __init__(
         self,
@@ -135,9 +134,8 @@ class SlotTable:
         swaps: Callable[[], int],
         slots: int = MAX_ROWS,
     ) -> None:
-        """`slots`: rows that are decoded at once; a larger group is alone in the table. `stopped`: finds these stop
-        texts; `swaps`: the engine's count of how often the weights were set.
-        """
+        """`slots` is the number of rows that are decoded at once; a larger group is alone in the table. `stopped`
+        returns a finder of stop texts; `swaps` returns how often the engine's weights were set."""
         self._model = model
         self._eos_ids = list(eos_ids)
         self._stopped = stopped
@@ -147,15 +145,15 @@ class SlotTable:
         self._held: dict[Call, _Held] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
-        """Steps since somebody who waits might have been taken in."""
+        """Number of steps since a waiting group could have been added."""
         self._passes: Passes | None = None
-        """Keys and values of the rows; none are kept without a call."""
+        """Keys and values of the rows. Without a call there are none."""
         self._gathers = make_passes(model, 1).gathers
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
-        """Of each row: group and number in it."""
+        """The group of each row, and its number in it."""
         self.tokens = 0
-        """Said by samples that have ended, in all."""
+        """Total number of tokens of ended samples."""
 
     # ---- calls
 
@@ -184,7 +182,7 @@ class SlotTable:
         groups = held.groups()
         running = self._rows.running_R.tolist()
         mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held and running[row]]
-        for row, generation in zip(mine, self._said(mine, [""] * len(mine)), strict=True):
+        for row, generation in zip(mine, self._generations(mine, [""] * len(mine)), strict=True):
             group, sample = self._whose[row]
             groups[group.number][sample] = generation
         return groups
@@ -193,19 +191,19 @@ class SlotTable:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One pass: of the prompts of those who wait, if it is worth its while to take them in, or of all rows."""
+        """Run one pass: of the waiting prompts if it is worthwhile to add them, or else of all rows."""
         running = int(self._rows.running_R.sum())
-        coming = self._coming(running)
+        coming = self._groups_to_add(running)
         if coming:
-            self._take_in(coming)
+            self._add_groups(coming)
             return
         if _REFILL * running <= (_REFILL - 1) * len(self._rows):
             self._drop_ended()
         if self._passes is not None:
-            self._say(self._passes.go_on(self._rows.last_R), first=0)
+            self._append_token(self._passes.go_on(self._rows.last_R), first=0)
 
-    def _coming(self, running: int) -> list[_Group]:
-        """Groups to take in now."""
+    def _groups_to_add(self, running: int) -> list[_Group]:
+        """Return the groups to add now."""
         if not self._waiting or (running and not self._gathers):
             return []
         self._waited += 1
@@ -215,14 +213,14 @@ class SlotTable:
             if group.samples > free and (running or coming):
                 break
             if not self._gathers and coming and group.samples != coming[0].samples:
-                break  # their rows can only be repeated alike
+                break  # all prompts must be repeated equally often
             coming.append(group)
             free -= group.samples
         rows = sum(group.samples for group in coming)
         return coming if _REFILL * rows >= min(running, self._slots) or self._waited > _PATIENCE else []
 
-    def _take_in(self, coming: list[_Group]) -> None:
-        """The prompts' pass, with the first token of each sample; then they are rows like the others."""
+    def _add_groups(self, coming: list[_Group]) -> None:
+        """Run the prompts, sample the first token of each sample, and add the samples to the rows."""
         self._waited = 0
         for _ in coming:
             self._waiting.popleft()
@@ -249,7 +247,7 @@ class SlotTable:
         self._whose = [self._whose[row] for row in kept.tolist()]
         self._whose += [(group, sample) for group in coming for sample in range(group.samples)]
         self._rows = self._rows.taken(kept).followed_by(new)
-        self._say(logits_PV[prompt_N], first=len(kept))
+        self._append_token(logits_PV[prompt_N], first=len(kept))
 
     def _drop_ended(self) -> None:
         kept = self._rows.running_R.nonzero().squeeze(1)
@@ -263,8 +261,8 @@ class SlotTable:
     def _empty(self) -> None:
         self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
 
-    def _say(self, logits_NV: Tensor, first: int) -> None:
-        """One token more for the rows from `first` on; `logits_NV` are theirs."""
+    def _append_token(self, logits_NV: Tensor, first: int) -> None:
+        """Append one token to the rows from `first` on, which have the logits `logits_NV`."""
         mine, rows = slice(first, None), self._rows
         self._draw(first)
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
@@ -273,7 +271,7 @@ class SlotTable:
         id_N1 = pick(logprobs_NV, rows.uniform_RS[mine].gather(1, (count_N % DRAWN_STEPS)[:, None]))
         if any(not held.call.sampling.temperature for held in self._held.values()):
             id_N1 = torch.where(greedy_N1, pick(logprobs_NV, None), id_N1)
-        # A row that has ended writes over its last token, which was read when it ended.
+        # A row that has ended overwrites its last token, which was read when it ended.
         at_N1 = count_N.clamp(max=rows.ids_RT.shape[1] - 1)[:, None]
         rows.ids_RT[mine].scatter_(1, at_N1, id_N1.to(torch.int32))
         rows.logprobs_RT[mine].scatter_(1, at_N1, logprobs_NV.gather(1, id_N1))
@@ -290,7 +288,7 @@ class SlotTable:
             self._end((places + first).tolist(), stopped_N[places].tolist())
 
     def _draw(self, first: int) -> None:
-        """Random numbers for those rows from `first` on that have none left for their next token."""
+        """Draw random numbers for the rows from `first` on that have none left for their next token."""
         due_N = (self._rows.count_R[first:] % DRAWN_STEPS == 0) & self._rows.running_R[first:]
         rows_of: dict[_Group, list[tuple[int, int]]] = {}
         for place in due_N.nonzero().squeeze(1).tolist():
@@ -314,7 +312,7 @@ class SlotTable:
 
     def _end(self, rows: list[int], stopped: list[bool]) -> None:
         reasons = ["stop" if each else "length" for each in stopped]
-        for row, generation in zip(rows, self._said(rows, reasons), strict=True):
+        for row, generation in zip(rows, self._generations(rows, reasons), strict=True):
             group, sample = self._whose[row]
             group.held.said[group.number][sample] = generation
             group.held.left -= 1
@@ -325,8 +323,8 @@ class SlotTable:
         if not self._held:
             self._empty()
 
-    def _said(self, rows: list[int], reasons: list[str]) -> list[Generation]:
-        """What these rows have said so far, and why they ended."""
+    def _generations(self, rows: list[int], reasons: list[str]) -> list[Generation]:
+        """Return what these rows have sampled so far. `reasons` say why they ended."""
         ids, logprobs, swaps = (
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )

@@ -1,8 +1,8 @@
-"""The embedded engine: a transformers model decoded on a thread of its own. Must never be loaded by a light process.
+"""The embedded engine: a transformers model decoded on a thread of its own. Light processes do not import it.
 
-Everything that touches the model runs on the one compute thread, in the order it was asked for, except that blocks are
-decoded side by side (not in deterministic mode), and that weights are replaced and scored in the midst of them while
-the engine is paused.
+Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: blocks are
+decoded side by side (not in deterministic mode), and weights are replaced and scored in the middle of them while the
+engine is paused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ STOP_S = 1.0
 
 
 class TransformersEngine(Counted):
-    """See `services.rollout.engine.Engine`. Log-probs are exact: log_softmax(logits / temperature) in float32."""
+    """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """`deterministic`: each call is a block of its own, whose shape stays: the same block gives the same bits;
-        `device`: `cpu`, or `cuda` for the first GPU that the process sees."""
+        """With `deterministic`, each call is a block of its own whose shape stays, so the same block gives the same
+        bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -55,13 +55,13 @@ class TransformersEngine(Counted):
         self._device = device
         self._compute = ComputeThread()
         self._calls: SideBySide | None = None
-        """None in deterministic mode, whose blocks are decoded one after the other."""
+        """None in deterministic mode, which decodes blocks one after the other."""
         self._table: SlotTable
         self._stop_finders: dict[tuple[str, ...], Stopped] = {}
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
-        """The weights' memory was given back, and nothing was set since."""
+        """Whether the weights' memory was released and nothing has been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
         self._progress = 0
@@ -115,7 +115,7 @@ class TransformersEngine(Counted):
         await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
-        if WEIGHTS in parts and self._asleep:  # a block makes its own room for keys and values, and gives it back
+        if WEIGHTS in parts and self._asleep:  # a block allocates and frees its own keys and values
             await self._compute.run(self._wake)
 
     async def pause(self) -> None:
@@ -140,7 +140,7 @@ class TransformersEngine(Counted):
         return {name: to_numpy(value.detach()) for name, value in named_weights(model).items()}
 
     def _sleep(self) -> None:
-        """Parameters keep their identity and lose their memory; what is tied stays tied."""
+        """Release the memory of the parameters, which keep their identity. Tied ones stay tied."""
         if not self._asleep:
             self._asleep = release(self._model.parameters())
             self._lost = True
@@ -163,7 +163,7 @@ class TransformersEngine(Counted):
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # As after a sleep: memory mapped from a file is aligned otherwise, which changes the last bits.
+        # As after a sleep. Memory mapped from a file is aligned differently, which changes the last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
@@ -225,9 +225,11 @@ class TransformersEngine(Counted):
 
     @torch.no_grad()
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Parameters in host memory become the given arrays themselves, without a copy: a version that lies in shared
-        memory stays mapped, hence counted by its store, until the next one takes its place. Copied where bits must be
-        equal, because a mapping is aligned otherwise, which changes the last ones.
+        """Replace the parameters. In host memory they become the given arrays themselves, without a copy.
+
+        A version in shared memory therefore stays mapped, and counted by its store, until the next one replaces it.
+        Where bits must be equal, arrays are copied, because a mapping is aligned differently, which changes the last
+        bits.
         """
         holders = self._holders
         sources = fitting({name: (tied[0].dtype, tied[0].shape) for name, tied in holders.items()}, weights)
@@ -243,8 +245,8 @@ class TransformersEngine(Counted):
 
     @torch.no_grad()
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Parameters that lie in the given arrays themselves are those; only where they were copied bits are read."""
-        holders = weight_holders(self._model)  # as the modules have them now: they read them at every pass
+        """Check the parameters. Bits are read only where arrays were copied; others are the given arrays themselves."""
+        holders = weight_holders(self._model)  # the modules' own, which they read at every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
             tied, digest = holders[name], announced.get(name)
@@ -261,7 +263,7 @@ class TransformersEngine(Counted):
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
-        """By the passes that sample: a canary proves those."""
+        """Score by the passes that sample, so that a canary proves those."""
         self._must_have_weights()
         if is_plain(self._model):
             self._progress += 1
@@ -284,8 +286,8 @@ class TransformersEngine(Counted):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        # A token is at least one byte of text: a stop text that has just ended lies within so many tokens. A few
-        # more, because special tokens have no text.
+        # A token is at least one byte of text, so a stop text that has just ended lies within as many tokens as it has
+        # bytes. Special tokens have no text, hence a few more.
         tail = max(len(text.encode()) for text in texts) + 4
 
         def stopped(token_ids: list[int]) -> bool:
@@ -297,17 +299,17 @@ class TransformersEngine(Counted):
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors on the same device; those in the same place are not read."""
+    """Return whether tensors on one device have the same bits. Those in the same place are not read."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()):
         return True
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))  # of numbers -0.0 and 0.0 would be equal, NaN nothing
+    return torch.equal(one.view(bits), other.view(bits))  # bits, since -0.0 == 0.0 and NaN != NaN
 
 
 def eos_ids(model: Path) -> tuple[int, ...]:
-    """Token ids that end a completion: of generation_config.json, else of config.json, in the model directory."""
+    """Return the token ids that end a completion, from generation_config.json or else config.json of the model."""
     for name in ("generation_config.json", "config.json"):
         path = model / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -1,15 +1,15 @@
-"""vLLM as the rollout's engine, inside the rollout process. Must never be imported by a process that does other work:
+"""vLLM as the rollout's engine, inside the rollout process. Processes that do other work do not import it, because
 vLLM patches torch for the whole process.
 
-The engine core is stepped on the one compute thread, with no process or socket of vLLM's own (but for the ranks of
-tensor parallelism, which are vLLM's processes): tensors are handed over as they are, nothing is pickled, and pause,
-cancel and progress hold between any two decode steps.
+The engine core is stepped on the compute thread, without processes or sockets of vLLM's own (except for the ranks of
+tensor parallelism, which are vLLM's processes). Tensors are handed over as they are, nothing is pickled, and pause,
+cancel and progress work between any two decode steps.
 
-Weights that arrive in the midst of a block replace those of the samples that run, which keep their tokens:
-  keep       they also keep their cached keys and values, which the old weights made. A sample of the block that has not
-             begun may read its prompt's from there too; later blocks never do.
-  recompute  all that was cached is dropped, and the next step reads prompts and tokens again: costs a prefill, and from
-             there on every token is sampled from exactly what the new weights say of the whole text before it.
+Weights that arrive in the middle of a block replace those of the running samples, which keep their tokens:
+  keep       Samples also keep their cached keys and values, which the old weights computed. A sample of the block that
+             has not begun may read those of its prompt, too; later blocks never do.
+  recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on
+             every token is sampled from exactly what the new weights say about the whole text before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must
 
 @dataclass(frozen=True)
 class _Held:
-    """A call's requests, `samples` of each, and how often the weights had been replaced when they were made."""
+    """The requests of a call, `samples` of each, and the number of weight swaps when they were made."""
 
     names: list[str]
     samples: int
@@ -65,9 +65,8 @@ class _Held:
 
 
 class VllmEngine(Counted):
-    """See `services.rollout.engine.Engine`. Log-probs are those of the distribution that was sampled from: vLLM's
-    `processed_logprobs`, log_softmax(logits / temperature) in float32.
-    """
+    """An `Engine` on vLLM. Log-probs are those of the distribution that was sampled from: vLLM's `processed_logprobs`,
+    log_softmax(logits / temperature) in float32."""
 
     def __init__(
         self,
@@ -81,11 +80,11 @@ class VllmEngine(Counted):
         in_flight: InFlight = "wait",
         route: WeightsRoute = "shards",
     ) -> None:
-        """`engine_args`: fields of vLLM's EngineArgs, over this engine's defaults; `tensor_parallel`: ranks, each a
-        process of `threads` threads if there is more than one; `in_flight`: see the module;
-        `route`: what `receive` takes weights by.
+        """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
+        the number of ranks; several are processes of `threads` threads each. For `in_flight` see the module. `route` is
+        the way by which `receive` takes weights.
 
-        Raises RpcError(bad_request) when vLLM is not installed, or `deterministic` is set: vLLM's log-probs depend on
+        Raises RpcError(bad_request) if vLLM is not installed, or `deterministic` is set: vLLM's log-probs depend on
         what else is in its batch.
         """
         if importlib.util.find_spec("vllm") is None:
@@ -97,7 +96,7 @@ class VllmEngine(Counted):
         if deterministic:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                "services.rollout.engine: vllm is not batch-invariant, run.deterministic needs engine: transformers",
+                "services.rollout.engine: vllm is not batch-invariant; run.deterministic needs engine: transformers",
             )
         self._path = model
         self._dtype = dtype
@@ -117,13 +116,13 @@ class VllmEngine(Counted):
         self._caches_older_weights = False
         self._swaps = 0
         self._proved: int | None = None
-        """How many swaps there were when the block was paused: what is swapped in now has yet to be proved."""
+        """Number of swaps when the block was paused. What is swapped in now has yet to be proved."""
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
-        """The weights' memory was given back, and nothing was set since."""
+        """Whether the weights' memory was released and nothing has been set since."""
         self._placed: list[list[Part]] = []
-        """What lies where, on each rank, since the first load, whose canary proves that it is right."""
+        """The parts in each place, on each rank, as of the first load, whose canary proves that they are right."""
         self._requests = 0
         self._progress = 0
         self._tokens = 0
@@ -158,7 +157,7 @@ class VllmEngine(Counted):
         return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
-        """The weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
+        """Return the weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
         return await self._compute.run(self._read_base)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
@@ -172,9 +171,10 @@ class VllmEngine(Counted):
         return self._tensor_parallel
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
-        """Weights that the trainer sends, through vLLM's weight-transfer API, in place of those that are there.
+        """Receive weights from the trainer through vLLM's weight-transfer API, in place of the current ones.
 
-        Raises TransferFailed, WeightsMismatch: none has come, the old ones are whole; RpcError: they are lost.
+        Raises TransferFailed or WeightsMismatch if none arrived and the old ones are whole, and RpcError if they are
+        lost.
         """
         await self._compute.between_steps(lambda: self._receive(offer, meeting))
         return offer
@@ -186,13 +186,13 @@ class VllmEngine(Counted):
         return await self._compute.between_steps(lambda: self._score(token_ids))
 
     async def sleep(self) -> None:
-        """Level 2: weights are dropped, not copied to the host; the next version comes from the trainer anyway."""
+        """Drop the weights (level 2) without a copy on the host: the next version comes from the trainer anyway."""
         if self._awake:
             self._awake, self._lost = NOTHING, True
             await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
-        """By vLLM's tags; what is awake must not be woken again."""
+        """Wake `parts` by vLLM's tags. What is awake must not be woken again."""
         tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
         if tags:
             self._awake |= parts
@@ -238,7 +238,7 @@ class VllmEngine(Counted):
             "model": str(self._path),
             "dtype": self._dtype,
             "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # nothing but what SamplingParams says
+            "generation_config": "vllm",  # only SamplingParams counts
             "worker_extension_cls": WORKER_EXTENSION,
         }
         if self._route != "shards":
@@ -256,7 +256,7 @@ class VllmEngine(Counted):
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # vLLM's own advice is for a GPU.
             more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
-            # memory that another process still holds, on a GPU, may be free at the next start
+            # On a GPU, memory that another process still holds may be free at the next start.
             code = ErrorCode.INTERNAL if isinstance(error, RuntimeError) else ErrorCode.BAD_REQUEST
             raise RpcError(
                 code,
@@ -272,9 +272,9 @@ class VllmEngine(Counted):
     def add(self, call: Call) -> bool:
         self._must_have_weights()
         if not self._drop_caches_of_older_weights():
-            return False  # it would read its prompts there
+            return False  # it would read its prompts from there
         greedy = call.sampling.temperature == 0
-        samples = 1 if greedy else call.sampling.samples  # vLLM refuses a group of equal ones
+        samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
         try:
             for each in call.prompts:
@@ -317,9 +317,9 @@ class VllmEngine(Counted):
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens - len(prompt.said),
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
-            logprobs=0,  # of the sampled token
+            logprobs=0,  # only the sampled token's
             flat_logprobs=True,
-            # The tokenizer may know another end than the model's generation config, which counts here.
+            # The tokenizer may know another end token than the model's generation config, which counts here.
             ignore_eos=True,
             stop_token_ids=self._eos_ids,
             stop=list(sampling.stop),
@@ -329,7 +329,7 @@ class VllmEngine(Counted):
         return [*prompt.token_ids, *prompt.said], params
 
     def _ask(self, token_ids: list[int], params: Any) -> str:
-        """Returns the request's name."""
+        """Add a request and return its name."""
         name = str(self._requests)
         self._requests += 1
         self._llm.add_request(name, {"prompt_token_ids": token_ids}, params)
@@ -345,7 +345,7 @@ class VllmEngine(Counted):
             raise RpcError(
                 ErrorCode.INTERNAL,
                 f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); a rank that "
-                "was lost or ran out of memory ends the engine, it is started again",
+                "was lost or ran out of memory ends the engine, which is started again",
             ) from error
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._progress += 1
@@ -357,7 +357,7 @@ class VllmEngine(Counted):
         tensors = fitting(self._expected, weights)
         if self._tensor_parallel == 1:
             self._llm.collective_rpc("set_policy_weights", args=(tensors,))
-        else:  # each rank is a process, and a message of vLLM's own would be pickled
+        else:  # each rank is a process, and vLLM's own messages are pickled
             with memory_file(tensors) as path:
                 self._llm.collective_rpc("read_policy_weights", args=(path,))
         self._weights_are_set()
@@ -395,7 +395,7 @@ class VllmEngine(Counted):
             self._drop_caches_of_older_weights()
 
     def _drop_caches_of_older_weights(self) -> bool:
-        """Keys and values that another block would find again. False: not while requests are running."""
+        """Drop keys and values that another block would reuse. Return False if running requests prevent it."""
         if self._caches_older_weights:
             if self._llm.has_unfinished_requests():
                 return False
@@ -405,7 +405,7 @@ class VllmEngine(Counted):
         return True
 
     def _must_have_weights(self) -> None:
-        """After a level-2 sleep vLLM computes with whatever lies there, and says nothing."""
+        """Raise RpcError if the weights are lost: after a level-2 sleep vLLM silently computes with what is there."""
         if self._lost:
             raise RpcError(
                 ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"
@@ -416,8 +416,8 @@ class VllmEngine(Counted):
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        # One token is sampled because vLLM must sample one; it is thrown away. In the midst of a paused block its
-        # samples take the same steps: their tokens count only if the scores prove the weights, else nobody sees them.
+        # One token is sampled because vLLM must sample one, and discarded. The samples of a paused block take the same
+        # steps. Their tokens count only if the scores prove the weights, and are dropped otherwise.
         params = VllmParams(
             temperature=0.0,
             max_tokens=1,

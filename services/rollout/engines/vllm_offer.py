@@ -1,5 +1,6 @@
-"""A trainer's offer in the words of vLLM's weight-transfer API, and the calls that take it. Must never import vLLM, nor
-go on sampling with a model that a transfer left half done.
+"""Translates a trainer's offer for vLLM's weight-transfer API, and makes the calls that take it.
+
+It does not import vLLM. A model that a transfer left half done is not sampled from.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shared.transfer.table import nbytes
 
 
 class HalfTaken(Exception):
-    """A transfer broke off in the midst of the model, which is worth nothing now. One line."""
+    """A transfer broke off in the middle of the model, which is of no use now. The message is one line."""
 
 
 class OfferTaker:
-    """Has all ranks of an engine take part, and knows which communicator they hold."""
+    """Has all ranks of an engine take part in transfers, and keeps track of the communicator that they hold."""
 
     def __init__(self, route: WeightsRoute, *, ranks: int) -> None:
         self._route = route
@@ -31,11 +32,11 @@ class OfferTaker:
         self.communicator = 0
 
     def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Path) -> None:
-        """`call(method, args=...)`: of `TransferredWeights`, on all ranks.
+        """Take an offer. `call(method, args=...)` calls a method of `TransferredWeights` on all ranks.
 
         Raises TransferFailed while the model is whole, HalfTaken afterwards.
         """
-        whole = self._route == "gloo"  # until everything is there; it also keeps its deadline itself
+        whole = self._route == "gloo"  # until everything is there; gloo also keeps its deadline by itself
         within_s = 0.0 if whole else offer.deadline_s
         if offer.communicator != self.communicator:
             join = joining(self._route, offer, meeting, ranks=self._ranks)
@@ -48,7 +49,7 @@ class OfferTaker:
         except TransferFailed as error:
             if whole:
                 raise
-            raise HalfTaken(f"a transfer by {self._route} broke off in the midst of the model ({error})") from None
+            raise HalfTaken(f"a transfer by {self._route} broke off in the middle of the model ({error})") from None
 
 
 def _check(failures: Sequence[str], what: str) -> None:
@@ -57,20 +58,20 @@ def _check(failures: Sequence[str], what: str) -> None:
 
 
 def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> None:
-    """Raises WeightsMismatch when a name, a type or a shape is not the engine's."""
+    """Raise WeightsMismatch if a name, a type or a shape is not the engine's."""
     ours = {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in expected.items()}
     theirs = {each.name: (each.dtype, list(each.shape)) for each in offered}
     other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if other:
         name = other[0]
         raise WeightsMismatch(
-            f"{len(other)} of {len(ours)} parameters are not those offered, as {name}: {theirs.get(name, 'none')} "
+            f"{len(other)} of {len(ours)} parameters differ from the offer, such as {name}: {theirs.get(name, 'none')} "
             f"offered, the engine's model has {ours.get(name, 'none')}; is policy.model the one that is trained?"
         )
 
 
 def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: int) -> dict[str, Any]:
-    """`init_info` of the route's engine: the trainer is rank 0, the engine's `ranks` follow."""
+    """Return the `init_info` for the route. The trainer is rank 0, and the engine's `ranks` follow."""
     if route == "ipc":
         return {"packed": True}
     if route == "nccl":
@@ -89,7 +90,7 @@ def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: 
 
 
 def announcing(offer: TransferOffer) -> dict[str, Any]:
-    """`update_info`: what comes, in its order."""
+    """Return the `update_info`, which lists what will arrive, in order."""
     announced: dict[str, Any] = {
         "names": [each.name for each in offer.parameters],
         "dtype_names": [each.dtype for each in offer.parameters],

@@ -1,7 +1,7 @@
-"""Reads what vLLM sampled, of finished requests and of those under way. Must never change anything in vLLM: the one
-place that knows how version 0.32 keeps what is under way, for which it has no call.
+"""Reads what vLLM sampled, for finished and unfinished requests. It changes nothing in vLLM.
 
-To have the outputs of each step handed over instead would cost every token what a note costs now and then.
+Only this module knows how version 0.32 keeps unfinished requests, for which it has no call. Having the outputs of each
+step handed over instead would cost for every token what a note costs now and then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from services.rollout.engine import Generation
 
 
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
-    """Of vLLM's CompletionOutput that is finished. `began`: how many swaps there had been when the block began;
-    `spans`: whether there were more since, so that each token has to be asked for its own."""
+    """Return the generation for a finished CompletionOutput of vLLM.
+
+    `began` is the number of swaps when the block began. `spans` says whether there were more since, so that each
+    token's own number has to be read.
+    """
     found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, found, began, _reason(output))
 
@@ -25,16 +28,15 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
 def under_way(
     processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
 ) -> list[list[Generation]]:
-    """What the requests in `names` have so far, `samples` each, with finish_reason "" where one goes on.
+    """Return what the requests in `names` have so far, `samples` each. Unfinished ones have finish_reason "".
 
-    `processor`: the engine's output processor; `finished`: RequestOutput by name, of those that it has let go of;
-    `began`: how many swaps there had been when the block began; `proved`: tokens of weights that came after so many
-    swaps are left out.
+    `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has let go.
+    `began` is the number of swaps when the block began. Tokens sampled after more than `proved` swaps are left out.
     """
     found: dict[tuple[str, int], Generation] = {}
     ended = [(name, each) for name, output in finished.items() for each in output.outputs]
     ended += [
-        (parent.external_req_id, each)  # None: goes on
+        (parent.external_req_id, each)  # None: unfinished
         for parent in processor.parent_requests.values()
         for each in parent.output_aggregator
         if each is not None
@@ -45,7 +47,7 @@ def under_way(
     for state in processor.request_states.values():
         token_ids = state.detokenizer.output_token_ids
         starts = state.weight_version_starts
-        ends = [start for _, start in starts[1:]] + [len(token_ids)]  # nothing sampled yet: one more than starts
+        ends = [start for _, start in starts[1:]] + [len(token_ids)]  # one more than starts if nothing was sampled yet
         spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
         found[state.external_req_id, state.request_index] = _made(token_ids, logprobs, spans, began, "", proved)
@@ -64,7 +66,7 @@ def _made(
     finish_reason: str,
     proved: int | None = None,
 ) -> Generation:
-    """`spans`: (swaps before, tokens) in order; none: as many as when the block began."""
+    """Make a generation. `spans` are (swaps before, tokens) in order; without any, all tokens have `began`."""
     count = len(token_ids)
     of_token: Array = np.full(count, began, np.int32)
     if spans:

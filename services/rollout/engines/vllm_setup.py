@@ -1,4 +1,4 @@
-"""How a process becomes one of vLLM: its environment, and EngineArgs from a topology. Must never start an engine."""
+"""Prepares a process for vLLM: its environment, and EngineArgs from a topology. It starts no engine."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from shared.rpc.errors import RpcError
 
 InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
-"""Key/value memory on a CPU, where vLLM would take a share of the machine; `kv_cache_memory_bytes` overrides it."""
+"""Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a share of the machine."""
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
-"""In its place where weights are sent."""
+"""The extension to use instead if weights are sent."""
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor-parallel ranks: this process has threads, which a fork loses
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks: this process has threads, which a fork loses
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` binds everything to one core
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # torch.distributed listens even for one worker: never on more than this machine's loopback.
+    # torch.distributed listens even for one worker, so restrict it to this machine's loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-# What this engine decides, and where a user decides it instead.
+# Fields that this engine sets, and the topology key by which a user sets them instead.
 _OURS = {
     "model": "policy.model",
     "tokenizer": "policy.model",
@@ -51,23 +51,23 @@ _OURS = {
 
 
 def prepare_process(threads: int) -> None:
-    """vLLM reads these when it is imported; this process is the engine's, so they are nobody else's."""
+    """Set the variables that vLLM reads on import. The process is the engine's, so nothing else is affected."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for tensor-parallel ranks, which are processes of their own
-    # vLLM compiles some helpers even in eager mode: 30 s in the first generate on a CPU, for nothing.
+    # vLLM compiles some helpers even in eager mode. On a CPU this takes 30 s in the first generate, for no gain.
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Before the engine, which forbids it afterwards. OpenMP's count belongs to the thread that sets it.
+        # The engine forbids this later. OpenMP's count belongs to the thread that sets it.
         torch.set_num_threads(threads)
 
 
 def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> dict[str, Any]:
-    """EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for a name that is not the user's."""
+    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for names that users cannot set."""
     for name in given:
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:
-            instead = f"; set {_OURS[name]}" if _OURS[name] else ", it decides what log-probs and weights mean"
+            instead = f"; set {_OURS[name]}" if _OURS[name] else " because it decides what log-probs and weights mean"
             raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: not to be set here{instead}")
         if name not in known:
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)

@@ -1,7 +1,8 @@
-"""vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, the engine of that API for CPUs. Must
-never be imported outside a vLLM worker, nor start to replace weights before all of them are there (gloo).
+"""vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, the engine of that API for CPUs.
 
-vLLM finds `TransferredWeights` by its name (`worker_extension_cls`); importing it registers `gloo` beside vLLM's own
+Only vLLM workers import this module. With gloo, weights are replaced only when all of them are there.
+
+vLLM finds `TransferredWeights` by its name (`worker_extension_cls`). Importing it registers `gloo` beside vLLM's own
 `nccl` and `ipc`.
 """
 
@@ -31,12 +32,12 @@ from shared.transfer.table import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0
-"""vLLM gives NCCL 5 s for an abort."""
+"""Maximum seconds for an abort, for which vLLM gives NCCL 5 s."""
 
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources are not read by mypy
-    """Where `world_size` ranks meet: the trainer as rank 0, this engine's from `rank_offset` on."""
+    """The place where `world_size` ranks meet: the trainer as rank 0, and this engine's from `rank_offset` on."""
 
     meeting: str
     rank_offset: int
@@ -46,7 +47,7 @@ class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources 
 
 @dataclass
 class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What is broadcast, in this order."""
+    """The tensors that are broadcast, in this order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -54,7 +55,7 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Broadcast into host memory; loaded, by vLLM's reload, once everything is there."""
+    """Receives a broadcast in host memory, and loads it by vLLM's reload once everything is there."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
@@ -62,7 +63,7 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     _arrived: dict[str, Tensor] | None = None
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
-        """Raises TransferLost."""
+        """Join the group. Raises TransferLost."""
         self._group = None
         rank = self.parallel_config.rank + init_info.rank_offset
         meeting = Path(init_info.meeting)
@@ -72,11 +73,11 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._arrived = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's, which then waits for an accelerator that is not there."""
+        """Receive weights as vLLM's method does, but without waiting for an accelerator, which is not there."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
-        """Raises TransferLost: the model is as it was."""
+        """Receive all tensors. Raises TransferLost, which leaves the model unchanged."""
         if self._group is None:
             raise RuntimeError("gloo weight transfer: no group was joined")
         rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
@@ -105,8 +106,10 @@ WeightTransferEngineFactory.register_engine(GLOO, GlooTransferEngine)
 
 
 class TransferredWeights(PolicyWeights):
-    """`PolicyWeights` of a worker that weights are sent to. The methods return what went wrong, "" for nothing: when a
-    rank raises, vLLM 0.32 leaves the other ranks' answers in their queues, and takes them for those of its next call.
+    """The `PolicyWeights` of a worker to which weights are sent.
+
+    The methods return what went wrong, or "" if nothing did: when a rank raises, vLLM 0.32 leaves the other ranks'
+    answers in their queues and takes them for those of its next call.
     """
 
     weight_transfer_engine: Any
@@ -117,7 +120,7 @@ class TransferredWeights(PolicyWeights):
     finish_weight_update: Any
 
     def join_transfer(self, init_info: dict[str, Any], within_s: float) -> str:
-        """Leave the communicator that was joined before, and join this one."""
+        """Leave the previous communicator and join this one."""
 
         def join() -> None:
             self.shutdown_weight_transfer_engine()
@@ -126,7 +129,7 @@ class TransferredWeights(PolicyWeights):
         return self._bounded(join, within_s)
 
     def receive_transfer(self, update_info: dict[str, Any], within_s: float) -> str:
-        """All that is sent; with gloo the model is as it was until `finish_transfer`."""
+        """Receive all that is sent. With gloo the model stays as it was until `finish_transfer`."""
 
         def receive() -> None:
             with self._policy_traced(self._new_trace()):
@@ -136,7 +139,7 @@ class TransferredWeights(PolicyWeights):
         return self._bounded(receive, within_s)
 
     def finish_transfer(self) -> str:
-        """The model is whole again."""
+        """Load what was received, which makes the model whole again."""
 
         def finish() -> None:
             with self._policy_traced(self._policy_trace or self._new_trace()):
@@ -145,9 +148,9 @@ class TransferredWeights(PolicyWeights):
         return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
-        """`work`, whose communicator is aborted after `within_s` (0: it ends by itself), which ends it.
+        """Run `work`, and abort its communicator after `within_s` seconds (0: it ends by itself), which ends it.
 
-        A process that cannot be freed, because NCCL has not made the communicator yet, ends: it is started again.
+        If the process cannot be freed, because NCCL has not made the communicator yet, it exits and is started again.
         """
         if not within_s:
             return _failure(work)
@@ -165,7 +168,7 @@ class TransferredWeights(PolicyWeights):
                 timer.cancel()
 
     def shutdown_weight_transfer_engine_now(self) -> None:
-        """Also in the midst of an update, which vLLM's own method refuses."""
+        """Shut the transfer engine down, even in the middle of an update, where vLLM's own method refuses."""
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
 

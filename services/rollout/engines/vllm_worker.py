@@ -1,5 +1,6 @@
-"""What rlbus runs inside a vLLM worker: it replaces the model's weights, gives memory back on a CPU, and tidies up.
-Must never import vLLM itself, nor trust a reload.
+"""The code that rlbus runs in a vLLM worker: it replaces the model's weights, releases memory on a CPU and tidies up.
+
+It does not import vLLM itself. A reload counts only with its proof.
 
 vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
 """
@@ -21,17 +22,18 @@ _SHARED_MEMORY = "/dev/shm/vllm_dist_"
 
 
 class PolicyWeights:
-    """A worker's methods for weight updates. Names must not be among those of vLLM's own worker."""
+    """A worker's methods for weight updates. Their names must differ from those of vLLM's own worker."""
 
     model_runner: Any
     reload_weights: Any
     _policy_mark = ""
     _policy_trace: LoadTrace | None = None
-    """Of the last load."""
+    """The trace of the last load."""
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
-        """Load `weights` (by Hugging Face name, tied ones once) over the live model; returns the heads rebuilt.
+        """Load `weights` (by Hugging Face name, tied ones once) over the live model. Return the number of rebuilt
+        heads.
 
         Keeps none of the tensors. `policy_proof` says whether everything arrived.
         """
@@ -40,42 +42,42 @@ class PolicyWeights:
             return rebuild_tied_heads(model)
 
     def read_policy_weights(self, path: str, mark: str = "") -> int:
-        """As `set_policy_weights`, from a safetensors file: this rank maps it and takes its part of each parameter."""
+        """Do the same from a safetensors file. This rank maps it and takes its part of each parameter."""
         self._policy_mark = ""
         with safe_open(path, framework="pt") as file, self._policy_traced(self._new_trace()) as model:
-            names = file.keys()  # it is no mapping: going through the file itself fails
+            names = file.keys()  # the file is not a mapping and cannot be iterated over
             self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
             rebuilt = rebuild_tied_heads(model)
         self._policy_mark = mark
         return rebuilt
 
     def policy_proof(self) -> dict[str, list[Any]]:
-        """What this rank's model holds since the last load (`Proof.plain`)."""
+        """Return what this rank's model holds since the last load (`Proof.plain`)."""
         if self._policy_trace is None:
             return {"parts": [], "faults": ["no load was followed"]}
         return self._policy_trace.proof(self.model_runner.get_model()).plain()
 
     def _new_trace(self) -> LoadTrace:
-        """The first load, which is the drill's, also shows that packing keeps every weight."""
+        """Return a new trace. That of the first load, the drill's, also shows that packing keeps every weight."""
         return LoadTrace(read_back=self._policy_trace is None)
 
     @contextmanager
     def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
-        """A load, or the next piece of one, that `trace` follows; the model that is loaded."""
+        """Follow a load, or the next piece of one, with `trace`. Yields the model that is loaded."""
         model = self.model_runner.get_model()
         self._policy_trace = trace
         with trace.over(model):
             yield model
 
     def policy_mark(self) -> str:
-        """What the weights that are loaded were marked with; empty once this process is another."""
+        """Return the mark of the loaded weights. It is empty once this process has been replaced."""
         return self._policy_mark
 
     def leave_host_memory(self) -> int:
-        """Give back on a CPU what a sleep of level 2 gives back on a GPU: weights, keys and values.
+        """Release on a CPU what a sleep of level 2 releases on a GPU: weights, keys and values.
 
-        vLLM 0.32 ignores `sleep` there. Tensors keep their identity; buffers stay, no checkpoint brings them back.
-        Returns bytes; what oneDNN packed for itself comes on top.
+        vLLM 0.32 ignores `sleep` there. Tensors keep their identity. Buffers stay, because no checkpoint brings them
+        back. Returns the number of released bytes, without those that oneDNN packed for itself.
         """
         model = self.model_runner.get_model()
         for module in model.modules():
@@ -86,17 +88,17 @@ class PolicyWeights:
         return sum(nbytes for parts in self._asleep.values() for _, nbytes in parts)
 
     def take_host_memory(self, parts: list[str]) -> None:
-        """Memory again for `parts` (`weights`, `kv_cache`), with zeros: weights must be loaded before anything runs."""
+        """Allocate zeroed memory for `parts` (`weights`, `kv_cache`). Weights must be loaded before anything runs."""
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                # zeros: whatever lay there may read as NaN, and a masked NaN is one still
+                # Zeros, because other contents may read as NaN, and a masked NaN still is one.
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:
-        """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it; returns them.
+        """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it, and return them.
 
-        vLLM 0.32 removes them when a rank ends by itself: one that is killed leaves 8 MiB behind for good.
+        vLLM 0.32 removes them when a rank ends by itself. A rank that is killed would leave 8 MiB behind for good.
         """
         lines = Path("/proc/self/maps").read_text().splitlines()
         names = sorted({line.partition(_SHARED_MEMORY)[2] for line in lines if _SHARED_MEMORY in line})
@@ -106,7 +108,7 @@ class PolicyWeights:
 
 
 def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
-    """The storages of `tensors` and their sizes, which are 0 from then on."""
+    """Reduce the storages of `tensors` to size 0. Return them with their previous sizes."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
     found = [(each, each.nbytes()) for each in storages.values()]
     for storage, _ in found:
@@ -115,13 +117,13 @@ def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:
-    """Pack again what output heads computed from an embedding they share; returns how many.
+    """Pack again what output heads computed from an embedding that they share. Return the number of heads.
 
     vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter was
-    loaded *into that layer*: a tied head never is, goes on with the old packed weights, and nothing fails. Where
-    nothing is packed (GPUs) this changes nothing.
+    loaded *into that layer*. A tied head never gets one, so it continues with the old packed weights, without an error.
+    Where nothing is packed (GPUs) this changes nothing.
     """
-    # The head stands after the embedding in every model: the first owner of a weight is the one that was loaded.
+    # The head comes after the embedding in every model, so the first owner of a weight is the one that was loaded.
     owners: dict[tuple[int, tuple[int, ...]], nn.Module] = {}
     rebuilt = 0
     for module in model.modules():

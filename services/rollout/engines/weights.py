@@ -1,4 +1,4 @@
-"""What an engine checks of weights that it is given, and how processes of its own come to them. Never loads any."""
+"""Checks weights that an engine is given, and hands them to processes of its own. Loads none."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from services.rollout.engines.load_trace import Part, Proof
 from shared.tensors_torch import to_torch
 
 Expected = dict[str, tuple[torch.dtype, torch.Size]]
-"""Type and shape of every weight by name, a tied one once under its first name."""
-_NAMED = 4  # so many names in an error
+"""Type and shape of every weight by name. A tied weight occurs once, under its first name."""
+_NAMED = 4  # maximum number of names in an error
 _ALIGNMENT = 8
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -31,7 +31,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def expected_weights(path: Path, dtype: str) -> Expected:
-    """The weights of a model directory in `dtype`; allocates none."""
+    """Return the weights of a model directory in `dtype`, without allocating any."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -49,9 +49,9 @@ def expected_weights(path: Path, dtype: str) -> Expected:
 
 
 def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tensor]:
-    """`weights` as tensors of the same memory, in the order of `expected`.
+    """Return `weights` as tensors on the same memory, in the order of `expected`.
 
-    Raises WeightsMismatch when a name, a type or a shape is another.
+    Raises WeightsMismatch if a name, a type or a shape differs.
     """
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected)
     if missing or unexpected:
@@ -70,9 +70,10 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
 
 
 def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
-    """Refuse an engine whose ranks do not hold `digests`, by name, of the weights `expected`: each wholly, each bit.
+    """Check that an engine's ranks hold `digests`, by name, of all of the weights `expected`, to the bit.
 
-    Ranks may hold the same part (replicated heads, a tied head): then all hold the same. Raises WeightsMismatch.
+    Ranks may hold the same part (replicated heads, a tied head), but then its contents must be equal. Raises
+    WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
     held: dict[str, dict[Part, int]] = {name: {} for name in expected}
@@ -93,9 +94,9 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 
 @contextmanager
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """`tensors` as a safetensors file in memory, for processes of this user on this machine; yields its path.
+    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine. Yields its path.
 
-    It has no name in any folder: it is gone with this process, however that ends, and with the last mapping of it.
+    The file has no name in any folder: it is gone with this process, however that ends, and with its last mapping.
     """
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
         _write_safetensors(file, tensors)
@@ -104,7 +105,7 @@ def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 @contextmanager
 def folder_file(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[str]:
-    """As `memory_file`, in a folder that another machine or user sees too; removed in the end, but not by a kill."""
+    """Write the file to a folder that another machine or user can read. A kill leaves it behind."""
     with tempfile.NamedTemporaryFile(prefix="policy-", suffix=".safetensors", dir=folder) as file:
         os.fchmod(file.fileno(), 0o644)
         _write_safetensors(file, tensors)
@@ -127,6 +128,6 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 def shown(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(names[:_NAMED]) or "none") + rest
