@@ -364,7 +364,7 @@ class Supervisor:
         return DEFERRED
 
     def _on_stop(self, _: StopRun, call: Call) -> Ack:
-        # the answer must leave before the mailbox does
+        # deferred, so that the answer is sent before the mailbox closes
         self._loop.call_soon(self.stop, "stopped by the operator")
         return Ack()
 
