@@ -238,7 +238,7 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
         print(f"model      {run.export}")
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
     else:
-        print(f"go on      python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
+        print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
 
 
 def _newest_checkpoint(run: RunDir) -> int:

@@ -83,10 +83,10 @@ def restart(
     """Stop one service, or one instance of it, and start it again."""
     run, before = context.obj
     with _one_line_errors():
-        keys = select(name, _known(run))
+        keys = select(name, _known_keys(run))
         service, instance = parse_service_name(name)
-        _ask(run, RestartService(service=service, instance=instance))
-    _say({"restarting": [service_name(*key) for key in keys]}, as_json=as_json or before)
+        _send(run, RestartService(service=service, instance=instance))
+    _print_facts({"restarting": [service_name(*key) for key in keys]}, as_json=as_json or before)
 
 
 @app.command()
@@ -94,8 +94,8 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
     """Drain everything and end the run. --resume continues it."""
     run, before = context.obj
     with _one_line_errors():
-        _ask(run, StopRun())
-    _say({"stopping": run.name}, as_json=as_json or before)
+        _send(run, StopRun())
+    _print_facts({"stopping": run.name}, as_json=as_json or before)
 
 
 @app.command()
@@ -140,8 +140,8 @@ def logs(
     run, before = context.obj
     raw = as_json or before
     with _one_line_errors():
-        here = [*_known(run), (SUPERVISOR, 0)]
-        keys = select(name, [*here, *_registered(run)])
+        here = [*_known_keys(run), (SUPERVISOR, 0)]
+        keys = select(name, [*here, *_registered_keys(run)])
         if isinstance(run, Access) or not set(keys) <= set(here):
             _print_remote_logs(run, keys, lines, follow=follow, raw=raw)
             return
@@ -179,14 +179,14 @@ def _print_remote_logs(run: Run, keys: list[Key], lines: int, *, follow: bool, r
             time.sleep(REMOTE_FOLLOW_S)
 
 
-def _known(run: Run) -> list[Key]:
+def _known_keys(run: Run) -> list[Key]:
     if isinstance(run, Access):
         state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
 
 
-def _registered(run: Run) -> list[Key]:
+def _registered_keys(run: Run) -> list[Key]:
     """Return all registered processes, also on hosts that have joined; none while the scheduler is away."""
     try:
         status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
@@ -204,11 +204,11 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _ask(run: Run, request: RestartService | StopRun) -> None:
+def _send(run: Run, request: RestartService | StopRun) -> None:
     asyncio.run(with_client(run, SUPERVISOR, request, Ack))
 
 
-def _say(facts: dict[str, Any], *, as_json: bool) -> None:
+def _print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return

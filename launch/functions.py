@@ -39,20 +39,20 @@ _REMEDY = {
 def problems(topology: Topology) -> Iterator[str]:
     """Yield one line for every function that no run could use, with its key, its path, the reason and the remedy."""
     others: list[Wanted] = []
-    for wanted in _named(topology):
+    for wanted in _named_functions(topology):
         missing = _missing_module(wanted)
         if missing:
             yield missing
         elif _is_ours(wanted):
-            yield from _lines(wanted, problem(wanted))
+            yield from _error_lines(wanted, problem(wanted))
         else:
             others.append(wanted)
     if others:
-        for wanted, why in zip(others, _asked(others), strict=True):
-            yield from _lines(wanted, why)
+        for wanted, why in zip(others, _check_in_process(others), strict=True):
+            yield from _error_lines(wanted, why)
 
 
-def _named(topology: Topology) -> Iterator[Wanted]:
+def _named_functions(topology: Topology) -> Iterator[Wanted]:
     reward, workflow, algorithm = topology.reward, topology.workflow, topology.algorithm
     for index, term in enumerate(reward.terms):
         key = "reward.function" if reward.function is not None else f"reward.functions[{index}].function"
@@ -85,12 +85,12 @@ def _is_ours(wanted: Wanted) -> bool:
         return True
 
 
-def _lines(wanted: Wanted, why: str) -> Iterator[str]:
+def _error_lines(wanted: Wanted, why: str) -> Iterator[str]:
     if why:
         yield f"{wanted.key}: {why}; {_REMEDY[wanted.kind].format(key=wanted.key)}"
 
 
-def _asked(functions: Sequence[Wanted]) -> list[str]:
+def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
     """Check `functions` in a separate process and return why each cannot be used; empty if it can."""
     ours, theirs = socket.socketpair()
     try:

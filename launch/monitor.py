@@ -66,7 +66,7 @@ def main(
 async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
     loop = asyncio.get_running_loop()
     if isinstance(run, Access):
-        await _let_in(run)
+        await _check_access(run)
     lost = False
 
     def ended() -> bool:
@@ -88,7 +88,7 @@ async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Cor
         raise RpcError(ErrorCode.DEADLINE, text)
 
 
-async def _let_in(run: Access) -> None:
+async def _check_access(run: Access) -> None:
     """Raise a one-line RpcError for an access that is refused, because the stream would merely stay silent."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:

@@ -78,17 +78,17 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
         text = f"{path}: cannot be a run directory ({error.strerror}); name another folder with --run-dir"
         raise RpcError(ErrorCode.BAD_REQUEST, text) from None
     shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if not _take(own):
-        raise _in_use(path, "another launcher")
+    if not _try_lock(own):
+        raise _in_use_error(path, "another launcher")
     until = time.monotonic() + LOCK_WAIT_S + save_limit_s
-    while not _take(shared):
+    while not _try_lock(shared):
         if time.monotonic() >= until:
-            raise _in_use(path, "services of a launcher that was killed")
+            raise _in_use_error(path, "services of a launcher that was killed")
         time.sleep(_POLL_S)
     return shared
 
 
-def _take(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Lock an open file or directory until this process and all that inherit the descriptor have ended."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def _take(descriptor: int) -> bool:
     return True
 
 
-def _in_use(path: Path, who: str) -> RpcError:
+def _in_use_error(path: Path, who: str) -> RpcError:
     return RpcError(ErrorCode.BUSY, f"run directory {path.absolute()}: in use by {who}; end that first")
 
 
@@ -117,7 +117,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
     begun = load(old.topology, check_supported=False).document()
     now = topology.document()
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
-    differ = [key for key in fixed if _at(begun, key) != _at(now, key)]
+    differ = [key for key in fixed if _value_at(begun, key) != _value_at(now, key)]
     if differ:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
@@ -129,7 +129,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
     return run
 
 
-def _at(document: dict[str, Any], key: str) -> Any:
+def _value_at(document: dict[str, Any], key: str) -> Any:
     value: Any = document
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Message)
 _GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
 
 
-def _not_there(run: Run) -> str:
+def _no_answer_text(run: Run) -> str:
     if not isinstance(run, RunDir):
         return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
     last = _last_row(run).get("step")
@@ -44,11 +44,11 @@ async def collect(run: Run) -> dict[str, Any]:
     Raises RpcError if neither of them answers.
     """
     seen, supervised = await asyncio.gather(
-        _try(run, "scheduler", GetStatus(), Status),
-        _try(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
+        _reply_or_none(run, "scheduler", GetStatus(), Status),
+        _reply_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
     )
     if seen is None and supervised is None:
-        raise RpcError(ErrorCode.DEADLINE, _not_there(run))
+        raise RpcError(ErrorCode.DEADLINE, _no_answer_text(run))
     last = _last_row(run) if isinstance(run, RunDir) else {}
     return {
         "run": run.name,
@@ -69,7 +69,7 @@ async def collect(run: Run) -> dict[str, Any]:
     }
 
 
-async def _try(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
+async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
     try:
         return await with_client(run, service, request, reply)
     except RpcError as error:

@@ -364,7 +364,7 @@ class Supervisor:
         return DEFERRED
 
     def _on_stop(self, _: StopRun, call: Call) -> Ack:
-        # the answer must leave before the mailbox does
+        # deferred, so that the answer is sent before the mailbox closes
         self._loop.call_soon(self.stop, "stopped by the operator")
         return Ack()
 
@@ -389,7 +389,7 @@ class Supervisor:
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
-        if key not in self.state.processes and key != (SUPERVISOR, 0):  # a name from another host is no path here
+        if key not in self.state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
             ring = self._door.keys if self._door is not None else None
             return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
         lines, position = page(self._run.log_file(*key), request.lines, request.position)

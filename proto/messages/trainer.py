@@ -234,8 +234,8 @@ class Meet(Request, frozen=True, kw_only=True):
     """A rank tells rank 0 that it is ready for collective `round` of group `generation`. Deferred until all are.
 
     Round "join" of generation 0 forms the group, and the answer names its generation. Round "end" is deferred until the
-    group has ended (error lost). `failure` is the reason why this rank cannot go on. It may follow an earlier `Meet` of
-    the same round.
+    group has ended (error lost). `failure` is the reason why this rank cannot continue. It may follow an earlier `Meet`
+    of the same round.
     """
 
     REPLY: ClassVar[type[Message]] = Met

@@ -46,7 +46,7 @@ def _cpu() -> str:
     return "cpu"
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing: without a device there is nothing to wait for."""
 
 
@@ -58,8 +58,8 @@ def megatron_device() -> Iterator[None]:
         return
     with (
         patch.object(torch.cuda, "current_device", _cpu),
-        patch.object(torch.cuda, "synchronize", _nothing),
-        patch.object(torch.cuda, "empty_cache", _nothing),
+        patch.object(torch.cuda, "synchronize", _do_nothing),
+        patch.object(torch.cuda, "empty_cache", _do_nothing),
         _CpuForCuda(),
     ):
         yield

@@ -58,10 +58,12 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dt
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    save_torch_state_dict({name: _alone(each) for name, each in weights.items()}, folder, metadata={"format": "pt"})
+    save_torch_state_dict(
+        {name: _with_own_storage(each) for name, each in weights.items()}, folder, metadata={"format": "pt"}
+    )
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor, contiguous, in a storage that holds nothing else."""
     whole = tensor.contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

@@ -158,13 +158,13 @@ class Pieces:
     def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy) -> Packed:
         device, ranks = torch.device(self._device), self.groups.context
         if ranks is None:
-            batch = self._even(batch)
+            batch = self._pad_nodes(batch)
             return Packed(batch, attention.to_trees(batch, device), temperature, entropy)
         cut = context.cut(batch, ranks.rank, ranks.size)
-        cut = replace(cut, batch=self._even(cut.batch))
+        cut = replace(cut, batch=self._pad_nodes(cut.batch))
         return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
 
-    def _even(self, batch: tree.MicroBatch) -> tree.MicroBatch:
+    def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
         """Pad to a number of nodes that sequence-parallel ranks can share. Nothing uses the added nodes."""
         odd = len(batch.token_ids) % self.place.layout.tp
         if not odd or not self.model.config.sequence_parallel:

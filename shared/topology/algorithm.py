@@ -116,7 +116,7 @@ class KL(Section):
 
 class FilterZeroVariance(Section):
     max_refill: int = Field(
-        default=3, ge=1, description="replaces at most this many times tasks_per_step filtered tasks a step, 1 or more"
+        default=3, ge=1, description="maximum replaced tasks per step, as a multiple of tasks_per_step, 1 or more"
     )
 
 

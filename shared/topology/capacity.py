@@ -47,12 +47,12 @@ def token_bytes(topology: Topology) -> dict[str, int]:
 def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the bytes of all keys of one training task whose samples all have the maximum length."""
     keys = token_bytes(topology)
-    tokens = _longest(topology, max_prompt_tokens)
+    tokens = _max_sample_tokens(topology, max_prompt_tokens)
     data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
     return data + overhead_bytes(topology)
 
 
-def _longest(topology: Topology, max_prompt_tokens: int) -> int:
+def _max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the maximum number of tokens of a sample."""
     if topology.workflow is not None:
         return topology.workflow.max_tokens
@@ -69,7 +69,7 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the extra bytes of a replayed step: its proximal log-probs again, until the first copy is collected."""
     if not topology.needs_proximal:
         return 0
-    data = topology.algorithm.group_size * (_longest(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
+    data = topology.algorithm.group_size * (_max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
     return topology.algorithm.tasks_per_step * (data + _PUT_BYTES + 12 + _NAME_BYTES + _SHARD_BYTES)
 
 

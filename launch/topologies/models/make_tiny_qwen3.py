@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # another thread count adds in another order and gives other bits
+    torch.set_num_threads(1)  # a different thread count changes the order of additions and thus the bits
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
