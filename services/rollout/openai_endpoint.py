@@ -264,7 +264,7 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise HTTPException(400, "top_logprobs: only the sampled token's log-prob is known")
     if asked.get("logit_bias"):
         raise HTTPException(400, "logit_bias would change the distribution that the log-probs describe")
-    if (asked.get("response_format") or {}).get("type", "text") != "text":
+    if asked.get("response_format") not in (None, {}, {"type": "text"}):
         raise HTTPException(
             400, "response_format: only text, since a grammar would change the distribution of the log-probs"
         )

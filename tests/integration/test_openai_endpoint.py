@@ -18,6 +18,7 @@ AGENTS = "tests.integration.agents"
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"n": 0}, "n is 0, must be a whole number from 1 to 128", None),
     ({"response_format": {"type": "json_object"}}, "response_format", None),
+    ({"response_format": "json"}, "response_format", None),
     ({"logit_bias": {"5": 100}}, "logit_bias", None),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", None),
     ({"max_tokens": 0}, "max_tokens is 0", None),
