@@ -53,7 +53,7 @@ class Accepting(Freshness):
             problem = self._problem(slot, stage, lease, result)
             if problem is None and stage > 0 and request.scalars and result.samples != self.tasks.samples[slot]:
                 samples = self.tasks.samples[slot]
-                problem = ErrorCode.CONFLICT, f"{result.task_id}: scalars of {result.samples} samples, it has {samples}"
+                problem = ErrorCode.CONFLICT, f"{result.task_id}: scalars of {result.samples} samples, not {samples}"
             if problem is not None:
                 refused.append(Refusal(result.task_id, result.fence, *problem))
             elif lease is not None and not self.tasks.done[slot] >> stage & 1:
@@ -95,7 +95,7 @@ class Accepting(Freshness):
                 *((count, 16) for count in each.lost.values()),
             )
             if any(not 0 <= number < 1 << bits for number, bits in numbers):
-                raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number of its result is out of range")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
         layout = scalars.layout_of(request.scalars)
         if len(self.layouts) >= MOST_LAYOUTS and layout not in self.layouts:
             text = f"scalars {', '.join(request.scalars)[:200]}: {MOST_LAYOUTS} different sets are the limit of a run"
@@ -120,9 +120,9 @@ class Accepting(Freshness):
             return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
         fence = self.tasks.fence[slot]
         if result.fence < fence:
-            return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it stands at {fence}"
+            return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {fence}"
         if result.fence > fence:
-            return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it stands at {fence}"
+            return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it is now {fence}"
         if self.tasks.done[slot] >> stage & 1:
             if result.outcome == Outcome.DONE and self.tasks.hash[stage][slot] == result.content_hash:
                 return None

@@ -104,7 +104,7 @@ class DeviceTurns:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{name} shares no devices (placement.colocate)")
         member = self._members.get(holder)
         if member is None or member.incarnation != request.incarnation:
-            raise RpcError(ErrorCode.LOST, f"{name}: this life of it is not registered; register first")
+            raise RpcError(ErrorCode.LOST, f"{name}: this life is not registered; register first")
         if request.number < member.number:
             raise RpcError(ErrorCode.CONFLICT, f"{name}: report {request.number} came after {member.number}")
         holds, using, wants = frozenset(request.holds), frozenset(request.using), frozenset(request.wants)

@@ -39,7 +39,7 @@ class Freshness(Granting):
         raise RpcError(
             ErrorCode.BAD_DATA,
             f"step {self.batched_step + 1}: {self.dropped_in_a_row} tasks in a row were dropped, the last was "
-            f"{self.last_drop}; mend the reward function, the workflow or the data, then resume",
+            f"{self.last_drop}; fix the reward function, the workflow or the data, then resume",
         )
 
     def take(self) -> list[int]:
