@@ -189,8 +189,8 @@ class Accepting(Freshness):
     def _filters(self, request: Complete) -> bool:
         """Return whether the filter of this step has room for all tasks of the request whose rewards are equal.
 
-        It drops all of them or none: they share a file, which a store frees with its last task, and bytes that were
-        kept because of some of them would not be counted.
+        The filter drops all of them or none: they share a file, which a store frees with its last task, so bytes of
+        dropped tasks that remain in it would not be counted.
         """
         rewards = request.scalars.get("reward")
         if rewards is None or self.filtered >= self.plan.filter_limit:

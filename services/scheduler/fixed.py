@@ -17,7 +17,7 @@ from shared.rpc.errors import RpcError
 
 
 class Fixed(Ledger):
-    """The ledger with the changes of `run.deterministic`. Without it every method calls the one of `Ledger`."""
+    """The ledger with the changes of `run.deterministic`. Without it every method is that of `Ledger`."""
 
     def _step_of(self, admission: int) -> int:
         if not self.plan.deterministic:
@@ -82,7 +82,7 @@ class Fixed(Ledger):
                 self._again(other)
 
     def _check_whole(self) -> None:
-        """Raises RpcError(bad_request) if the run can no longer give the bits of an undisturbed run."""
+        """Raises RpcError(bad_request) if the run can no longer produce the bits of an undisturbed run."""
         if self.broken:
             raise RpcError(ErrorCode.BAD_REQUEST, self.broken)
 

@@ -75,7 +75,7 @@ class Freshness(Granting):
                 self.window.mark_ready(admission)
 
     def _oldest_version(self, slot: int) -> int:
-        """Return the oldest version of the task's tokens. Without `version_min` it is too old for any step."""
+        """Return the oldest version of the task's tokens. A result without `version_min` is too old for any step."""
         versions = self._versions(slot, "version_min")
         return int(versions.min()) if len(versions) else -1 - self.plan.staleness
 

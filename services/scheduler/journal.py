@@ -116,7 +116,7 @@ class Journal:
             kept = self._snapshot_seq()
             self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
-            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # of an unfinished snapshot
+            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # parts of an unfinished snapshot
         except sqlite3.Error as error:
             raise self._broken(str(error)) from None
         if meta.get("format") != FORMAT:

@@ -237,7 +237,7 @@ class Ledger(Stores):
         """Admit training tasks up to `Plan.max_live`, while there is room for all the bytes they may need.
 
         The tasks of the next step are admitted even without room, because a run that waited for room that only its own
-        steps free would stand still. One event admits at most `ADMITTED_AT_ONCE` tasks or those of a step.
+        steps free would stand still. One event admits at most `ADMITTED_AT_ONCE` tasks, or those of a step if more.
         """
         left = (self.config.steps - self.batched_step) * self.plan.tasks_per_step
         bound = min(self.plan.max_live - self._open_batch_tasks(), left)

@@ -1,7 +1,7 @@
 """Per-sample values of a task (reward, length, ...) packed into bytes, and flattened into arrays for the driver.
 
 The values of a task are one bit per column, followed by the columns. A bit of 1 means that all samples have the same
-value, which is stored once: versions and truncation rarely differ within a task, and a million tasks must fit in
+value, which is stored once. Versions and truncation rarely differ within a task, and a million tasks must fit in
 memory. A layout that tasks share describes the columns. Per-token values are not stored here.
 """
 
@@ -42,8 +42,8 @@ def pack(scalars: dict[str, Array], first: int, samples: int) -> bytes:
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
     """Return arrays over all samples, given `(layout, samples, bytes)` of each task in order.
 
-    A column that some task lacks is left out, because it does not describe the whole batch. The exception are float
-    columns with a slash in their name (`NAMED`), which may have gaps: missing values are NaN.
+    A column that some task lacks is left out, because it does not describe the whole batch. Float
+    columns with a slash in their name (`NAMED`) are always kept, with NaN for missing values.
     """
     used = list(dict.fromkeys(layouts[layout] for layout, _, _ in packed))
     names = [column for column in used[0] if all(column in layout for layout in used)] if packed else []

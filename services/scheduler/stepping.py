@@ -68,7 +68,7 @@ class Stepping(Freshness):
         """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
 
         Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
-        where the steps give the same bits again. The caller begins a new lineage.
+        where the steps produce the same bits again. The caller begins a new lineage.
         """
         for later in [each for each in self.batches if each > step]:
             slots = self.batches.pop(later)

@@ -3,10 +3,10 @@
 Its unfinished tasks are sampled again under higher fences. If it held anything of a batched step or a version, the run
 returns to the newest checkpoint: steps after it cannot be replayed, so their tasks are reopened and trained again
 (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
-too, so no weight update is kept whose tasks are trained again (promise 2). A store that held nothing of a step takes no
-step back.
+too, so no weight update is kept whose tasks are trained again (promise 2). If the store held nothing of a batched
+step, no step is taken back.
 
-The permanent loss of a store of a joined host costs less. What it held of trained tasks matters only to a trainer that
+The permanent loss of a store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
 reloads, so a checkpoint is ordered and the run continues without waiting for the store.
 """
 
@@ -34,7 +34,7 @@ class StoreLoss(Stepping):
         every = [slot for slots in self.batches.values() for slot in slots]
         if self.plan.deterministic:
             every += [slot for _, slot in self.window.members()]
-        # The task table has neither versions nor what the trainer puts for a step.
+        # Weight versions and what the trainer puts for a step are not in the task table.
         if store == TRAINER_STORE or any(self._lies_in(slot, store) for slot in every):
             self.lose_store(store, "came back without its data")
             return
