@@ -1,4 +1,4 @@
-"""Completions: which results count and which are refused, and what follows for the task. Pure.
+"""Completions: decides which results are accepted or refused, and what happens to their tasks. Pure.
 
 A request is checked as a whole before anything changes.
 """
@@ -31,14 +31,14 @@ from services.scheduler.tasks import EVALUATION, TaskState
 from shared.rpc.errors import RpcError
 
 MOST_LAYOUTS = 1 << 16
-"""Sets of scalars of one run: a task names its own by a number of 16 bits."""
+"""Maximum number of distinct sets of scalars in a run. A task refers to its set by a number of 16 bits."""
 
 
 class Accepting(Freshness):
     """The verb `complete`."""
 
     def complete(self, request: Complete) -> list[Refusal]:
-        """Accept results; returns those that are refused."""
+        """Accept results and return the refused ones."""
         lease = self.leases.get(request.lease_id)
         if lease is not None and lease.incarnation != request.incarnation:
             lease = None
@@ -53,7 +53,7 @@ class Accepting(Freshness):
             problem = self._problem(slot, stage, lease, result)
             if problem is None and stage > 0 and request.scalars and result.samples != self.tasks.samples[slot]:
                 samples = self.tasks.samples[slot]
-                problem = ErrorCode.CONFLICT, f"{result.task_id}: scalars of {result.samples} samples, it has {samples}"
+                problem = ErrorCode.CONFLICT, f"{result.task_id}: scalars of {result.samples} samples, not {samples}"
             if problem is not None:
                 refused.append(Refusal(result.task_id, result.fence, *problem))
             elif lease is not None and not self.tasks.done[slot] >> stage & 1:
@@ -95,7 +95,7 @@ class Accepting(Freshness):
                 *((count, 16) for count in each.lost.values()),
             )
             if any(not 0 <= number < 1 << bits for number, bits in numbers):
-                raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number of its result is out of range")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
         layout = scalars.layout_of(request.scalars)
         if len(self.layouts) >= MOST_LAYOUTS and layout not in self.layouts:
             text = f"scalars {', '.join(request.scalars)[:200]}: {MOST_LAYOUTS} different sets are the limit of a run"
@@ -115,14 +115,14 @@ class Accepting(Freshness):
         return self.layouts.index(layout)
 
     def _problem(self, slot: int, stage: int, lease: Lease | None, result: TaskResult) -> tuple[str, str] | None:
-        """Why a result is refused: `(code, message)`, or None."""
+        """Return `(code, message)` if the result is refused, else None."""
         if slot == NO_SLOT:
             return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
         fence = self.tasks.fence[slot]
         if result.fence < fence:
-            return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it stands at {fence}"
+            return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {fence}"
         if result.fence > fence:
-            return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it stands at {fence}"
+            return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it is now {fence}"
         if self.tasks.done[slot] >> stage & 1:
             if result.outcome == Outcome.DONE and self.tasks.hash[stage][slot] == result.content_hash:
                 return None
@@ -172,12 +172,12 @@ class Accepting(Freshness):
                 self.ready[later].push(table.admission[slot])
 
     def _count_lost(self, slot: int, result: TaskResult) -> None:
-        """An evaluation counts its failed samples itself."""
+        """Count the lost samples of a training task. Evaluations count their failed samples themselves."""
         if self.tasks.admission[slot] != EVALUATION:
             self.losses.lose(self.tasks.admission[slot], result)
 
     def _add_scalars(self, slot: int, layout: scalars.Layout, packed: bytes) -> None:
-        """A later stage's per-sample values join those of the rollout."""
+        """Add the per-sample values of a later stage to those of the rollout."""
         samples = self.tasks.samples[slot]
         data = self.tasks.scalars[slot] or b"\0\0"
         before = self.layouts[int.from_bytes(data[:2], "little")]
@@ -187,8 +187,11 @@ class Accepting(Freshness):
         self.tasks.scalars[slot] = self._layout(joined).to_bytes(2, "little") + scalars.pack(joined, 0, samples)
 
     def _filters(self, request: Complete) -> bool:
-        """Whether this step's filter takes all tasks of the request whose rewards are equal; a part of them it never
-        takes: they lie in one file, which a store frees with its last task, and what it keeps nobody has counted."""
+        """Return whether the filter of this step has room for all tasks of the request whose rewards are equal.
+
+        The filter drops all of them or none: they share a file, which a store frees with its last task, so bytes of
+        dropped tasks that remain in it would not be counted.
+        """
         rewards = request.scalars.get("reward")
         if rewards is None or self.filtered >= self.plan.filter_limit:
             return False
@@ -197,10 +200,10 @@ class Accepting(Freshness):
         return self.filtered + sum(bool((group == group[0]).all()) for group in groups) <= self.plan.filter_limit
 
     def _filter(self, slot: int) -> bool:
-        """Drop a task whose rewards are all equal: no group estimator learns from it. Admission puts another in.
+        """Drop a task whose rewards are all equal, from which no group estimator learns. Admission replaces it.
 
-        Bounded by `filter_limit` a step: a run whose tasks are all solved goes on. Source: dynamic sampling of DAPO
-        (arXiv 2503.14476), section 3.2.
+        At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved goes on. Source: dynamic
+        sampling of DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
         """
         data = self.tasks.scalars[slot] or b"\0\0"
         layout = self.layouts[int.from_bytes(data[:2], "little")]
@@ -224,7 +227,7 @@ class Accepting(Freshness):
         self._end_scored(slot, one, rewards, self.tasks.failed[slot])
 
     def _score_failed(self, slot: int, result: TaskResult) -> None:
-        """The policy was asked, and all samples failed."""
+        """Score an evaluation task whose samples all failed although the policy was asked."""
         self.out.append(Tell("scheduler/dropped", {"task": result.task_id, "reason": result.reason[:200]}))
         self._end_scored(slot, self._evaluation_of(slot), np.zeros(0, np.float32), result.samples_failed)
 

@@ -1,7 +1,7 @@
-"""The order in which train tasks are consumed: a window of admission numbers from the oldest live task on.
+"""The order in which training tasks are consumed: a window of admission numbers that begins at the oldest live task.
 
-It knows positions only, never what a task is. All operations are amortised O(1), or O(log n) in the number of drops
-inside the window.
+The window knows positions only, not the tasks themselves. All operations are amortised O(1), or O(log n) in the number
+of drops inside the window.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _WAITS, _READY, _GONE = range(3)
 
 
 class Window:
-    """Admission numbers `[head, tail)`: neither batched nor (all) dropped. Each stands for a slot of the table."""
+    """Admission numbers `[head, tail)`, not batched yet. Each maps to a slot of the task table or to a dropped task."""
 
     def __init__(self, *, by_completion: bool = False) -> None:
-        """`by_completion`: tasks may be taken in the order they became ready, which is kept only then."""
+        """With `by_completion` the window also records the order in which tasks become ready, for `take_completed`."""
         self.head = 0
-        self._base = 0  # admission number of _slots[0]; head - _base cells in front are used up
+        self._base = 0  # admission number of _slots[0]; the first head - _base cells are used up
         self._slots = array("q")
-        self._marks = bytearray()  # searched and counted a million at a time: when a gap closes, nobody waits for it
+        self._marks = bytearray()  # a million marks are searched and counted at once: closing a gap delays no request
         self._prefix = 0  # every number in [head, _prefix) is ready or dropped
         self._ready_in_prefix = 0
         self._dropped: list[int] = []
         self._finished: deque[int] | None = deque() if by_completion else None
-        """Ready numbers in the order they became so."""
+        """Ready admission numbers, in the order in which they became ready."""
 
     @property
     def tail(self) -> int:
@@ -38,21 +38,21 @@ class Window:
 
     @property
     def live(self) -> int:
-        """Tasks in the window that are not dropped."""
+        """Number of tasks in the window that are not dropped."""
         return self.tail - self.head - len(self._dropped)
 
     @property
     def ready(self) -> int:
-        """How many tasks from the oldest on are ready without a gap: only these can be consumed."""
+        """Number of ready tasks before the first one that is not ready. Only these can be consumed in order."""
         return self._ready_in_prefix
 
     @property
     def ready_anywhere(self) -> int:
-        """How many tasks are ready, those behind a gap included (`consume: completion`)."""
+        """Number of ready tasks, including those behind a gap (`consume: completion`)."""
         return self._marks.count(_READY)
 
     def admit(self, slots: Sequence[int]) -> int:
-        """Append tasks; returns the admission number of the first."""
+        """Append tasks and return the admission number of the first."""
         first = self.tail
         self._slots.extend(slots)
         self._marks.extend(bytes(len(slots)))
@@ -62,7 +62,7 @@ class Window:
         return self._slots[admission - self._base]
 
     def rank(self, admission: int) -> int:
-        """How many live tasks of the window come before this one."""
+        """Return the number of live tasks in the window before this one."""
         return admission - self.head - bisect_left(self._dropped, admission)
 
     def mark_ready(self, admission: int) -> None:
@@ -72,7 +72,7 @@ class Window:
         self._advance()
 
     def mark_unready(self, admission: int) -> None:
-        """A task that was ready (or not) has to be made again."""
+        """Mark a task as not ready because it has to be sampled again. It need not have been ready."""
         self._marks[admission - self._base] = _WAITS
         if self._finished is not None and admission in self._finished:
             self._finished.remove(admission)
@@ -81,12 +81,12 @@ class Window:
             self._ready_in_prefix = self._marks.count(_READY, self.head - self._base, admission - self._base)
 
     def members(self) -> list[tuple[int, int]]:
-        """(admission number, slot) of every live task of the window, in order."""
+        """Return (admission number, slot) of every live task of the window, in order."""
         numbered = enumerate(self._slots[self.head - self._base :], self.head)
         return [(admission, slot) for admission, slot in numbered if slot != _DROPPED]
 
     def ready_members(self) -> list[int]:
-        """Admission numbers of the ready tasks, in the order they became ready; only `by_completion`."""
+        """Return the ready admission numbers in the order in which they became ready. Empty unless `by_completion`."""
         return list(self._finished or ())
 
     def mark_dropped(self, admission: int) -> None:
@@ -96,7 +96,7 @@ class Window:
         self._advance()
 
     def take(self, count: int) -> list[int]:
-        """Remove the oldest `count` ready tasks; returns their slots in order. Needs `ready >= count`."""
+        """Remove the oldest `count` ready tasks and return their slots in order. Requires `ready >= count`."""
         taken: list[int] = []
         passed = 0
         while len(taken) < count:
@@ -114,11 +114,11 @@ class Window:
 
     @property
     def settled(self) -> int:
-        """Every number before this one is ready or dropped."""
+        """The first number that is neither ready nor dropped, or `tail`."""
         return self._prefix
 
     def take_through(self, end: int) -> list[int]:
-        """Remove all numbers before `end`; returns the slots of those not dropped, in order. Needs `settled >= end`."""
+        """Remove all numbers before `end` and return the slots of the live ones in order. Requires `settled >= end`."""
         taken = [slot for slot in self._slots[self.head - self._base : end - self._base] if slot != _DROPPED]
         self.head = end
         del self._dropped[: bisect_left(self._dropped, end)]
@@ -127,7 +127,7 @@ class Window:
         return taken
 
     def reopen(self, slots: Sequence[int]) -> None:
-        """Put tasks that were taken back before the head, none of them ready: the last before it is `slots[-1]`."""
+        """Insert tasks that were taken back before the head, not ready. `slots[-1]` is directly before the old head."""
         kept = self.head - self._base
         self._slots = array("q", slots) + self._slots[kept:]
         self._marks = bytearray(len(slots)) + self._marks[kept:]
@@ -135,7 +135,7 @@ class Window:
         self._ready_in_prefix = 0
 
     def restart(self) -> None:
-        """Forget every task; numbers go on after the last one that was given."""
+        """Remove every task. Admission numbers continue after the last one that was assigned."""
         self.head = self._base = self._prefix = self.tail
         self._slots = array("q")
         self._marks = bytearray()
@@ -145,9 +145,9 @@ class Window:
             self._finished = deque()
 
     def take_completed(self, count: int) -> list[int]:
-        """Remove the `count` tasks that became ready first, wherever they stand; needs `ready_anywhere >= count`.
+        """Remove the `count` tasks that became ready first and return their slots. Requires `ready_anywhere >= count`.
 
-        Their numbers then count as dropped: they stand in nobody's way. Only `by_completion`.
+        Their numbers then count as dropped, so that they leave no gap. Only with `by_completion`.
         """
         taken: list[int] = []
         for admission in self.ready_members()[:count]:
@@ -179,7 +179,7 @@ class Window:
         self._prefix = self._base + end
 
     def dump(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Numbers, and cells by name."""
+        """Return the state as plain values, and the bytes of the arrays by name."""
         used = self.head - self._base
         numbers = {
             "head": self.head,

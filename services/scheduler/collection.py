@@ -1,7 +1,7 @@
-"""What stores still have to clear: one queue a store, kept until the store acknowledges or is gone for good.
+"""The clears that stores have not acknowledged yet: one ordered queue per store, kept until the store is gone for good.
 
-It never forgets and never reorders. A clear says `(task, fence)`: the store tombstones it and deletes every shard of
-the task up to that fence.
+A clear names `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence. No clear is
+lost or reordered.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import islice
 from proto.messages import PutTask
 
 MAX_CLEARS = 1000
-"""Clears in one message."""
+"""Maximum number of clears in one message."""
 
 Entry = tuple[str, int, bool]
-"""Task id, fence, and whether this is the last clear: acknowledged everywhere, the task is COLLECTED."""
+"""Task id, fence, and whether this is the last clear, after whose acknowledgements the task is COLLECTED."""
 
 
 class ClearQueues:
@@ -25,7 +25,7 @@ class ClearQueues:
     def __init__(self) -> None:
         self._queues: dict[str, deque[Entry]] = {}
         self.collected = 0
-        """Tasks whose last clear is acknowledged by every store that may hold them."""
+        """Number of tasks whose last clear was acknowledged by every store that may hold them."""
 
     @property
     def stores(self) -> list[str]:
@@ -35,17 +35,17 @@ class ClearQueues:
         self._queues.setdefault(store, deque())
 
     def remove_store(self, store: str) -> None:
-        """Nobody waits for it any more; `pop` what it owes first."""
+        """Remove the queue of a store that is gone. Call `pop` for its remaining clears first."""
         del self._queues[store]
 
     def push(self, task_id: str, fence: int, stores: Iterable[str], *, last: bool) -> None:
-        """Queue a clear at each of these stores; one that is not known owes nothing, what it holds is a stray."""
+        """Queue a clear at each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
         for store in stores:
             if store in self._queues:
                 self._queues[store].append((task_id, fence, last))
 
     def head(self, store: str) -> list[PutTask]:
-        """What to send next: at most MAX_CLEARS."""
+        """Return the clears to send next, at most MAX_CLEARS."""
         queue = self._queues[store]
         return [PutTask(task_id, fence) for task_id, fence, _ in islice(queue, MAX_CLEARS)]
 
@@ -60,10 +60,10 @@ class ClearQueues:
         return len(self._queues[store])
 
     def entries(self) -> dict[str, list[Entry]]:
-        """A copy of what is queued, by store."""
+        """Return a copy of the queues, by store."""
         return {name: list(queue) for name, queue in self._queues.items()}
 
     def extend(self, store: str, entries: list[Entry]) -> None:
-        """Put entries of a snapshot back at the end of a queue."""
+        """Append entries of a snapshot to the queue of a store."""
         self.add_store(store)
         self._queues[store].extend((task, fence, last) for task, fence, last in entries)

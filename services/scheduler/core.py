@@ -1,8 +1,8 @@
-"""The durable state of a run: everything that a journal rebuilds. Pure: no clock, no I/O, no open calls.
+"""The durable state of a run: everything that the journal rebuilds. Pure: no clock, no I/O, no open calls.
 
-Each verb is one durable event. It checks first and raises RpcError before it has changed anything, so that a refused
-request leaves no trace. Replaying the same verbs in the same order gives the same state, bit for bit; hence nothing
-here looks at heartbeats, time or who waits (that is `state.py`).
+Each verb is one durable event. It raises RpcError before it changes anything, so a refused request leaves no trace.
+Replaying the same verbs in the same order gives the same state, bit for bit. Heartbeats, time and waiting calls are
+therefore handled in `state.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from shared.rundir import service_name
 
 
 class Core(Accepting, StoreLoss):
-    """All verbs, and the one way in for events: live and replayed."""
+    """All verbs, and the single entry point for live and replayed events."""
 
     def apply(self, event: Durable) -> Any:
-        """Carry out one durable event, live or replayed; returns what the verb returns.
+        """Carry out one durable event, live or replayed, and return the result of its verb.
 
-        Raises RpcError, without any change, when the event is refused. None and False mean: no change, not to be
-        journaled.
+        Raises RpcError, without any change, if the event is refused. None and False mean that nothing changed and the
+        event is not to be journaled.
         """
         result = self._dispatch(event)
         if result is not None and result is not False:
@@ -52,7 +52,7 @@ class Core(Accepting, StoreLoss):
         return result
 
     def apply_lease(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
-        """What `apply(Leased(...))` does, for a request that is not packed."""
+        """Do the same as `apply(Leased(...))` for a request that is not encoded."""
         grant = self.lease(request, call)
         if grant is not None:
             self._admit()
@@ -96,7 +96,7 @@ class Core(Accepting, StoreLoss):
         return True
 
     def register(self, request: Register) -> bool:
-        """A new life of an instance: its former life's leases go to others at once."""
+        """Register a life of an instance. The leases of its previous life are given up at once."""
         holder = (request.service, request.instance)
         old = self.registry.get(holder)
         if old is None or old.incarnation != request.incarnation:

@@ -1,15 +1,16 @@
-"""Whose turn it is on devices that colocated services share: who may load what, who has to give what up, who hangs.
-Pure; must never promise room before those in the way have said that they left, or are known to be dead.
+"""Turns on devices that colocated services share: grants and recalls memory, and kills processes that hang. Pure.
 
-Processes say what they hold, what they work with and what they wait for (`HoldDevices`); the newest word of each counts
-and is answered once it has to change something. Nothing of this is journaled: what lies on a device is a fact about
-processes, not a decision, and they say it again to a scheduler that restarted. Until one has, it counts as holding all
-that it could (the journal knows who was registered), so that a restart never grants twice.
+Memory is granted only after the processes in the way have reported that they left it, or are known to be dead.
 
-No deadlock: services queue in the order in which they began to want something. Who waits uses nothing and gives up what
-an earlier one waits for; who works is left alone as long as it gets further, and killed when it does not. So the first
-in the queue always gets its turn. Processes of one service work together (ranks meet in collectives): one place in the
-queue for all of them.
+Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each counts, and it is answered
+when the process has to change something. None of this is journaled: the content of a device is a fact about processes,
+not a decision, and they report it again to a restarted scheduler. Until a process has done so, it counts as holding
+everything it could hold (the journal knows which processes were registered), so a restart never grants twice.
+
+There is no deadlock. Services queue in the order in which they began to want something. A waiting process uses nothing
+and gives up what an earlier one waits for; a working process is left alone while it makes progress and killed when it
+does not. The first in the queue therefore always gets its turn. The processes of one service work together (ranks meet
+in collectives) and share one place in the queue.
 """
 
 from __future__ import annotations
@@ -30,44 +31,44 @@ class _Member:
 
     incarnation: int
     pid: int
-    moved_at: float
+    progressed_at: float
     known: bool
-    """False: it lived before this scheduler did, and has not said what it holds."""
+    """False if the process is older than this scheduler and has not reported what it holds."""
     number: int = 0
     using: Parts = NOTHING
     wants: Parts = NOTHING
     call: Ref | None = None
     answer_by: float = 0.0
     progress: int = 0
-    owes_since: float | None = None
-    """When it last began to work, or to stand in somebody's way."""
-    told_to_die: bool = False
+    watched_since: float | None = None
+    """Time at which the process began to work or to block another one, or None."""
+    kill_requested: bool = False
 
 
 class DeviceTurns:
-    """The turns on one set of devices."""
+    """Assigns turns on one set of devices."""
 
     def __init__(self, limits_s: Mapping[Holder, float]) -> None:
-        """`limits_s`: for each process that shares the devices, how long it may stand still at work or in the way."""
+        """`limits_s` maps each process on the devices to the seconds it may work or block others without progress."""
         self._limits_s = dict(limits_s)
         self._members: dict[Holder, _Member] = {}
         self._ledger = Ledger()
         self._places: dict[str, int] = {}
-        """Place in the queue of a service that wants something, or works."""
+        """Place in the queue of each service that wants something or works."""
         self._next_place = 1
         self._out: list[Effect] = []
         self._told: dict[Holder, Parts] = {}
 
-    # ---- what happens
+    # ---- events
 
     def begin(self, registry: Mapping[Holder, Register], now: float) -> None:
-        """This life of the scheduler begins: whoever the journal knows may hold anything until it says otherwise."""
+        """Start a life of the scheduler: registered processes may hold anything until they report otherwise."""
         for holder, known in registry.items():
             if holder in self._limits_s:
                 self._members[holder] = _Member(known.incarnation, known.pid, now, known=False)
 
     def registered(self, request: Register, now: float) -> None:
-        """A new life of a process holds nothing, and the one before it is dead: so its parts are off."""
+        """Register a new life of a process, which holds nothing. The previous life is dead, so its parts are free."""
         holder = (request.service, request.instance)
         if holder not in self._limits_s:
             return
@@ -77,25 +78,25 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """The supervisor says that this life of the process is over."""
+        """Remove a life of a process that, according to the supervisor, is over."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)
 
     def beat(self, beat: Heartbeat, now: float) -> None:
-        """A heartbeat: it is progress if the working thread got further, or the process is still starting."""
+        """Handle a heartbeat. It shows progress if the working thread advanced or the process is still starting."""
         member = self._members.get((beat.service, beat.instance))
         if member is None or member.incarnation != beat.incarnation:
             return
         if beat.progress > member.progress or beat.state == "STARTING":
-            member.moved_at = now
+            member.progressed_at = now
         member.progress = max(member.progress, beat.progress)
 
     def hold(self, request: HoldDevices, call: Ref, answer_by: float, now: float) -> None:
-        """A process says what it holds, uses and wants; `settle` answers.
+        """Record what a process holds, uses and wants. `settle` answers the call.
 
-        Raises RpcError: lost for a life that is not registered, bad_request for parts that are not this process's,
-        conflict when it holds what it may not, or the report is older than one that came before it.
+        Raises RpcError: lost for a life that is not registered, bad_request for parts that the process does not have,
+        conflict if it holds forbidden parts or the report is older than a previous one.
         """
         holder = (request.service, request.instance)
         name = service_name(*holder)
@@ -103,13 +104,13 @@ class DeviceTurns:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{name} shares no devices (placement.colocate)")
         member = self._members.get(holder)
         if member is None or member.incarnation != request.incarnation:
-            raise RpcError(ErrorCode.LOST, f"{name}: this life of it is not registered; register first")
+            raise RpcError(ErrorCode.LOST, f"{name}: this life is not registered; register first")
         if request.number < member.number:
             raise RpcError(ErrorCode.CONFLICT, f"{name}: report {request.number} came after {member.number}")
         holds, using, wants = frozenset(request.holds), frozenset(request.using), frozenset(request.wants)
-        strange = sorted((holds | wants) - PARTS_OF[request.service]) + sorted(using - holds)
-        if strange or (using and wants):
-            what = strange[0] if strange else f"{min(using)} in use while waiting for {min(wants)}"
+        invalid = sorted((holds | wants) - PARTS_OF[request.service]) + sorted(using - holds)
+        if invalid or (using and wants):
+            what = invalid[0] if invalid else f"{min(using)} in use while waiting for {min(wants)}"
             raise RpcError(ErrorCode.BAD_REQUEST, f"{name}: {what}: it has {', '.join(sorted(PARTS_OF[holder[0]]))}")
         try:
             self._ledger.put(holder, holds)
@@ -119,15 +120,15 @@ class DeviceTurns:
         if member.call is not None and request.number > member.number:
             self._out.append(Fail(member.call, ErrorCode.NOT_READY, f"report {request.number} came meanwhile"))
         if not member.known or request.number > member.number:
-            member.moved_at = now
+            member.progressed_at = now
         member.known, member.number, member.using, member.wants = True, request.number, using, wants
         member.call, member.answer_by = call, answer_by
         self._queue(request.service)
 
-    # ---- what follows
+    # ---- decisions
 
     def settle(self, now: float) -> list[Effect]:
-        """After anything happened: grant, order, kill."""
+        """Return the effects of all events so far: grants, recalls and kills."""
         if self._members:
             self._decide(now)
         out, self._out = self._out, []
@@ -138,7 +139,7 @@ class DeviceTurns:
         blocking: set[Holder] = set()
         granted: set[Holder] = set()
         ahead = NOTHING
-        """What those earlier in the queue wait for."""
+        """Parts for which processes earlier in the queue wait."""
         for holder in self._waiting():
             member = self._members[holder]
             wants = member.wants
@@ -150,10 +151,10 @@ class DeviceTurns:
                     blocking.add(other)
                 recalled[other] = recalled.get(other, NOTHING) | leaves
             must_sleep = holder[0] in ALL_AT_ONCE and bool(recalled.get(holder))
-            if free and not must_sleep and (self._works_already(holder) or barred_by(ahead).isdisjoint(wants)):
+            if free and not must_sleep and (self._peer_works(holder) or barred_by(ahead).isdisjoint(wants)):
                 self._ledger.put(holder, self._ledger.of(holder) | wants)
                 self._tell(holder)
-                member.using, member.wants, member.moved_at = wants, NOTHING, now
+                member.using, member.wants, member.progressed_at = wants, NOTHING, now
                 granted.add(holder)
             else:
                 ahead |= wants
@@ -162,7 +163,7 @@ class DeviceTurns:
             self._watch(holder, member, bool(member.using) or holder in blocking, now)
 
     def _waiting(self) -> list[Holder]:
-        """In the order of the queue."""
+        """Return the waiting processes in the order of the queue."""
         waiting = [holder for holder, member in self._members.items() if member.wants]
         return sorted(waiting, key=lambda holder: (self._places[holder[0]], holder))
 
@@ -177,7 +178,7 @@ class DeviceTurns:
         return bool(self._members[holder].wants)
 
     def _keeps(self, holder: Holder, *, before: Holder) -> Parts:
-        """What `holder` need not give up to `before`: what it works with, or waits for at an earlier place."""
+        """Return the parts that `holder` need not give up to `before`: those it uses, or wants at an earlier place."""
         member = self._members[holder]
         if member.wants and self._places[holder[0]] < self._places[before[0]]:
             return member.wants
@@ -185,8 +186,8 @@ class DeviceTurns:
             return self._ledger.of(holder)
         return member.using if member.known else PARTS_OF[holder[0]]
 
-    def _works_already(self, holder: Holder) -> bool:
-        """Another process of the service works with as much: they may be waiting for this one in a collective."""
+    def _peer_works(self, holder: Holder) -> bool:
+        """Return whether another process of the service uses these parts. It may wait for this one in a collective."""
         wants = self._members[holder].wants
         return any(
             other[0] == holder[0] and other != holder and wants <= member.using
@@ -206,18 +207,18 @@ class DeviceTurns:
             return
         member.call = None
 
-    def _watch(self, holder: Holder, member: _Member, owes: bool, now: float) -> None:
-        """Who works gets further, who stands in the way leaves in time, or is killed."""
-        if not owes:
-            member.owes_since = None
+    def _watch(self, holder: Holder, member: _Member, watched: bool, now: float) -> None:
+        """Kill a process that works or blocks others (`watched`) and makes no progress within its limit."""
+        if not watched:
+            member.watched_since = None
             return
-        if member.owes_since is None:
-            member.owes_since = now
+        if member.watched_since is None:
+            member.watched_since = now
         limit_s = self._limits_s[holder]
-        if member.told_to_die or now - max(member.owes_since, member.moved_at) < limit_s:
+        if member.kill_requested or now - max(member.watched_since, member.progressed_at) < limit_s:
             return
-        member.told_to_die = True
-        parts = ", ".join(sorted(self._ledger.of(holder))) or "what it does not tell"
+        member.kill_requested = True
+        parts = ", ".join(sorted(self._ledger.of(holder))) or "unknown parts"
         cause = f"held {parts} on shared devices for {limit_s:g} s without progress"
         self._out.append(KillProcess(holder, member.incarnation, member.pid, cause))
 

@@ -1,9 +1,8 @@
-"""Evaluations of policy versions: tasks outside admission, asked of exactly one version, scored as soon as done. Must
-never leave a failure out in silence.
+"""Evaluations of policy versions: tasks outside admission, each sampled with one exact version and scored when done.
 
-A sample that failed (no answer in time, a reward or workflow that crashed) is a wrong answer: its reward is 0, as every
-leaderboard counts what it has no answer of. A row that the policy was never asked (broken, longer than the context)
-says nothing about it: it is dropped. The metrics row counts both.
+A failed sample (no answer in time, a reward function or workflow that crashed) counts as a wrong answer with reward 0,
+as leaderboards count missing answers. A row that never reached the policy (broken, longer than the context) says
+nothing about it and is dropped. The metrics row counts both, so no failure is hidden.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from services.scheduler.versions import Version
 
 
 class Evaluation:
-    """One set measured on one version. `scores` holds a row's mean reward, `best` that of its best sample; both are NaN
-    until (or unless) the row is scored."""
+    """The evaluation of one set on one version.
+
+    `scores` holds the mean reward of each row and `best` the reward of its best sample. Both are NaN for rows that are
+    not scored.
+    """
 
     def __init__(self, name: str, split: int, version: Version, rows: int, samples: int) -> None:
         self.name = name
@@ -31,15 +33,15 @@ class Evaluation:
         self.scores = array("d", [math.nan]) * rows
         self.best = array("d", [math.nan]) * rows
         self.waiting: deque[int] = deque()
-        """Slots of tasks to lease."""
+        """Slots of the tasks that wait for a lease."""
         self.left = rows
-        """Tasks neither scored nor dropped."""
+        """Number of tasks that are neither scored nor dropped."""
         self.dropped = 0
         self.failed = 0
-        """Samples of scored rows that count as 0."""
+        """Number of samples of scored rows that count as 0."""
 
     def score(self, row: int, rewards: Array, failed: int) -> None:
-        """`rewards` of the row's samples that were scored, float [N]; so many `failed` besides. At least one in all."""
+        """Score a row: `rewards` are those of its N scored samples, float [N]. N + `failed` is at least 1."""
         samples = len(rewards) + failed
         self.scores[row] = float(np.sum(rewards, dtype=np.float64)) / samples
         self.best[row] = float(np.max(rewards, initial=0.0 if failed else -math.inf))
@@ -51,14 +53,15 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Mean over the scored rows, in row order whatever order they were scored in; NaN when there are none."""
+        """Mean score of the scored rows, summed in row order; NaN if there are none."""
         return _mean(self.scores)
 
     def metrics(self) -> dict[str, float]:
-        """The set's part of a metrics row: rows scored and dropped and samples that failed; if any row was scored (JSON
-        has no NaN) the accuracy, and with k > 1 samples a row avg@k, which is the accuracy, and pass@k: the mean over
-        rows of the best of the k rewards. For rewards of 0 and 1 that is the estimator of Chen et al. 2021 (arXiv
-        2107.03374) with n = k.
+        """Return the metrics of this set: scored rows, dropped rows and failed samples.
+
+        If any row was scored (JSON has no NaN), also the accuracy, and with k > 1 samples per row avg@k, which equals
+        the accuracy, and pass@k, the mean over rows of the best of the k rewards. For rewards of 0 and 1 pass@k is the
+        estimator of Chen et al. 2021 (arXiv 2107.03374) with n = k.
         """
         scored = self.rows_scored
         found = {
@@ -79,17 +82,17 @@ def _mean(values: array[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     try:
         return math.fsum(known) / len(known) if known else math.nan
-    except (ValueError, OverflowError):  # of both infinities, past what a float holds
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond the range of a float
         return math.nan
 
 
 class Evaluations:
-    """Open evaluations, oldest first, and the results of those that are done."""
+    """Open evaluations, oldest first, and the results of completed ones."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[str, int], Evaluation] = {}
         self.done: dict[int, dict[str, dict[str, float]]] = {}
-        """`Evaluation.metrics` by set, by version step."""
+        """Version step -> set -> `Evaluation.metrics`."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
@@ -103,15 +106,15 @@ class Evaluations:
         self.done.setdefault(step, {})[evaluation.name] = evaluation.metrics()
 
     def accuracy(self, step: int) -> dict[str, float]:
-        """By set that is done for version `step`; NaN where nothing was scored."""
+        """Return the accuracy of each set completed for version `step`; NaN where nothing was scored."""
         return {name: found.get(f"eval/{name}/accuracy", math.nan) for name, found in self.done.get(step, {}).items()}
 
     def row(self, step: int) -> dict[str, float]:
-        """What the evaluations of version `step` bring to its metrics row."""
+        """Return the part of the metrics row of version `step` that its evaluations contribute."""
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
     def take_back(self, step: int) -> list[Evaluation]:
-        """Forget the evaluations of versions after `step`, done and open; returns the open ones."""
+        """Remove the evaluations of versions after `step`, completed and open, and return the open ones."""
         gone = [one for one in self.open.values() if one.version[1] > step]
         for one in gone:
             del self.open[one.name, one.version[1]]

@@ -1,6 +1,6 @@
-"""What happens to the scheduler, and what it wants done: the alphabet of the state machine. No behaviour here.
+"""The events and effects of the scheduler's state machine.
 
-Durable events are journaled and replayed in order; requests of the wire that change state are durable as they are.
+Durable events are journaled and replayed in order. Wire requests that change the state are durable events themselves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from proto import messages
 from proto.registry import Message
 
 Ref = Any
-"""An open call, opaque to the state machine; it comes back in `Answer` and `Fail`."""
+"""An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
 
 
-# ------------------------------------------------------------------------- durable, besides requests of the wire
+# ------------------------------------------------------------------------- durable, in addition to wire requests
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """At each start: what a resumed run may have changed. `steps` of the whole run; `attempts` of a task."""
+    """The settings that a resumed run may change, applied at each start. `attempts` is the limit per task."""
 
     steps: int
     attempts: int
@@ -30,14 +30,14 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leased(msgspec.Struct, frozen=True, tag=True):
-    """A lease was given for this request. `call`: (caller's incarnation, request id), to answer a retry alike."""
+    """A lease was granted. `call` is (caller's incarnation, request id), so that a retry gets the same answer."""
 
     request: bytes
     call: tuple[int, int]
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """No progress for `lease_s`: the lease's tasks go to others. `untouched`: it only waited for its turn."""
+    """A lease made no progress for `lease_s`. `untouched` means that its work had not started."""
 
     lease_id: int
     untouched: bool = False
@@ -51,7 +51,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGone(msgspec.Struct, frozen=True, tag=True):
-    """A store of a host that had joined was silent for so long that nobody waits for it any more."""
+    """A store of a joined host was silent for so long that it is considered gone for good."""
 
     store: str
 
@@ -65,12 +65,12 @@ Durable = Internal | Message
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: leases expire, held-back calls are answered."""
+    """Time has passed. Leases may expire, and deferred calls are answered at their limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request arrived. `deadline`: when the caller gives up, in the clock of `now`."""
+    """A request arrived. `deadline` is when the caller gives up, on the clock of `now`."""
 
     ref: Ref
     request: Any
@@ -88,7 +88,7 @@ class ClearDone:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One page of what a store holds."""
+    """One page of the inventory of a store."""
 
     store: str
     tasks: list[messages.PutTask]
@@ -96,7 +96,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """The supervisor says that a life of a process is over (`KillProcess`)."""
+    """The supervisor confirmed that a life of a process is over (`KillProcess`)."""
 
     service: str
     instance: int
@@ -111,7 +111,7 @@ Event = Tick | Asked | ClearDone | Listed | ProcessGone
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Append to the journal before anything of this burst leaves."""
+    """Append the event to the journal before any effect of this burst is carried out."""
 
     event: Durable
 
@@ -132,7 +132,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class SendClear:
-    """Tombstone these at `store`; then `ClearDone` when `tracked` (strays are found again anyway)."""
+    """Tombstone these tasks at `store`, and report `ClearDone` if `tracked`. Strays are not: they are found again."""
 
     store: str
     tasks: list[messages.PutTask]
@@ -141,21 +141,21 @@ class SendClear:
 
 @dataclass(frozen=True, slots=True)
 class StopClear:
-    """Give up the tracked clear that is on its way to `store`: no `ClearDone` of it may come any more."""
+    """Cancel the tracked clear in flight to `store`. No `ClearDone` of it may follow."""
 
     store: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInventory:
-    """List what `store` holds, page by page (`Listed`)."""
+    """Request the inventory of `store`, which arrives page by page (`Listed`)."""
 
     store: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveStep:
-    """A readable row of the table `steps`. `state`: BATCHED or TRAINED."""
+    """Write a row of the journal's readable table `steps`. `state` is BATCHED or TRAINED."""
 
     step: int
     state: str
@@ -174,7 +174,7 @@ class SaveEval:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """A complete row of `metrics.jsonl`, in step order."""
+    """Write a complete row of `metrics.jsonl`. Rows leave in step order."""
 
     step: int
     row: dict[str, float]
@@ -182,7 +182,7 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """The run went back to `step`: the steps after it, up to `committed`, were of this lineage or earlier ones."""
+    """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones."""
 
     lineage: int
     step: int
@@ -191,9 +191,9 @@ class Rewound:
 
 @dataclass(frozen=True, slots=True)
 class DiscardRows:
-    """The rows of all steps after `step` leave the journal and `metrics.jsonl`; `metrics.discarded.jsonl` keeps them.
+    """Move the rows of all steps after `step` from the journal and `metrics.jsonl` to `metrics.discarded.jsonl`.
 
-    `waiting`: rows by step that had not been written, because an evaluation before them was under way.
+    `waiting` holds, by step, rows that were not written yet because an earlier evaluation was under way.
     """
 
     lineage: int
@@ -203,7 +203,7 @@ class DiscardRows:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Telemetry: may be lost."""
+    """Publish telemetry, which may be lost."""
 
     topic: str
     values: dict[str, float | str]
@@ -211,7 +211,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """Have the supervisor kill it; then `ProcessGone`."""
+    """Have the supervisor kill a process. `ProcessGone` follows."""
 
     holder: tuple[str, int]
     incarnation: int
@@ -221,7 +221,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class TellDevices:
-    """For people: what a process has on the shared devices now, and what they are used for."""
+    """Log and publish what a process now holds on the shared devices, and the phase they are in."""
 
     name: str
     parts: list[str]

@@ -1,8 +1,8 @@
-"""Deterministic mode: which tasks belong together, and with which version, whatever is killed when. Pure.
+"""Deterministic mode: fixed blocks of tasks with fixed versions, independent of which processes are killed when. Pure.
 
-A step takes fixed admission numbers, a lease is a fixed block of them as a whole, and a version is sampled with only
-after its evaluations. Must never let an order of arrival, a failure or a drop move a task into another block or step:
-batch shapes and versions decide the last bits (promise 9).
+A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
+after its evaluations. Order of arrival, failures and drops never move a task into another block or step, because batch
+shapes and versions decide the last bits (docs/architecture.md, promise 9).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.rpc.errors import RpcError
 
 
 class Fixed(Ledger):
-    """What `run.deterministic` changes in the ledger; without it every verb is the ledger's own."""
+    """The ledger with the changes of `run.deterministic`. Without it every method is that of `Ledger`."""
 
     def _step_of(self, admission: int) -> int:
         if not self.plan.deterministic:
@@ -25,9 +25,9 @@ class Fixed(Ledger):
         return 1 + admission // self.plan.tasks_per_step
 
     def _block(self, stage: int, admission: int, most: int) -> list[int]:
-        """The live admission numbers of the fixed block that `admission` belongs to; [] while it is not all admitted.
+        """Return the live admission numbers of the fixed block of `admission`, or [] until all of it is admitted.
 
-        A block of the rollout stage, or a part of it with at most `most` tasks for a later stage.
+        For a later stage than the rollout, return the part of the block, with at most `most` numbers, that holds it.
         """
         size = self.plan.block_tasks
         first, end = admission // size * size, admission // size * size + size
@@ -42,10 +42,10 @@ class Fixed(Ledger):
         return self.window.settled >= step * self.plan.tasks_per_step
 
     def _evaluates(self, version: int) -> bool:
-        """Whether this version or an older one is still being evaluated.
+        """Return whether this version or an older one is still being evaluated.
 
-        Nothing is sampled with it before: so whatever a checkpoint's own versions do not reach has been scored, and a
-        run that returns to the checkpoint misses no evaluation.
+        Training tasks are not sampled with the version until then. Evaluations older than the versions of a checkpoint
+        are therefore complete, and a run that returns to the checkpoint misses none.
         """
         return any(each.version[1] <= version for each in self.evaluations.open.values())
 
@@ -60,7 +60,7 @@ class Fixed(Ledger):
         return slots
 
     def _retry(self, slot: int, cost: int, reason: str) -> None:
-        """The whole block is made again, never a part of it; too many attempts end the run instead of a task."""
+        """Retry the whole block of the task. Too many failed attempts end the run instead of dropping the task."""
         if not self.plan.deterministic:
             super()._retry(slot, cost, reason)
             return
@@ -82,7 +82,7 @@ class Fixed(Ledger):
                 self._again(other)
 
     def _check_whole(self) -> None:
-        """Raises RpcError(bad_request) when the next step can never be what an undisturbed run would make of it."""
+        """Raises RpcError(bad_request) if the run can no longer produce the bits of an undisturbed run."""
         if self.broken:
             raise RpcError(ErrorCode.BAD_REQUEST, self.broken)
 
@@ -98,10 +98,10 @@ class Fixed(Ledger):
             self._admit_some(more)
 
     def _reopen(self) -> None:
-        """Steps after the committed one were taken back: their tasks, in their places, and all later ones that had got
-        further, are made again. No train task may be leased.
+        """Reopen the tasks of steps that were taken back, in their places, and retry all later ones with a result.
 
-        Under fences that no store has heard of: clears of earlier ones may still be on their way.
+        No training task may be leased. The tasks get fences that no store has seen, because clears of earlier fences
+        may still be in flight.
         """
         for admission, slot in self.window.members():
             if self.tasks.done[slot]:

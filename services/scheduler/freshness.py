@@ -1,8 +1,8 @@
-"""Which finished tasks a step may take: the oldest ones in order, or with `consume: completion` the first finished, as
-far as their oldest token is not too old. Pure. Must never drop a task that another service holds.
+"""Selects the finished tasks of a step: the oldest in order, or with `consume: completion` the first finished. Pure.
 
-In admission order leases alone bound the staleness (their oldest version follows from the step). In order of
-completion a task may be overtaken, so every finished task is checked before each step that it might go into.
+In admission order leases alone bound the staleness, because their oldest version follows from the step. In order of
+completion a task may be overtaken by others, so the oldest token of every finished task is checked before each step
+that might take it. Only finished tasks are dropped as stale, so none of them is held by another service.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from services.scheduler.granting import Granting
 from shared.rpc.errors import RpcError
 
 HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
-"""So many steps' tasks, and no fewer tasks, dropped in a row: putting others in their place leads nowhere."""
+"""Maximum number of consecutive drops, in steps and in tasks (the larger one counts), before the run is given up."""
 
 
 class Freshness(Granting):
-    """What `complete` and `form_batch` need to know of it."""
+    """Selection and staleness of finished tasks, for the verbs `complete` and `form_batch`."""
 
     def takeable(self) -> int:
-        """How many tasks the next step could take."""
+        """Return the number of tasks that the next step could take."""
         if self.plan.deterministic:
             return self.plan.tasks_per_step if self._step_is_settled(self.batched_step + 1) else 0
         return self.window.ready_anywhere if self.plan.by_completion else self.window.ready
 
     def check_hope(self) -> None:
-        """Raises RpcError(bad_data) when the next step waits for tasks and all that come are dropped.
+        """Raises RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
 
-        Not in deterministic mode, where nothing takes the place of a dropped task: its steps are short of it.
+        Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for others.
         """
         most = max(HOPELESS_STEPS * self.plan.tasks_per_step, HOPELESS_TASKS)
         if self.dropped_in_a_row < most or self.plan.deterministic or self.takeable() >= self.plan.tasks_per_step:
@@ -39,11 +39,11 @@ class Freshness(Granting):
         raise RpcError(
             ErrorCode.BAD_DATA,
             f"step {self.batched_step + 1}: {self.dropped_in_a_row} tasks in a row were dropped, the last was "
-            f"{self.last_drop}; mend the reward function, the workflow or the data, then resume",
+            f"{self.last_drop}; fix the reward function, the workflow or the data, then resume",
         )
 
     def take(self) -> list[int]:
-        """Remove the next step's tasks from the window; needs as many `takeable`."""
+        """Remove the tasks of the next step from the window and return their slots. Requires enough takeable ones."""
         if self.plan.by_completion:
             return self.window.take_completed(self.plan.tasks_per_step)
         if self.plan.deterministic:
@@ -51,7 +51,7 @@ class Freshness(Granting):
         return self.window.take(self.plan.tasks_per_step)
 
     def drop_if_stale(self, slot: int) -> bool:
-        """Before a task is ready: whether it was dropped, because the next step may not train on it any more."""
+        """Drop a finished task that is too old for the next step, and return whether it was dropped."""
         if not self.plan.by_completion:
             return False
         self.checked += 1
@@ -65,7 +65,7 @@ class Freshness(Granting):
         return True
 
     def drop_stale(self) -> None:
-        """After a step was batched: finished tasks that the step after it may not train on."""
+        """Drop the finished tasks that are too old for the next step. Called after each batch."""
         if not self.plan.by_completion:
             return
         for admission in self.window.ready_members():
@@ -75,12 +75,12 @@ class Freshness(Granting):
                 self.window.mark_ready(admission)
 
     def _oldest_version(self, slot: int) -> int:
-        """Of the task's tokens; too old for any step when its result does not tell."""
+        """Return the oldest version of the task's tokens. A result without `version_min` is too old for any step."""
         versions = self._versions(slot, "version_min")
         return int(versions.min()) if len(versions) else -1 - self.plan.staleness
 
     def _versions(self, slot: int, column: str) -> Array:
-        """int32 [samples] of an accepted rollout; [0] when its result does not tell."""
+        """Return a version column of an accepted rollout, int32 [samples], or an empty array if the result has none."""
         data = self.tasks.scalars[slot] or b"\0\0"
         layout = self.layouts[int.from_bytes(data[:2], "little")] if self.layouts else ()
         versions = scalars.column(layout, column, self.tasks.samples[slot], data[2:])

@@ -1,10 +1,10 @@
-"""Leases: who gets which block of tasks with which version, and what happens when a lease is lost. Pure.
+"""Leases: which holder gets which block of tasks with which version, and what happens to tasks of lost leases. Pure.
 
-Generation never stands still through an evaluation: engines sample blocks of both in turn. An engine that holds the
-version which is measured samples training blocks with it too, as long as their step may be; where it may not be, the
-engine leaves it after as many leases as a step has, and comes back after as many, so that it seldom loads weights to
-and fro. Only when a second version waits to be measured does evaluation go first: nothing may pile up. In deterministic
-mode it always does.
+Training generation continues during an evaluation: engines sample blocks of both in turn. An engine that holds the
+evaluated version also samples training blocks with it while it is recent enough for their step. When it is too old, the
+engine changes between the versions only after as many leases as a step has, so weights are seldom loaded back and
+forth. Evaluation goes first when a second version waits to be evaluated, so that evaluations do not pile up, and always
+in deterministic mode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Granting(Fixed):
     """The verbs of leasing."""
 
     def stage(self, request: LeaseRequest) -> int:
-        """Index of the stage a request is about. Raises RpcError when it cannot be served, ever."""
+        """Return the index of the requested stage. Raises RpcError(bad_request) if the request can never be served."""
         stage = stage_index(self.plan, request.stage)
         if stage < 0:
             known = ", ".join(each.name for each in self.plan.stages)
@@ -42,7 +42,7 @@ class Granting(Fixed):
         return stage
 
     def lease(self, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
-        """Give a block of tasks, the oldest first; None (and no change) when there is nothing to give."""
+        """Lease a block of tasks, the oldest first. Return None, without any change, if there is nothing to lease."""
         stage = self.stage(request)
         if self.finished:
             return None
@@ -55,7 +55,7 @@ class Granting(Fixed):
         return self._lease_rollout(version, request, call) if version is not None else None
 
     def _evaluation_goes_first(self, waiting: Sequence[Evaluation], version: Version, request: LeaseRequest) -> bool:
-        """Before a training block that would be sampled with `version`."""
+        """Return whether evaluation goes before a training block that would be sampled with `version`."""
         measured = waiting[0].version
         if self.plan.deterministic or any(each.version != measured for each in waiting):
             return True
@@ -66,7 +66,7 @@ class Granting(Fixed):
         return -(-self.plan.tasks_per_step // request.max_tasks)
 
     def _stands_at(self, request: LeaseRequest) -> Version:
-        """What the engine will hold when it comes to the lease that it asks for."""
+        """Return the version that the engine will hold when it begins the requested lease."""
         holds = (request.holds_lineage, request.holds_step)
         last = self.leases.last_of((request.service, request.instance))
         if last is None or last.version is None:
@@ -74,7 +74,7 @@ class Granting(Fixed):
         return last.version if self.measures(last) else max(holds, last.version)
 
     def measures(self, lease: Lease) -> bool:
-        """Whether it is one of an evaluation, which wants exactly its version."""
+        """Return whether the lease belongs to an evaluation, which requires its exact version."""
         slot = next((slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id), None)
         return slot is not None and self.tasks.admission[slot] == EVALUATION
 
@@ -89,10 +89,10 @@ class Granting(Fixed):
         return self._grant(0, request, call, slots, one.version)
 
     def _lease_later_stage(self, stage: int, request: LeaseRequest, call: tuple[int, int]) -> LeaseGrant | None:
-        """Tasks that stand under one version of the reference; None too while it is not published yet.
+        """Lease tasks that share one version of the reference. Return None until that version is published.
 
-        A task of a step after a refresh waits for the version of that step, which has been trained by then: it can no
-        more fall back to a step before the refresh when tasks before it are dropped.
+        A task of a step after a refresh waits for the version of the refresh. By then that version has been trained,
+        so drops of earlier tasks can no longer move the task to a step before the refresh.
         """
         first = self._peek(stage)
         if first is None:
@@ -105,9 +105,9 @@ class Granting(Fixed):
         return self._grant(stage, request, call, slots, version) if slots else None
 
     def _training_version(self, request: LeaseRequest, measured: set[Version]) -> Version | None:
-        """What the oldest task that waits is to be sampled with; None: nothing waits, or its version is not there yet.
+        """Return the version for the oldest waiting task. None if no task waits or its version is not published yet.
 
-        `measured`: versions that an engine which holds one of them had better keep.
+        `measured` are the versions under evaluation, which an engine that holds one of them keeps if it may.
         """
         first = self._peek(0)
         if first is None:
@@ -128,7 +128,7 @@ class Granting(Fixed):
         return self._grant(0, request, call, slots, version)
 
     def _peek(self, stage: int) -> int | None:
-        """The oldest admission number that waits for `stage`."""
+        """Return the oldest admission number that waits for `stage`, or None."""
         line = self.ready[stage]
         while (admission := line.peek()) is not None:
             if self._waits(stage, admission):
@@ -137,8 +137,11 @@ class Granting(Fixed):
         return None
 
     def _pop_ready(self, stage: int, most: int) -> list[int]:
-        """Up to `most` waiting tasks, oldest first; for the rollout stage all of one step, for later ones all under one
-        version of the reference. In deterministic mode one whole block or nothing."""
+        """Remove up to `most` waiting tasks, oldest first, and return their slots.
+
+        Tasks of the rollout stage are all of one step; those of later stages share one version of the reference. In
+        deterministic mode, return one whole block or nothing.
+        """
         first = self._peek(stage)
         if self.plan.deterministic and first is not None:
             block = self._block(stage, first, most)
@@ -159,7 +162,7 @@ class Granting(Fixed):
         return slots
 
     def _leased_slots(self, admissions: Iterable[int]) -> list[int]:
-        """Slots of tasks that the lease to come takes: they wait no more."""
+        """Assign tasks to the next lease, so that they no longer wait, and return their slots."""
         slots = [self.window.slot(admission) for admission in admissions]
         for slot in slots:
             self.tasks.lease[slot] = self.leases.next_id
@@ -182,12 +185,12 @@ class Granting(Fixed):
         return self.describe(lease)
 
     def describe(self, lease: Lease, lease_s: float = 0.0) -> LeaseGrant:
-        """The grant of a live lease, again the same for a retry (`lease_s` is filled in by `state.py`)."""
+        """Return the grant of a live lease, the same for every retry. `state.py` fills in `lease_s`."""
         stage = self.plan.stages[lease.stage]
         slots = [slot for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id]
         split = self.tasks.split[slots[0]] if slots else TRAIN_SPLIT
         evaluation = self._evaluation_of(slots[0]) if slots and self.measures(lease) else None
-        # An engine may still hold a later version of that lineage, which was taken back.
+        # An engine may still hold a later version of an earlier lineage, which was taken back.
         outlived = lease.version is not None and lease.version[0] < self.lineage
         exact = self.plan.deterministic or evaluation is not None or lease.stage > 0 or outlived
         oldest = 0
@@ -209,7 +212,7 @@ class Granting(Fixed):
         )
 
     def expire(self, event: LeaseExpired) -> bool:
-        """No progress: the tasks go back, and it counts as a failed attempt of theirs if it was their turn."""
+        """End a lease without progress and retry its tasks. It counts as a failed attempt if their work had begun."""
         lease = self.leases.get(event.lease_id)
         if lease is not None:
             self._give_up(lease, 0 if event.untouched else FAILURE)

@@ -1,9 +1,9 @@
-"""The scheduler's memory on disk: every durable event in order, a snapshot now and then, readable tables for people.
+"""The scheduler's journal on disk: every durable event in order, periodic snapshots, and readable tables for people.
 
-A snapshot is written in parts, between which events go on; it counts once its row is in table `snapshot`, and then the
-events before it are deleted, in parts too. SQLite in WAL mode, committed once a burst: an effect leaves only after its
-event is here. It never interprets an event. A killed process loses nothing; `synchronous=NORMAL` means that a power cut
-may lose the last commits, never order.
+The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
+in it. A snapshot is written in parts, between which new events are accepted. It takes effect when its row is in the
+table `snapshot`; the events before it are then deleted, also in parts. The journal does not interpret events. A killed
+process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last commits, but never their order.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ from shared.rpc.errors import RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
-"""Events of this size, or of twice the last snapshot's, are replaced by a new snapshot: replay stays bounded and
-snapshots cost a constant share of all writing."""
+"""Bytes of events, or twice the bytes of the last snapshot if that is more, after which a new snapshot is written.
+
+Replay is therefore bounded, and snapshots cost a constant share of all writing.
+"""
 PART_BYTES = 1 << 20
-"""What one transaction deletes of old events (it writes one part of a snapshot): no request waits for more."""
+"""Maximum bytes of old events that one transaction deletes, which bounds the delay of requests."""
 PART_EVENTS = 1024
+"""Maximum number of old events that one transaction deletes."""
 
 _INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
@@ -70,7 +73,7 @@ CREATE TABLE IF NOT EXISTS rewinds (
 
 
 def rewinds(path: Path) -> list[tuple[int, int]]:
-    """`(step, committed)` of each time that a run went back, oldest first; [] while its journal cannot be read."""
+    """Return `(step, committed)` of each rewind of a run, oldest first, or [] if its journal cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
             return journal.execute("SELECT step, committed FROM rewinds ORDER BY lineage").fetchall()
@@ -79,20 +82,20 @@ def rewinds(path: Path) -> list[tuple[int, int]]:
 
 
 class Journal:
-    """One open journal. `append` and `save` belong to the next `commit`."""
+    """An open journal. `append` and `save` add to the transaction of the next `commit`."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        """Open or begin the journal of the run with this plan fingerprint.
+        """Open or create the journal of the run with this plan fingerprint.
 
-        Raises RpcError(bad_request), one line, when the file is no journal, damaged, of another release or of another
-        plan.
+        Raises RpcError(bad_request), one line, if the file is not a journal, is damaged, or was written by another
+        release or under another plan.
         """
         self._path = path
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=0")  # they sync: see wal.py
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # these sync on this thread: see wal.py
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -113,21 +116,21 @@ class Journal:
             kept = self._snapshot_seq()
             self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
-            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # of a snapshot that was never finished
+            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # parts of an unfinished snapshot
         except sqlite3.Error as error:
             raise self._broken(str(error)) from None
         if meta.get("format") != FORMAT:
             raise self._broken(f"format {meta.get('format')!r}, this release reads {FORMAT!r}; use the same release")
         if meta.get("plan") != fingerprint:
             raise self._broken(
-                "written under other seed, data, staleness, stages or batch sizes; these cannot change in a run, "
-                "start a new one"
+                "written with another seed, data, staleness, stages or batch sizes, which cannot change within a run; "
+                "start a new run"
             )
         self._events: list[tuple[int, float, int, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
         self._writing: Iterator[None] | None = None
         self._pending_bytes = 0
-        """Of the transaction that is being put together."""
+        """Bytes of the transaction that is being assembled."""
         self._wal = WalCheckpoints(path, page_bytes)
 
     def _total(self, query: str, seq: int) -> int:
@@ -145,7 +148,7 @@ class Journal:
         return self._snapshot_seq() > 0
 
     def snapshot(self) -> Iterator[bytes]:
-        """The parts of the newest snapshot. Raises RpcError when they cannot be read."""
+        """Yield the parts of the newest snapshot. Raises RpcError if they cannot be read."""
         try:
             query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
             for (body,) in self._db.execute(query, (self._snapshot_seq(),)):
@@ -154,7 +157,7 @@ class Journal:
             raise self._broken(f"snapshot: {error}; restore the file from a backup") from None
 
     def events(self) -> Iterator[Durable]:
-        """Every event after the snapshot, in order. Raises RpcError for one that cannot be read."""
+        """Yield every event after the snapshot, in order. Raises RpcError if one is missing or cannot be read."""
         seq = self._snapshot_seq()
         try:
             query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
@@ -168,7 +171,7 @@ class Journal:
             raise self._broken(f"event {seq}: {error}; restore the file from a backup") from None
 
     def append(self, event: Durable, at: float) -> None:
-        """Add a durable event. `at`: seconds since 1970, for people."""
+        """Add a durable event. `at` is in seconds since 1970 and only for human readers."""
         kind = _KINDS.get(type(event))  # type: ignore[arg-type]
         if kind is not None:
             body = msgspec.msgpack.encode(event)
@@ -181,7 +184,7 @@ class Journal:
         self._events.append((self.seq, at, kind, body))
 
     def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
-        """Add a row of a readable table, or take back those of steps that the run went back before."""
+        """Add a row to a readable table, or remove rows of steps that were taken back."""
         match effect:
             case SaveStep(state="BATCHED"):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
@@ -208,11 +211,11 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether enough has been written for a new snapshot."""
+        """Whether enough events were written since the last snapshot for a new one."""
         return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
-        """Make everything since the last commit durable. Raises RpcError naming the file when the disk refuses."""
+        """Make everything since the last commit durable. Raises RpcError naming the file if it cannot be written."""
         if not self.dirty:
             return
         try:
@@ -227,7 +230,7 @@ class Journal:
         self._saves.clear()
 
     def _end(self) -> None:
-        """End a transaction."""
+        """Commit a transaction and report its size to the WAL checkpoints."""
         self._db.execute("COMMIT")
         nbytes, self._pending_bytes = self._pending_bytes, 0
         self._wal.wrote(nbytes, self._db)
@@ -241,13 +244,13 @@ class Journal:
         )
 
     def begin_snapshot(self, parts: Iterator[bytes]) -> None:
-        """A snapshot of the state after the last event that was appended; `write_part` puts it on disk."""
+        """Begin a snapshot of the state after the last appended event. `write_part` writes it to disk."""
         self.commit()
         self._event_bytes = self._snapshot_bytes = 0
         self._writing = self._replace_events(self.seq, parts)
 
     def write_part(self) -> bool:
-        """Write a bounded part of a snapshot that was begun; False: there is none, or it is complete."""
+        """Write a bounded part of the snapshot in progress. Return False if there is none or it is complete."""
         if self._writing is None:
             return False
         try:
@@ -261,7 +264,10 @@ class Journal:
         return more
 
     def _replace_events(self, seq: int, parts: Iterator[bytes]) -> Iterator[None]:
-        """Each round is a transaction of its own; a kill between two leaves the old snapshot or the new one whole."""
+        """Write the snapshot, then delete what it replaces. Each iteration is one transaction.
+
+        A kill between two iterations leaves either the old snapshot or the new one complete.
+        """
         for part, body in enumerate(parts):
             self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (seq, part, body))
             self._snapshot_bytes += len(body)
@@ -272,12 +278,12 @@ class Journal:
         for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
             self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))
             yield
-        while upto := self._some_events(seq):
+        while upto := self._last_deletable(seq):
             self._db.execute("DELETE FROM events WHERE seq <= ?", (upto,))
             yield
 
-    def _some_events(self, seq: int) -> int:
-        """The last of the oldest events, up to `seq`, that one transaction may delete; 0: there are none."""
+    def _last_deletable(self, seq: int) -> int:
+        """Return the last event, up to `seq`, of those that the next transaction may delete, or 0 if there are none."""
         query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
         last = total = 0
         for found, nbytes in self._db.execute(query, (seq, PART_EVENTS)).fetchall():
@@ -287,7 +293,7 @@ class Journal:
         return last
 
     def rows_after(self, step: int) -> Iterator[str]:
-        """The metrics rows of later steps, as JSON, in order."""
+        """Yield the metrics rows of steps after `step`, as JSON, in order."""
         for (row,) in self._db.execute("SELECT row FROM rows WHERE step > ? ORDER BY step", (step,)):
             yield row
 

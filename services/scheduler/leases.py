@@ -1,4 +1,4 @@
-"""Who works on what: live leases by id and by holder. It decides nothing about tasks."""
+"""Live leases by id and by holder. Decisions about tasks are made elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Holder = tuple[str, int]
 
 
 class Lease:
-    """One live lease. `open`: tasks of it that have no accepted end yet."""
+    """One live lease. `open` is the number of its tasks without an accepted outcome."""
 
     __slots__ = ("call", "holder", "incarnation", "lease_id", "open", "slots", "stage", "version")
 
@@ -25,7 +25,7 @@ class Lease:
         version: tuple[int, int] | None,
         call: tuple[int, int],
     ) -> None:
-        """`version`: (lineage, step) of the weights it samples with; `call`: the request it answered."""
+        """`version` is (lineage, step) of the weights to use, and `call` the request that the lease answered."""
         self.lease_id = lease_id
         self.stage = stage
         self.holder = holder
@@ -37,14 +37,14 @@ class Lease:
 
 
 class Leases:
-    """All live leases. Ids count from 1 and are never used again."""
+    """All live leases. Ids count from 1 and are not reused."""
 
     def __init__(self) -> None:
         self.next_id = 1
         self._live: dict[int, Lease] = {}
         self._of: dict[Holder, dict[int, None]] = {}
         self._answered: dict[tuple[int, int], int] = {}
-        """Request -> the live lease that it was given."""
+        """Request -> id of the live lease that it was granted."""
         self._versions: Counter[tuple[int, int]] = Counter()
 
     def __len__(self) -> int:
@@ -83,19 +83,19 @@ class Leases:
             del self._of[lease.holder]
 
     def versions(self) -> set[tuple[int, int]]:
-        """Policy versions that a live lease names."""
+        """Return the policy versions that live leases name."""
         return set(self._versions)
 
     def held_by(self, holder: Holder) -> list[Lease]:
         return [self._live[lease_id] for lease_id in self._of.get(holder, ())]
 
     def last_of(self, holder: Holder) -> Lease | None:
-        """The live lease that it was given last."""
+        """Return the live lease that was granted last to the holder, or None."""
         lease_id = next(reversed(self._of.get(holder, {})), None)
         return None if lease_id is None else self._live[lease_id]
 
     def answering(self, holder: Holder, call: tuple[int, int]) -> Lease | None:
-        """The live lease that this very request was given before, if any."""
+        """Return the live lease that this very request was granted before, or None."""
         lease = self._live.get(self._answered.get(call, 0))
         return lease if lease is not None and lease.holder == holder else None
 

@@ -1,6 +1,6 @@
-"""What the journal rebuilds, and what every verb does to it: counts, room, retries, clears, rows. Pure.
+"""The state that the journal rebuilds, and what all verbs share: counts, room, retries, clears, rows. Pure.
 
-No clock, no I/O, no open calls. The verbs (durable events) are in granting, accepting and stepping; `core.py` joins
+No clock, no I/O, no open calls. The verbs (durable events) are in granting, accepting and stepping; `core.py` combines
 them.
 """
 
@@ -42,17 +42,17 @@ from shared.rpc.errors import RpcError
 from shared.stages import TRAIN, WEIGHTS
 
 FAILURE = 4
-"""What one failed attempt costs a task ..."""
+"""Cost of a failed attempt. A task whose costs reach `FAILURE` times the allowed attempts is dropped."""
 DEATH = 1
-"""... and what the death of its holder costs: a killed process is rarely the task's fault, a task that always kills
-its process still ends after `FAILURE` times as many deaths as attempts."""
+"""Cost of the death of a task's holder. It is lower because the task is rarely the cause; a task that always kills its
+process still ends after `FAILURE` times as many deaths as attempts."""
 TRAIN_SPLIT = 0
 ADMITTED_AT_ONCE = 1024
-"""Tasks that one event admits at most (or those of a step): nobody waits for a million of them."""
+"""Maximum number of tasks that one event admits, or the tasks of a step if more, so that no request waits long."""
 
 
 class Ledger(Stores):
-    """Tasks, leases, versions, evaluations and steps of one run. `out` collects the effects of the verbs."""
+    """The tasks, leases, versions, evaluations and steps of one run. `out` collects the effects of the verbs."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -65,21 +65,21 @@ class Ledger(Stores):
         self.versions = Versions()
         self.evaluations = Evaluations()
         self.ready = [WaitingLine() for _ in plan.stages]
-        """Tasks that wait for a lease, by stage; entries that are out of date are skipped when they come up."""
+        """Tasks that wait for a lease, by stage. Outdated entries are skipped when they reach the front."""
         makers = {key: i for i, stage in enumerate(plan.stages) for key in stage.makes}
         self._needed = [sum({1 << makers[key] for key in stage.needs}) for stage in plan.stages]
-        """By stage: bits of the stages that make what it needs."""
+        """For each stage, a bit mask of the stages that make the keys it needs."""
         self.registry: dict[Holder, Register] = {}
         self.store_names: list[str] = []
         self.layouts: list[scalars.Layout] = []
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
         self.batches: dict[int, array[int]] = {}
-        """Slots of each journaled step, in batch order, until they are collected."""
+        """Slots of each journaled step, in batch order, until their collection."""
         self.identities: dict[int, array[int]] = {}
-        """Epoch and row index of each task of a step, one after the other, until the oldest checkpoint that recovery
-        may fall back to covers them; none in deterministic mode, where they follow from the step."""
+        """Alternating epoch and row index of the tasks of each step, kept until the oldest checkpoint that recovery may
+        fall back to covers the step. Empty in deterministic mode, where they follow from the step."""
         self.reopened: array[int] = array("q")
-        """The same of tasks whose steps were taken back: they are admitted before any other."""
+        """Alternating epoch and row index of tasks whose steps were taken back. They are admitted before all others."""
         self.driver = 0
         self.old_drivers: list[int] = []
         self.lineage = 0
@@ -89,37 +89,37 @@ class Ledger(Stores):
         self.finished = False
         self.position = 0
         self.highest_fence = 1
-        """Of all tasks so far; one that is collected and asked for again goes on above it."""
+        """The highest fence of any task so far. A collected task that is sampled again gets a higher one."""
         self.broken = ""
-        """Deterministic mode: why the run cannot go on with the same bits."""
+        """Deterministic mode: the reason why the run cannot continue with the same bits, or empty."""
         self.uncovered: dict[str, int] = {}
         self.gone: dict[str, str] = {}
         self.owed = 0
-        """Leases that evaluations have had more than training, up to those of a step."""
+        """Number of leases by which evaluations are ahead of training, at most those of a step."""
         self.dropped = 0
         self.dropped_in_a_row = 0
-        """Train tasks dropped since the last one that had enough samples, in this life; no verb depends on it ..."""
+        """Training tasks dropped since the last one with enough samples, in this life. No verb depends on it."""
         self.last_drop = ""
-        """... and why the last of them was."""
+        """The last dropped task and the reason."""
         self.filtered = 0
-        """Tasks without reward variance dropped since the last batch, with their samples and the sum of rewards ..."""
+        """Number of tasks with equal rewards dropped since the last batch. Their samples and sum of rewards follow."""
         self.filtered_samples = 0
         self.filtered_reward = 0.0
         self.batch_filtered = [0.0, 0.0]
-        """... and sum and samples of what was filtered before the newest batch."""
+        """Sum of rewards and number of samples of the tasks that were filtered before the newest batch."""
         self.checked = 0
-        """`consume: completion`: checks of a task's oldest token since the last commit ..."""
+        """`consume: completion`: number of staleness checks of finished tasks since the last commit."""
         self.stale = 0
-        """... and the tasks that were dropped for it."""
+        """Number of those checks that dropped the task."""
         self.dropped_reported = 0
         self.batch_dropped = 0
-        """Drops between the last two batches."""
+        """Number of drops between the last two batches."""
         self.losses = Losses()
         self.waiting_rows: dict[int, dict[str, float]] = {}
         self.next_row = 0 if plan.evals else 1
 
     def meta(self, slots: Iterable[int], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
-        """Handles of tasks; parts are the stages that make a key of `needs` (None: all that are leased stages)."""
+        """Return handles of tasks. Their parts are the stages that make a key of `needs` (None: all leased stages)."""
         used = [
             i for i, stage in enumerate(self.plan.stages) if needs is None or any(key in needs for key in stage.makes)
         ]
@@ -139,11 +139,11 @@ class Ledger(Stores):
         return BatchMeta(tasks=handles, parts=parts, stores=list(self.store_names) if used else [])
 
     def waiting_for(self, stage: int) -> list[int]:
-        """Admission numbers that wait for `stage`, in order: what the table says, whatever stands in line."""
+        """Return the admission numbers that wait for `stage`, in order, from the task table alone."""
         return [admission for admission, _ in self.window.members() if self._waits(stage, admission)]
 
     def line_up(self) -> None:
-        """Make the lines anew, after the table was loaded."""
+        """Rebuild the waiting lines from the task table, after it was loaded."""
         for stage, line in enumerate(self.ready):
             line.fill(self.waiting_for(stage))
 
@@ -156,11 +156,11 @@ class Ledger(Stores):
         return stage == 0 or self.tasks.done[slot] & self._needed[stage] == self._needed[stage]
 
     def _step_of(self, admission: int) -> int:
-        """The step that will consume this task, or an earlier one if tasks before it are dropped later."""
+        """Return the step that will consume this task. It becomes earlier if tasks before this one are dropped."""
         return self.batched_step + 1 + self.window.rank(admission) // self.plan.tasks_per_step
 
     def _retry(self, slot: int, cost: int, reason: str) -> None:
-        """An attempt is over without a result: tombstone its fence, back to PENDING, or dropped after too many."""
+        """End an attempt without a result: clear its fence and return the task to PENDING, or drop the task."""
         failures = self.tasks.failures[slot] + cost
         if failures >= FAILURE * self.config.attempts:
             self._drop(slot, DropReason.ATTEMPTS, f"{self.config.attempts} attempts failed, the last: {reason}")
@@ -169,7 +169,7 @@ class Ledger(Stores):
         self._again(slot)
 
     def _again(self, slot: int) -> None:
-        """Back to PENDING under a higher fence; what was made under the old one is cleared."""
+        """Return a task to PENDING under a higher fence, and clear the shards of the old one."""
         self._clear(slot, last=False)
         self.tasks.reset_attempt(slot)
         self.highest_fence = max(self.highest_fence, self.tasks.fence[slot])
@@ -180,15 +180,16 @@ class Ledger(Stores):
             self.ready[0].push(admission)
 
     def _revived(self, split: int, epoch: int, row: int, admission: int) -> int:
-        """The slot of a task that may have been asked before: PENDING, under a fence that no store has heard of.
+        """Add or reset a task that may have been sampled before, and return its slot.
 
-        Clears of earlier fences may still be on their way, and are no end of it.
+        The task is PENDING under a fence that no store has seen, so that clears of earlier fences that are still in
+        flight do not end it.
         """
         slot = self.tasks.slot_of(split, epoch, row)
         if slot == NO_SLOT:
             [slot] = self.tasks.add(split, epoch, [row], admission)
             self.tasks.fence[slot] = self.highest_fence + 1
-        else:  # batched, or on its way out
+        else:  # batched, or being collected
             self._clear(slot, last=False)
             self.tasks.reset_attempt(slot)
             self.tasks.clears[slot] = self.tasks.step[slot] = 0
@@ -196,7 +197,7 @@ class Ledger(Stores):
         return slot
 
     def _drop(self, slot: int, why: DropReason, reason: str) -> None:
-        """The task can never be trained on or scored. `reason`: `why` in one line."""
+        """Drop a task that can no longer be trained on or scored. `reason` explains `why` in one line."""
         task_id = self.tasks.task_id(slot)
         self.tasks.move(slot, TaskState.DROPPED)
         self.out.append(Tell("scheduler/dropped", {"task": task_id, "why": str(why), "reason": reason[:200]}))
@@ -227,16 +228,16 @@ class Ledger(Stores):
         self._write_rows()
 
     def evaluated(self, step: int) -> dict[str, float] | None:
-        """Results of the evaluations due at version `step`; None while some are missing."""
+        """Return the accuracies of the evaluations due at version `step`, or None while some are missing."""
         done = self.evaluations.accuracy(step)
         wanted = [each.name for each in due(self.plan, self.config.steps, step)]
         return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
 
     def _admit(self) -> None:
-        """Admit train tasks up to the bound of DESIGN, while there is room for all the bytes they may need.
+        """Admit training tasks up to `Plan.max_live`, while there is room for all the bytes they may need.
 
-        Room never keeps back the tasks of the very next step: a run that waits for room it makes itself stands still.
-        An event admits no more than it may take part in answering quickly, and never less than it can have leased.
+        The tasks of the next step are admitted even without room, because a run that waited for room that only its own
+        steps free would stand still. One event admits at most `ADMITTED_AT_ONCE` tasks, or those of a step if more.
         """
         left = (self.config.steps - self.batched_step) * self.plan.tasks_per_step
         bound = min(self.plan.max_live - self._open_batch_tasks(), left)
@@ -248,7 +249,7 @@ class Ledger(Stores):
             self._admit_some(bound - self.window.live)
 
     def _admit_some(self, most: int) -> None:
-        """Admit up to `most` tasks: those that were taken back, or else new ones of one epoch."""
+        """Admit up to `most` tasks: tasks that were taken back if there are any, else new ones of one epoch."""
         if self.reopened:
             slots = self._admit_again(most)
         else:
@@ -259,7 +260,7 @@ class Ledger(Stores):
         self.ready[0].admit(first, self.window.tail)
 
     def _admit_again(self, most: int) -> list[int]:
-        """Slots of the first of `reopened`, under the numbers to come and fences that no store has heard of."""
+        """Revive up to `most` of the `reopened` tasks under the next admission numbers and return their slots."""
         taken, self.reopened = self.reopened[: 2 * most], self.reopened[2 * most :]
         names = zip(taken[::2], taken[1::2], strict=True)
         slots = [
@@ -280,7 +281,7 @@ class Ledger(Stores):
                 self._collect(slot)
 
     def _collect(self, slot: int) -> None:
-        """Tombstone at every store that may hold it; COLLECTED when all of them have acknowledged."""
+        """Clear a task at every store that may hold it. It is COLLECTED once all of them have acknowledged."""
         waits = self._clear(slot, last=True)
         self.tasks.lease[slot] = 0
         self.tasks.clears[slot] = waits
@@ -288,7 +289,7 @@ class Ledger(Stores):
             self._collected(slot)
 
     def _clear(self, slot: int, *, last: bool) -> int:
-        """Order what was made under the task's fence to be cleared; returns how many acknowledgements it needs."""
+        """Clear what was made under the task's fence, and return the number of acknowledgements to wait for."""
         stores = self._holders(slot)
         self.clears.push(self.tasks.task_id(slot), self.tasks.fence[slot], stores, last=last)
         return len(stores)
@@ -298,10 +299,10 @@ class Ledger(Stores):
         self.tasks.remove(slot)
 
     def cleared(self, store: str, count: int) -> bool:
-        """A store has acknowledged the first `count` clears of its queue."""
+        """Remove the first `count` clears, which the store has acknowledged, from its queue."""
         for task_id, fence, last in self.clears.pop(store, count):
             slot = self.tasks.find(task_id) if last else NO_SLOT
-            if slot != NO_SLOT and self.tasks.fence[slot] == fence:  # a higher one: the task lives again
+            if slot != NO_SLOT and self.tasks.fence[slot] == fence:  # with a higher fence, the task is live again
                 self.tasks.clears[slot] -= 1
                 if not self.tasks.clears[slot]:
                     self._collected(slot)
@@ -310,7 +311,7 @@ class Ledger(Stores):
     def _free_versions(self) -> None:
         if len(self.versions) < 2:
             return
-        # by completion a lease may outlive its use: what is sampled with an older version is dropped
+        # By completion, a lease may outlive its use: tasks sampled with an older version are dropped.
         useful = self.batched_step - self.plan.staleness if self.plan.by_completion else 0
         named = {version for version in self.leases.versions() if version[1] >= useful} | self.evaluations.named()
         oldest = max(0, self.batched_step - self.plan.staleness) if self.plan.deterministic else None
@@ -318,7 +319,7 @@ class Ledger(Stores):
             self._clear_weights(ref)
 
     def _reference_steps(self) -> set[int]:
-        """Versions that the reference may still have to stand at, in steps: also after a return to the checkpoint."""
+        """Return the steps of versions that the reference may still need, also after a return to the checkpoint."""
         first = self.plan.reference_version(min(max(self.checkpoint_step, 0), self.committed_step) + 1)
         every = self.plan.reference_every
         return set(range(max(first, every), self.committed_step + 1, every)) if every else set()
@@ -327,7 +328,7 @@ class Ledger(Stores):
         self.clears.push(ref.task_id, ref.fence, [ref.store], last=False)
 
     def is_stray(self, entry: PutTask) -> bool:
-        """Whether a store holds something that is neither accepted, nor under a live lease, nor a live version."""
+        """Return whether `entry` of a store is neither accepted, nor under a live lease, nor of a live version."""
         split, epoch, index = entry.task_id.rsplit("/", 2)
         if split == WEIGHTS:
             version = (int(epoch), int(index))
@@ -335,13 +336,13 @@ class Ledger(Stores):
             if ref is not None:
                 return entry.fence < ref.fence
             newest = self.versions.newest
-            # a version that is put and not yet published is of the driver's lineage and not older than the newest
+            # A version that is put but not published yet is of the driver's lineage and not older than the newest.
             return newest is not None and (version[0] < self.lineage or version < newest)
         slot = self.tasks.find(entry.task_id)
         return slot == NO_SLOT or entry.fence < self.tasks.fence[slot]
 
     def _write_rows(self) -> None:
-        """Let rows leave in step order, each with the evaluations due at its version."""
+        """Write metrics rows in step order, each once the evaluations due at its version are complete."""
         while self.next_row in self.waiting_rows:
             if self.evaluated(self.next_row) is None:
                 return

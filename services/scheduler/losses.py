@@ -1,7 +1,7 @@
-"""What training tasks lost on their way: dropped tasks and samples without a reward, counted by reason. Pure.
+"""Losses of training: dropped tasks, and samples without a reward, counted by reason. Pure.
 
-Kept by admission number until the batch that the task belonged to is formed, so that a step's counts do not depend on
-when results came in.
+Counts are kept by admission number until the batch to which the task belongs is formed, so the counts of a step do not
+depend on when results arrived.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _LOSSES = frozenset(LossReason)
 
 
 def drop_reason(why: str) -> DropReason:
-    """The reason that a peer gave; OTHER for none and for one of a later release."""
+    """Return the reason that a peer gave, or OTHER if it is empty or of a later release."""
     return DropReason(why) if why in _DROPS else DropReason.OTHER
 
 
 class Losses:
-    """Counts in all (`dropped`, `lost`) and of the newest batch (`batch_drops`, `batch_lost`)."""
+    """Total counts (`dropped`, `lost`) and those of the newest batch (`batch_drops`, `batch_lost`)."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
@@ -33,12 +33,12 @@ class Losses:
         self._samples: dict[int, dict[str, int]] = {}
 
     def drop(self, admission: int, reason: DropReason) -> None:
-        """The task with this admission number is dropped."""
+        """Count a dropped task."""
         self.dropped[reason] += 1
         self._drops[admission] = reason
 
     def lose(self, admission: int, result: TaskResult) -> None:
-        """A result of this task was accepted; it may have lost samples."""
+        """Count the lost samples, if any, of an accepted result."""
         counts: Counter[str] = Counter()
         for reason, count in result.lost.items():
             counts[reason if reason in _LOSSES else LossReason.OTHER] += count
@@ -50,7 +50,7 @@ class Losses:
             self._samples[admission] = dict(counts)
 
     def batched(self, taken: Iterable[int], is_over: Callable[[int], bool]) -> None:
-        """A batch of the tasks `taken` is formed. `is_over`: whether a dropped task belongs to it or an earlier one."""
+        """Count a batch of the tasks `taken` and the drops that `is_over` assigns to this or an earlier batch."""
         over = [admission for admission in self._drops if is_over(admission)]
         self.batch_drops = _ordered(Counter(self._drops.pop(admission) for admission in over))
         lost: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: one flat JSON object a line, each step's row exactly once, whatever was killed when.
+"""`metrics.jsonl`: one flat JSON object per line, with each step's row exactly once, even if processes are killed.
 
-The journal holds every row; this file always holds the first of them, and all of them when nothing is under way. At
-start a torn last line is cut off and missing rows are added. When the run goes back, the rows of the steps that are
-taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended then: they are durable there
-before they leave here.
+The journal holds every row. This file always holds the first of them, and all of them when no write is in progress. At
+start an incomplete last line is removed and missing rows are added. When the run returns to an earlier step, the rows
+of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended then. They are
+durable there before they are removed here.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class MetricsFile:
-    """Appends complete lines with one write each."""
+    """An open metrics file. Each line is appended with a single write."""
 
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
-        """Cut a torn last line, then append the journal's rows of later steps.
+        """Remove an incomplete last line, then append the journal's rows of later steps.
 
-        `last`: step of the journal's last row. Later rows (a power cut took the end of the journal) are discarded under
-        `lineage`.
+        `last` is the step of the journal's last row. Later rows in this file, which exist after a power cut took the
+        end of the journal, are discarded under `lineage`.
         """
         self._discarded = path.with_name("metrics.discarded.jsonl")
         self._fd = os.open(path, _FLAGS, 0o644)
-        self.step = self._mend()
+        self.step = self._cut_incomplete_line()
         if self.step > last:
             self.discard(lineage, last, {})
         for row in missing_after(self.step):
             self.write(row)
 
     def write(self, row: str) -> None:
-        """Append one row (JSON text); a row of a step that is there already is left out."""
+        """Append one row (JSON text), unless the file already has a row of that step or a later one."""
         step = int(json.loads(row)["step"])
         if step > self.step:
             _append(self._fd, tidy(row))
             self.step = step
 
     def discard(self, lineage: int, after: int, waiting: Mapping[int, Mapping[str, float]]) -> None:
-        """Move the rows of all steps after `after` to the other file, and `waiting` ones that were not written here.
+        """Move the rows of all steps after `after` to the other file, along with the unwritten rows in `waiting`.
 
-        A row that is there already (a kill came between) is not added again.
+        A row that a killed process has already moved is not added again.
         """
         size = os.fstat(self._fd).st_size
         lines = os.pread(self._fd, size, 0).splitlines(keepends=True)
@@ -55,17 +55,17 @@ class MetricsFile:
             found += [row] if row else []
             size -= len(lines.pop())
         unwritten = [json.loads(tidy(json.dumps({**row, "step": step}))) for step, row in sorted(waiting.items())]
-        self._keep(lineage, [*reversed(found), *unwritten])
+        self._save_discarded(lineage, [*reversed(found), *unwritten])
         os.ftruncate(self._fd, size)
         self.step = int(json.loads(lines[-1])["step"]) if lines else _NO_ROW
 
-    def _keep(self, lineage: int, rows: list[dict[str, Any]]) -> None:
-        """Make the discarded rows durable."""
+    def _save_discarded(self, lineage: int, rows: list[dict[str, Any]]) -> None:
+        """Append the discarded rows to the other file and make them durable."""
         if not rows:
             return
         descriptor = os.open(self._discarded, _FLAGS, 0o644)
         try:
-            known = set(_known(descriptor))
+            known = set(_discarded_keys(descriptor))
             for row in rows:
                 if (lineage, row["step"]) not in known:
                     _append(descriptor, json.dumps({"lineage": lineage, "step": row["step"], **row}))
@@ -76,8 +76,8 @@ class MetricsFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _mend(self) -> int:
-        """Truncate after the last complete line; returns its step."""
+    def _cut_incomplete_line(self) -> int:
+        """Truncate the file after its last complete line and return the step of that line."""
         size = os.fstat(self._fd).st_size
         end, tail = size, b""
         while end > 0:
@@ -90,7 +90,7 @@ class MetricsFile:
                 try:
                     step = int(json.loads(complete[previous + 1 :])["step"])
                 except (ValueError, KeyError, TypeError, OverflowError):
-                    break  # the journal has every row
+                    break  # begin an empty file: the journal has every row
                 os.ftruncate(self._fd, start + len(complete))
                 return step
         os.ftruncate(self._fd, 0)
@@ -98,7 +98,7 @@ class MetricsFile:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """The row of a line; {} for a line that somebody has damaged."""
+    """Return the row of a line, or {} if the line is damaged."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -113,8 +113,8 @@ def _append(descriptor: int, line: str) -> None:
         raise OSError(f"metrics.jsonl: wrote {written} of {len(data)} bytes; is the disk full?")
 
 
-def _known(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Lineage and step of each discarded row; a torn last line is cut off."""
+def _discarded_keys(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield lineage and step of each discarded row, after removing an incomplete last line."""
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     whole = data.rfind(b"\n") + 1
     os.ftruncate(descriptor, whole)
@@ -124,7 +124,7 @@ def _known(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def tidy(row: str) -> str:
-    """The row with whole numbers as integers where they count something, and no NaN (JSON has none)."""
+    """Return the row with counts as integers, and null for NaN and infinities, which JSON does not have."""
     values: dict[str, float] = json.loads(row)
     out: dict[str, float | int | None] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""How far the work on each live lease is, and which leases end because theirs gets no further. Pure, not journaled."""
+"""Progress of live leases, and the expiry of those without progress. Pure, not journaled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Pace:
 
 
 class Paces:
-    """Leases by id. Only a greater `progress` than before, or a result, moves a deadline."""
+    """Deadlines of leases by id. Only an increased `progress` or a result moves a deadline."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -25,12 +25,12 @@ class Paces:
         self._expiries: list[tuple[float, int]] = []
 
     def begin(self, lease_id: int, now: float) -> None:
-        """A lease was given, or lives on after a restart."""
+        """Start the deadline of a lease that was granted or restored after a restart."""
         pace = self._of[lease_id] = _Pace(now + self._lease_s)
         heapq.heappush(self._expiries, (pace.deadline, lease_id))
 
     def told(self, told: LeaseProgress, now: float) -> None:
-        """The holder's heartbeat says how far it is."""
+        """Record the progress that the holder reports in a heartbeat."""
         pace = self._of[told.lease_id]
         pace.untouched = told.untouched
         if told.progress > pace.progress:
@@ -38,16 +38,16 @@ class Paces:
             pace.deadline = now + self._lease_s
 
     def result(self, lease_id: int, now: float) -> None:
-        """Some of its tasks were completed: that is progress."""
+        """Renew a lease because some of its tasks were completed."""
         if lease_id in self._of:
             self._of[lease_id].deadline = now + self._lease_s
 
     def end(self, lease_id: int) -> None:
-        """It is no longer held."""
+        """Forget a lease that is no longer held."""
         self._of.pop(lease_id, None)
 
     def expired(self, now: float) -> list[LeaseExpired]:
-        """Remove and return the leases whose deadline is over; some may have ended otherwise."""
+        """Remove and return the leases whose deadline has passed. Some may have ended in another way."""
         found: list[LeaseExpired] = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heapq.heappop(self._expiries)

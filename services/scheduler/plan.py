@@ -1,7 +1,7 @@
-"""What a run is going to do, as plain numbers: which rows in which order, how many a step, what is evaluated when.
+"""The plan of a run as plain numbers: the order of rows, tasks per step, evaluations, and worst-case bytes. Pure.
 
-Pure: the server fills it from the topology and the data sources (`planning.py`). What is in `Plan` never changes
-within a run, because task ids and the journal depend on it; what a resumed run may change is in `events.Configure`.
+`planning.py` makes it from the topology and the data sources. A `Plan` is constant within a run, because task ids and
+the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.stages import Stage, train_graph
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """One evaluation set: `rows` are the indices that are asked, `samples` each, at every `every`-th version."""
+    """One evaluation set: its row indices, the samples per row, and the interval `every` in versions."""
 
     name: str
     rows: Sequence[int]
@@ -28,7 +28,7 @@ class EvalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fixed part of a run. `rows`: usable row indices of the training set; bytes are worst cases."""
+    """The constant part of a run. `rows` are the usable row indices of the training set. Bytes are worst cases."""
 
     run: str
     seed: int
@@ -40,44 +40,44 @@ class Plan:
     rows: Sequence[int]
     block_tasks: int = 1
     filter_limit: int = 0
-    """Most tasks whose rewards are all equal that are dropped a step; 0: they are trained on."""
+    """Maximum number of tasks with equal rewards that are dropped per step. 0: such tasks are trained on."""
     by_completion: bool = False
-    """A step takes the tasks that are finished first, not those admitted first."""
+    """Whether a step takes the tasks that finish first instead of those admitted first."""
     evals: tuple[EvalPlan, ...] = ()
     stages: tuple[Stage, ...] = field(default_factory=lambda: train_graph(with_reference=False))
     task_bytes: int = 0
-    """Room that one live train task may need at worst; 0: not reserved."""
+    """Maximum bytes of one live training task. 0: no room is reserved."""
     overhead_bytes: int = 0
-    """What the store adds to a task's shards at worst ..."""
+    """Maximum bytes that a store adds to the shards of a task. Accepted results do not include them."""
     unleased_token_bytes: int = 0
-    """... and what the trainer adds for each token: no accepted result tells of these."""
+    """Bytes that the trainer adds per token. Accepted results do not include them."""
     replay_bytes: int = 0
-    """Room to keep free for what a step that is replayed holds besides."""
+    """Bytes to reserve for the additional shards of a step that is replayed."""
     weight_versions: int = 3
     weight_bytes: int = 0
-    """Room to keep free for `weight_versions` versions of this size (of the published one, when that is larger)."""
+    """Bytes of one weight version. `weight_versions` of them are reserved, or of the published one if it is larger."""
     reference_every: int = 0
-    """Steps between refreshes of the reference from the policy; 0: it stays the model the run began with."""
+    """Steps between refreshes of the reference from the policy. 0: it remains the initial model."""
 
     placed_stores: int = 1
-    """Stores that the topology places, from instance 0 on: they are started again for ever. Others have joined."""
+    """Number of stores that the topology places, from instance 0. These are always restarted; others have joined."""
 
     def reference_version(self, step: int) -> int:
-        """The step of the policy version that all tasks of `step` are scored by; 0: the model the run began with."""
+        """Return the step of the policy version that is the reference of `step`, or 0 for the initial model."""
         return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0
 
     @property
     def max_live(self) -> int:
-        """Admission: live train tasks stay at or below this."""
+        """Maximum number of live training tasks."""
         return (self.staleness + 1) * self.tasks_per_step
 
     @property
     def block_rows(self) -> int:
-        """Rows of a rollout block in deterministic mode; 0 for any."""
+        """Rows of a rollout block in deterministic mode, else 0 (any number)."""
         return self.block_tasks * self.group_size if self.deterministic else 0
 
     def fingerprint(self) -> str:
-        """Digest of everything that task ids, their order and the replay of a journal depend on."""
+        """Return a digest of everything on which task ids, their order and the replay of a journal depend."""
         digest = hashlib.blake2b(digest_size=16)
         head = (
             self.seed,
@@ -100,10 +100,10 @@ class Plan:
 
 
 class EpochOrder:
-    """The endless sequence of training rows: every usable row once an epoch, in an order of its own.
+    """The endless sequence of training rows: every usable row once per epoch, in a different order in each.
 
-    The order of an epoch is a permutation drawn from Philox with key (seed, epoch), so that it can be found again
-    without the epochs before it.
+    With `shuffle`, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
+    computed without the epochs before it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -116,12 +116,12 @@ class EpochOrder:
         self._order = self._rows
 
     def at(self, position: int) -> tuple[int, int]:
-        """`(epoch, row index)` of the `position`-th task of the run, from 0."""
+        """Return `(epoch, row index)` of the task at `position` of the run, counted from 0."""
         epoch, [row] = self.some(position, 1)
         return epoch, row
 
     def some(self, position: int, most: int) -> tuple[int, list[int]]:
-        """Epoch and row indices of the tasks from the `position`-th on: up to `most`, of one epoch."""
+        """Return the epoch and the row indices of up to `most` tasks from `position`, all of one epoch."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permuted(epoch)
@@ -137,12 +137,12 @@ class EpochOrder:
 
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:
-    """The evaluation sets that version `version` of a run of `steps` steps is measured on."""
+    """Yield the evaluation sets that are due at version `version` of a run of `steps` steps."""
     for each in plan.evals:
         if version % each.every == 0 or version == steps:
             yield each
 
 
 def stage_index(plan: Plan, name: str) -> int:
-    """Position of a stage in the plan's graph, -1 for a name that is not in it."""
+    """Return the position of a stage in the plan's graph, or -1 for an unknown name."""
     return next((i for i, stage in enumerate(plan.stages) if stage.name == name), -1)

@@ -1,4 +1,4 @@
-"""From the topology and its data sources to a `Plan`. Reads files, once, at start; never needs a tokenizer."""
+"""Makes a `Plan` from the topology and its data sources. It reads files once, at start, and needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shared.topology.capacity import (
 )
 
 _TEMPLATE_TOKENS = 256
-"""What a chat template adds to a prompt, at most, in the estimate below."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt."""
 
 
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
-    """The plan, and the training rows that are left out because they are unusable.
+    """Return the plan and the unusable training rows, which it leaves out.
 
-    Raises RpcError(bad_request), one line, for a source that cannot be used; `where` is the topology's path.
+    `where` is the path of the topology. Raises RpcError(bad_request), one line, if a source cannot be used.
     """
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")
@@ -88,7 +88,7 @@ def _filter_limit(topology: Topology) -> int:
 
 
 def configuration(topology: Topology) -> Configure:
-    """What a resumed run may have changed."""
+    """Return the settings that a resumed run may change."""
     return Configure(
         steps=topology.run.steps,
         attempts=topology.lease.attempts,
@@ -98,9 +98,9 @@ def configuration(topology: Topology) -> Configure:
 
 
 def device_limits(topology: Topology) -> dict[Holder, float]:
-    """The processes that share devices, and how long each may stand still there while others wait.
+    """Return the processes that share devices, each with the seconds it may make no progress while others wait.
 
-    A rank waits for the other ranks of its model, who may take `collective_s`; nobody else waits for anybody.
+    A rank waits for the other ranks of its model, which may take `collective_s`. Other processes wait for no peer.
     """
     lease_s, services = topology.lease.lease_s, topology.colocated_services
     longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}
@@ -121,10 +121,10 @@ def _usable(source: Source, first: int | None) -> list[int]:
 
 
 def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
-    """Tokens of the longest training prompt, at most.
+    """Return an upper bound of the tokens of the longest training prompt.
 
-    Where `max_prompt_tokens` is left out a prompt is taken to have at most a token a byte. Raises RpcError when the
-    stores cannot hold what may then be live: nothing else would keep such a run from standing still later.
+    Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores cannot hold what may then
+    be live, because such a run would stand still later.
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:
@@ -134,8 +134,8 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
-                f"run may need: prompts have up to {prompt} tokens (one a byte and the chat template's); set at least "
-                f"{needed}, or say better as data.train.max_prompt_tokens",
+                f"run may need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at least "
+                f"{needed}, or set data.train.max_prompt_tokens",
             )
     return prompt
 

@@ -1,6 +1,4 @@
-"""Numbers that a peer says of itself, checked before they are added up: one that no machine has must not spoil the
-status of the whole run. Pure.
-"""
+"""Checks of the numbers and texts that a peer reports about itself, before they enter the status of the run. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
 MOST_TEXT = 1024
-"""Characters of each text that a service registers: the status of a run holds those of all."""
+"""Maximum characters of each text that a service reports, because the status of a run holds those of all services."""
 MOST = 1 << 50
-"""Bytes (a pebibyte) or shards of one store."""
+"""Maximum bytes (one pebibyte) or shards of one store."""
 MOST_TROUBLES = 16
-"""Troubles that one heartbeat may tell of."""
+"""Maximum number of troubles in one heartbeat."""
 
 
 def check_numbers(request: Register | Heartbeat) -> None:
-    """Raises RpcError(bad_request) that names the number, or the service."""
+    """Raises RpcError(bad_request), naming the service and the value, if one is out of range."""
     if isinstance(request, Register):
         numbers = {"limit_bytes": request.limit_bytes}
     else:
@@ -37,4 +35,4 @@ def check_numbers(request: Register | Heartbeat) -> None:
     for name, value in numbers.items():
         if not 0 <= value <= MOST:
             who = service_name(request.service, request.instance)
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{who}: {name} {value} is out of range, 0 to {MOST} are taken")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{who}: {name} {value} is out of range, must be 0 to {MOST}")

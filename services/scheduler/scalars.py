@@ -1,8 +1,8 @@
 """Per-sample values of a task (reward, length, ...) packed into bytes, and flattened into arrays for the driver.
 
-One task's values are a bit a column (1: all samples have the same value, which stands there once), then the columns
-one after the other; a layout that is shared by all tasks describes them. Versions and truncation hardly ever differ
-within a task, and a million tasks must fit. Nothing per token is ever here.
+The values of a task are one bit per column, followed by the columns. A bit of 1 means that all samples have the same
+value, which is stored once. Versions and truncation rarely differ within a task, and a million tasks must fit in
+memory. A layout that tasks share describes the columns. Per-token values are not stored here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from proto.tensors import Array
 
 NAMED = "/"
-"""In the name of a part of a dict reward or of a metric of a workflow."""
+"""Separator in the names of the parts of a dict reward and of the metrics of a workflow."""
 _FLOATS = frozenset({"<f4", "<f8"})
 Layout = tuple[tuple[str, str], ...]
 """`(name, dtype)` of each column, in packing order."""
@@ -26,7 +26,7 @@ def layout_of(scalars: dict[str, Array]) -> Layout:
 
 
 def pack(scalars: dict[str, Array], first: int, samples: int) -> bytes:
-    """The values of samples `[first, first + samples)`."""
+    """Return the packed values of samples `[first, first + samples)`."""
     columns: list[bytes] = []
     same = 0
     for number, values in enumerate(scalars.values()):
@@ -40,10 +40,10 @@ def pack(scalars: dict[str, Array], first: int, samples: int) -> bytes:
 
 
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
-    """Arrays over all samples from `(layout, samples, bytes)` of each task, in order.
+    """Return arrays over all samples, given `(layout, samples, bytes)` of each task in order.
 
-    A column that some task lacks is left out: it says nothing about the batch. A float column with a slash in its name
-    (`NAMED`) has gaps by nature, NaN in it.
+    A column that some task lacks is left out, because it does not describe the whole batch. Float
+    columns with a slash in their name (`NAMED`) are always kept, with NaN for missing values.
     """
     used = list(dict.fromkeys(layouts[layout] for layout, _, _ in packed))
     names = [column for column in used[0] if all(column in layout for layout in used)] if packed else []
@@ -62,7 +62,7 @@ def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]])
 
 
 def column(layout: Layout, name: str, samples: int, data: bytes) -> Array | None:
-    """One named column of one task, or None."""
+    """Return one column of one task by name, or None if the task does not have it."""
     for each in layout:
         if each[0] == name:
             return np.frombuffer(_values(layout, each, samples, data), dtype=each[1])
@@ -70,7 +70,7 @@ def column(layout: Layout, name: str, samples: int, data: bytes) -> Array | None
 
 
 def _values(layout: Layout, wanted: tuple[str, str], samples: int, data: bytes) -> bytes:
-    """One column of one task, a value a sample. No data at all: a task without samples."""
+    """Return the bytes of one column of one task, one value per sample. `data` is empty for a task without samples."""
     head = _mask_bytes(len(layout))
     begin, size, same = _place(layout, wanted, samples, data[:head])
     values = data[begin : begin + size]
@@ -79,7 +79,7 @@ def _values(layout: Layout, wanted: tuple[str, str], samples: int, data: bytes) 
 
 @lru_cache(maxsize=4096)
 def _place(layout: Layout, wanted: tuple[str, str], samples: int, mask: bytes) -> tuple[int, int, bool]:
-    """Where the column lies: (first byte, bytes, whether it is one value for all)."""
+    """Return the location of a column: (first byte, bytes, whether it is one value for all samples)."""
     same = int.from_bytes(mask, "little")
     at = _mask_bytes(len(layout))
     for number, each in enumerate(layout):

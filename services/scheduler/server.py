@@ -1,6 +1,7 @@
-"""The actor around the state machine: requests in, one journal commit a burst, then the effects out.
+"""The actor around the state machine: takes requests, commits the journal once per burst, then carries out the effects.
 
-It decides nothing. Nothing leaves before the event that caused it is durable (DESIGN, "The actors").
+Decisions are made by the state machine (docs/architecture.md, "Layout"). An effect is carried out only after the event
+that caused it is durable.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from shared.topology import TopologyError, load
 TICK_S = 0.1
 STORE_CALL_S = 5.0
 SNAPSHOT_S = 0.02
-"""Of every tick, at most, for a snapshot on its way to disk."""
+"""Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
 SUPERVISOR_CALL_S = 5.0
 
 
 class SchedulerService(Service):
-    """`python -m services.scheduler`: see the module's first sentence."""
+    """The scheduler process, `python -m services.scheduler`."""
 
     NAME: ClassVar[str] = "scheduler"
     HEARTBEATS: ClassVar[bool] = False
@@ -75,12 +76,12 @@ class SchedulerService(Service):
         self._failed: asyncio.Future[None]
         self._listing: set[str] = set()
         self._clearing: dict[str, asyncio.Task[None]] = {}
-        """The tracked clear that is on its way to a store."""
+        """The tracked clear in flight to each store."""
 
     # ---------------------------------------------------------------------------------------------- life
 
     def bind(self) -> str:
-        """Rebuild the state, then open the mailbox: nobody is answered from half a journal."""
+        """Rebuild the state, then open the mailbox, so that no request is answered from a partly replayed journal."""
         self._failed = asyncio.get_running_loop().create_future()
         self._open()
         for kind in self._state.requests:
@@ -125,7 +126,7 @@ class SchedulerService(Service):
             self.log.info("journal replayed", events=count, step=self._state.core.committed_step)
 
     async def serve(self) -> None:
-        """Let time pass, until a stop or a journal that cannot be written."""
+        """Advance the clock until the service stops or the journal cannot be written."""
         self._flush()
         while not self.stopping.is_set():
             await asyncio.wait({self._failed}, timeout=TICK_S)
@@ -136,7 +137,7 @@ class SchedulerService(Service):
             self._write_snapshot()
 
     def _write_snapshot(self) -> None:
-        """Go on with a snapshot for a share of the time; requests come in between."""
+        """Continue a snapshot for at most `SNAPSHOT_S` seconds, so that requests are served in between."""
         until = self._now() + SNAPSHOT_S
         while self._journal.write_part() and self._now() < until:
             pass
@@ -155,7 +156,7 @@ class SchedulerService(Service):
             self._journal.close()
 
     async def resolve(self, service: str, instance: int) -> Resolved:
-        """From its own registry: nobody else knows."""
+        """Look up an instance in the scheduler's own registry."""
         return self._state.where(service, instance)
 
     # ---------------------------------------------------------------------------------------------- events
@@ -174,10 +175,10 @@ class SchedulerService(Service):
         self._flush()
 
     def _take(self, effects: Iterable[Effect]) -> None:
-        """Journal what must be durable; keep the rest for `_flush`."""
+        """Journal the durable effects and keep the others for `_flush`."""
         effects = list(effects)
         if any(isinstance(effect, DiscardRows) for effect in effects):
-            self._flush()  # the rows of before are in the file, where they can be discarded
+            self._flush()  # earlier rows must be in the file before they can be discarded
         for effect in effects:
             match effect:
                 case Persist():
@@ -197,11 +198,11 @@ class SchedulerService(Service):
                     self._effects.append(effect)
 
     def _flush(self) -> None:
-        """End of a burst: commit once, then let the effects go."""
+        """End a burst: commit once, then carry out the effects."""
         if self._failed.done():
             return
         try:
-            for discard in self._discards:  # before the commit: the file never has a row that the journal has not
+            for discard in self._discards:  # before the commit: the file has no row that the journal lacks
                 self._metrics.discard(discard.lineage, discard.step, discard.waiting)
             self._discards.clear()
             self._journal.commit()
@@ -210,7 +211,7 @@ class SchedulerService(Service):
                 self._carry_out(effect)
             if self._journal.due:
                 self._journal.begin_snapshot(snapshot.begin(self._state.core))
-        except Exception as error:  # what is left of the burst would be lost in silence
+        except Exception as error:  # otherwise the rest of the burst would be lost silently
             self._failed.set_exception(error)
 
     def _carry_out(self, effect: Effect) -> None:
@@ -242,7 +243,7 @@ class SchedulerService(Service):
                 self.telemetry.emit(f"devices/{effect.name}", {"phase": effect.phase, "holds": parts})
 
     async def _kill(self, effect: KillProcess) -> None:
-        """Have the supervisor kill a process, however often it takes to learn that it is dead."""
+        """Have the supervisor kill a process, retrying until its death is confirmed."""
         service, instance = effect.holder
         request = KillInstance(service=service, instance=instance, pid=effect.pid, cause=effect.cause)
         self.log.warning("to be killed", name=service_name(service, instance), pid=effect.pid, cause=effect.cause)
@@ -265,7 +266,7 @@ class SchedulerService(Service):
         return job
 
     async def _clear(self, effect: SendClear) -> None:
-        """Clear at one store; a tracked clear is tried until the store acknowledges."""
+        """Send clears to one store. A tracked clear is retried until the store acknowledges it."""
         client = self.client(*parse_service_name(effect.store))
         while True:
             try:
@@ -274,14 +275,14 @@ class SchedulerService(Service):
                 self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
                 if not effect.tracked:
                     return
-                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # it may have come at once: do not spin
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have come at once: do not spin
                 continue
             if effect.tracked:
                 self._happened(ClearDone(effect.store, len(effect.tasks)))
             return
 
     async def _list(self, store: str) -> None:
-        """Go through a store's inventory once; the next round repeats what fails."""
+        """Read the inventory of a store once. After a failure the next round reads it again."""
         client = self.client(*parse_service_name(store))
         cursor = 0
         try:

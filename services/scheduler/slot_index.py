@@ -1,4 +1,4 @@
-"""Finds the slot of a live task by its name, four bytes a row of every epoch that has one. It never holds a task."""
+"""An index from the name of a live task to its slot. It takes four bytes per row of every epoch with a live task."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _GROWTH = 1024
 
 
 class SlotIndex:
-    """(split, epoch, row index) -> slot. An epoch costs as much as its highest row, and goes with its last task."""
+    """(split, epoch, row index) -> slot. The size of an epoch is its highest row; it is freed with its last task."""
 
     def __init__(self) -> None:
         self._epochs: dict[tuple[int, int], array[int]] = {}
-        """By row: the slot + 1, or 0."""
+        """(split, epoch) -> the slot + 1 of each row, or 0."""
         self._live: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
         return sum(self._live.values())
 
     def get(self, split: int, epoch: int, row: int) -> int:
-        """The slot, or NO_SLOT."""
+        """Return the slot of a row, or NO_SLOT."""
         rows = self._epochs.get((split, epoch))
         return rows[row] - 1 if rows is not None and 0 <= row < len(rows) else NO_SLOT
 
     def add(self, split: int, epoch: int, rows: Sequence[int], slots: Sequence[int]) -> None:
-        """Rows that have no slot yet, each with its slot."""
+        """Add rows that have no slot yet, each with its slot."""
         if not rows:
             return
         cells = self._epochs.setdefault((split, epoch), array(_NUMBER))
@@ -40,7 +40,7 @@ class SlotIndex:
         self._live[split, epoch] = self._live.get((split, epoch), 0) + len(rows)
 
     def remove(self, split: int, epoch: int, row: int) -> None:
-        """Forget a row that has a slot."""
+        """Remove a row that has a slot."""
         key = (split, epoch)
         self._epochs[key][row] = 0
         self._live[key] -= 1

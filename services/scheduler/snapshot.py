@@ -1,7 +1,7 @@
-"""The durable state as bytes and back: columns as they are, the rest as msgpack. Pure, and never pickle.
+"""Conversion of the durable state to bytes and back: raw columns, and msgpack for the rest, without pickle. Pure.
 
-A snapshot is taken at once, as plain copies, and packed part by part while the run goes on: whoever asks meanwhile
-waits for a copy of the columns (some 80 bytes a task) and never for the packing.
+A snapshot is taken at once by copying and packed part by part while the run continues. Requests are delayed only by the
+copy of the columns (about 80 bytes per task), not by the packing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.scheduler.tasks import TaskTable
 from services.scheduler.versions import Versions
 
 LAYOUT = 11
-"""Raised with every change of what `begin` writes; another layout is refused by name."""
+"""Version of the snapshot layout, raised with every change of what `begin` writes. Others are refused."""
 PART_BYTES = 1 << 20
 PART_ENTRIES = 8192
 
@@ -58,13 +58,13 @@ _PLAIN = (
     "store_names",
 )
 _CELLS, _SCALARS, _CLEARS = range(3)
-"""What a part after the first one holds: bytes of an array, per-sample values, clears."""
+"""Kinds of the parts after the first one: bytes of an array, per-sample values, clears."""
 
 
 def begin(core: Core) -> Iterator[bytes]:
-    """The whole of `core` as it is now, in parts; what happens to it afterwards is in none of them."""
+    """Copy the state of `core` and return an iterator over its parts. Later changes of `core` are not in them."""
     data: dict[str, Any] = {name: getattr(core, name) for name in _PLAIN}
-    # the lines of waiting tasks follow from the table
+    # The lines of waiting tasks are left out because they follow from the table.
     data["splits"] = core.tasks.splits
     data["free"] = array("q", core.tasks.free).tobytes()
     data["window"], cells = core.window.dump()
@@ -103,12 +103,12 @@ def _parts(
 
 
 def dump(core: Core) -> list[bytes]:
-    """All parts. Two cores with the same history give the same."""
+    """Return all parts. They are equal for two cores with the same history."""
     return list(begin(core))
 
 
 def load(plan: Plan, parts: Iterable[bytes]) -> Core:
-    """The inverse of `dump`. Raises msgspec.MsgspecError, KeyError, ValueError or TypeError for other bytes."""
+    """Rebuild a core from its parts. Raises MsgspecError, KeyError, ValueError or TypeError for other bytes."""
     rest = iter(parts)
     data = msgspec.msgpack.decode(next(rest, b""))
     core = Core(plan)

@@ -1,8 +1,8 @@
-"""Decides everything the scheduler does: `handle(event, now) -> effects`. No I/O, no clock, no socket, no thread.
+"""The state machine of the scheduler: `handle(event, now) -> effects`. No I/O, no clock, no socket, no thread.
 
-Around the durable `Core` it keeps what dies with the process: calls that are held back, when leases end, who was heard
-of when. Durable events come out as `Persist` effects and go in again through `replay`; a grant, an expiry and a clear
-are journaled as the decision that was taken, so that replay needs neither heartbeats nor the clock.
+Around the durable `Core` it keeps the state that dies with the process: deferred calls, deadlines of leases, and the
+last heartbeats. Durable events are returned as `Persist` effects and read back through `replay`. A grant, an expiry and
+a clear are journaled as decisions, so that replay needs neither heartbeats nor the clock.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ from shared.stages import ROLLOUT
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
 STORE_GONE_S = 120.0
-"""A store of a joined host that is silent for so long is gone: nobody starts it again but who started it."""
+"""Seconds of silence after which a store of a joined host is considered gone. This run does not restart such stores."""
 MARGIN_S = 0.5
-"""A held-back call is answered this long before its deadline, or at three quarters of a short one."""
+"""Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A call that is held back."""
+    """A deferred call."""
 
     asked: Asked
     answer_by: float
@@ -99,17 +99,17 @@ class Waiting:
 
 
 class Scheduler:
-    """The whole state machine. `core` is what the journal rebuilds; all else is volatile."""
+    """The state machine of the scheduler. The journal rebuilds `core`; all other state is volatile."""
 
     def __init__(self, plan: Plan, *, lease_s: float, incarnation: int, devices: DeviceTurns | None = None) -> None:
-        """`devices`: the turns on shared devices, when services are colocated."""
+        """`devices` assigns turns on shared devices if services are colocated."""
         self.core = Core(plan)
         self._devices = devices or DeviceTurns({})
         self.lease_s = lease_s
         self.incarnation = incarnation
         self.last_row: dict[str, float] = {}
         self.bad_rows = 0
-        """Training rows that cannot be used; counted as dropped."""
+        """Number of unusable training rows, which count as dropped."""
         self._now = 0.0
         self._out: list[Effect] = []
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
@@ -142,13 +142,13 @@ class Scheduler:
 
     @property
     def requests(self) -> list[type[Any]]:
-        """The message types this machine answers."""
+        """The message types that this machine answers."""
         return list(self._requests)
 
     # ---------------------------------------------------------------------------------------------- life
 
     def replay(self, event: Durable) -> None:
-        """Apply a journaled event: its effects happened in an earlier life."""
+        """Apply a journaled event. Its effects, which an earlier life carried out, are discarded."""
         self.core.apply(event)
         for effect in self.core.out:
             if isinstance(effect, WriteRow):
@@ -156,14 +156,14 @@ class Scheduler:
         self.core.out.clear()
 
     def begin(self, config: Configure, now: float) -> list[Effect]:
-        """After replay: live leases get a fresh `lease_s`, known stores are reconciled and sent what they owe."""
+        """Start after replay: renew live leases, reconcile known stores and send them their pending clears."""
         self._now = now
         for lease in self.core.leases:
             self._paces.begin(lease.lease_id, now)
         for holder in self.core.registry:
             self._seen[holder] = Seen(now)
         self._devices.begin(self.core.registry, now)
-        self.core.dropped_in_a_row = 0  # whoever resumes a run may have mended its reward function
+        self.core.dropped_in_a_row = 0  # the reward function may have been fixed before resuming
         if config != self.core.config:
             self._durable(config)
         self._reconcile_at = now + RECONCILE_S
@@ -171,7 +171,7 @@ class Scheduler:
         return self._take()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at time `now` (seconds, any steady clock); returns what is to be done."""
+        """Handle one event at time `now` (seconds of a monotonic clock) and return the effects."""
         self._now = now
         match event:
             case Asked():
@@ -200,7 +200,7 @@ class Scheduler:
             self._out.append(Fail(event.ref, ErrorCode.BAD_REQUEST, str(error)))
 
     def _durable(self, event: Durable) -> Any:
-        """Apply and journal; an event that changes nothing (None, False) is not journaled."""
+        """Apply an event and journal it, unless it changed nothing (its result is None or False)."""
         result = self.core.apply(event)
         if result is not None and result is not False:
             self._out.append(Persist(event))
@@ -223,7 +223,7 @@ class Scheduler:
         return out
 
     def _settle(self) -> None:
-        """After any event: give held-back calls what they wait for, send stores what they have to clear."""
+        """After any event: answer the deferred calls that can be answered, and send pending clears to stores."""
         for queue in self._leasing:
             while queue:
                 waiting = queue[0]
@@ -244,7 +244,7 @@ class Scheduler:
                     self._out.append(SendClear(store, tasks, tracked=True))
 
     def _retry(self, waiting: Waiting, attempt: Callable[[Asked], bool]) -> bool:
-        """True: the call is answered (now, or it was before)."""
+        """Try to answer a deferred call. Return whether it is answered, now or before."""
         if waiting.open:
             try:
                 waiting.open = not attempt(waiting.asked)
@@ -254,7 +254,7 @@ class Scheduler:
         return not waiting.open
 
     def _answer_by(self, asked: Asked) -> float:
-        """When a call that is held back is answered at the latest."""
+        """Return the latest time at which a deferred call is answered."""
         left = max(asked.deadline - self._now, 0.0)
         return asked.deadline - min(MARGIN_S, left / 4)
 
@@ -310,7 +310,7 @@ class Scheduler:
                 for waiting in queue:
                     if self._is_former_life(waiting.asked.request, request):
                         waiting.open = False
-                        self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} began anew"))
+                        self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} restarted"))
             self._durable(request)
             self._devices.registered(request, self._now)
         self._seen[holder] = Seen(self._now)
@@ -325,7 +325,7 @@ class Scheduler:
         )
 
     def where(self, service: str, instance: int) -> Resolved:
-        """What an instance registered. Raises RpcError(missing)."""
+        """Return the registered endpoint of an instance. Raises RpcError(missing) if it has not registered."""
         known = self.core.registry.get((service, instance))
         if known is None:
             raise RpcError(ErrorCode.MISSING, f"{service_name(service, instance)} has not registered (yet)")
@@ -360,8 +360,10 @@ class Scheduler:
         self._out.append(Answer(asked.ref, ack))
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
-        """The newest version, for an engine that holds an older one (a restarting one gets its first with a lease) and
-        has no lease to measure that with."""
+        """Return the newest version if the engine holds an older one and has no evaluation lease, else None.
+
+        A restarted engine, which holds no version yet, gets its first one with a lease.
+        """
         newest = self.core.versions.newest
         if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
             return None
@@ -379,7 +381,7 @@ class Scheduler:
         holder = (request.service, request.instance)
         known = self.core.registry.get(holder)
         if known is not None and known.incarnation != request.incarnation:
-            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: another life of it is registered")
+            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: another life of this process is registered")
         before = self.core.leases.answering(holder, asked.call)
         if before is not None:
             self._out.append(Answer(asked.ref, self.core.describe(before, self.lease_s)))
@@ -407,7 +409,7 @@ class Scheduler:
             self._paces.result(request.lease_id, self._now)
         self._out.append(Answer(asked.ref, CompleteAck(refused=refused)))
 
-    # ---------------------------------------------------------------------------------------------- the driver
+    # ---------------------------------------------------------------------------------------------- driver
 
     def _run_info(self, asked: Asked) -> None:
         self._out.append(Answer(asked.ref, self._durable(asked.request)))
@@ -451,13 +453,13 @@ class Scheduler:
         return True
 
     def _check_troubles(self) -> None:
-        """Raises RpcError(bad_data) when a service has waited as long as it may for something that tasks need."""
+        """Raises RpcError(bad_data) if a service gave up waiting for something that tasks need."""
         for holder, seen in self._seen.items():
             for each in seen.troubles:
                 if each.ends_run:
                     raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {each.text}")
 
-    # ---------------------------------------------------------------------------------------------- what people see
+    # ------------------------------------------------------------------------------------------ status and telemetry
 
     def _status(self, asked: Asked) -> None:
         self._out.append(Answer(asked.ref, view.status(self.core, self._seen, self.last_row, self._now)))

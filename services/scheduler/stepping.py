@@ -1,4 +1,4 @@
-"""The driver's side: batches, commits, versions, checkpoints. Pure; every step is batched and committed once."""
+"""Requests of the driver: batches, commits, versions, checkpoints. Each step is batched and committed once. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stepping(Freshness):
     """The verbs of the driver."""
 
     def run_info(self, request: GetRunInfo) -> RunInfo:
-        """A driver takes the run over; with `reload` a new lineage begins, at the latest step that can be reached."""
+        """Let a driver take over the run. With `reload` a new lineage begins at the latest step that can be reached."""
         if request.driver in self.old_drivers:
             raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
         if request.driver != self.driver:
@@ -45,7 +45,7 @@ class Stepping(Freshness):
             loaded = max(self.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
             if not all(map(self._replayable, range(loaded + 1, self.committed_step + 1))):
                 self._rewind(loaded)
-                # later checkpoints were refused by the trainer, and hold the weights of the steps taken back
+                # The trainer refused later checkpoints, which hold the weights of the steps taken back.
                 self.checkpoint_step = min(self.checkpoint_step, loaded or -1)
             self.lineage += 1
         return RunInfo(
@@ -60,15 +60,15 @@ class Stepping(Freshness):
         )
 
     def _lost_reference(self) -> int:
-        """The version that the reference has to stand at and that is in no store any more, in steps; 0: none."""
+        """Return the step of the version that the reference needs, if no store has it any longer, else 0."""
         step = self.plan.reference_version(self.committed_step + 1)
         return step if step and self.versions.at_step(step) is None else 0
 
     def _rewind(self, step: int) -> None:
-        """The weights of the steps after `step` are gone, and their tasks cannot be replayed: train them again.
+        """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
 
-        Their tasks are sampled again before all others. Their rows go, except in deterministic mode, where the steps
-        come out with the same bits. The caller begins a new lineage.
+        Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
+        where the steps produce the same bits again. The caller begins a new lineage.
         """
         for later in [each for each in self.batches if each > step]:
             slots = self.batches.pop(later)
@@ -80,11 +80,11 @@ class Stepping(Freshness):
             self._tell_rewind(step)
         self.batched_step = self.committed_step = min(step, self.committed_step)
         for lease in list(self.leases):
-            # one that trains may have newer weights than it names
+            # The holder of a training lease may have newer weights than the lease names.
             if not self.measures(lease) or (lease.version is not None and lease.version[1] > step):
                 self._give_up(lease, 0)
         if self.plan.deterministic:
-            self._reopen()  # the versions to come have the bits of those taken back, and so have their scores
+            self._reopen()  # the new versions and their scores have the same bits as those taken back
         else:
             self._take_back_evaluations(step)
             self._open_again(step)
@@ -92,7 +92,7 @@ class Stepping(Freshness):
             self._clear_weights(ref)
 
     def _tell_rewind(self, step: int) -> None:
-        """Say how far the run goes back, and discard the rows of the steps that are trained otherwise now."""
+        """Report the rewind, and discard the rows of steps that will be trained with other weights."""
         self.out.append(Rewound(self.lineage, step, self.committed_step))
         waiting = {later: self.waiting_rows.pop(later) for later in [row for row in self.waiting_rows if row > step]}
         if not self.plan.deterministic:
@@ -100,16 +100,16 @@ class Stepping(Freshness):
             self.next_row = min(self.next_row, step + 1)
 
     def _set_aside(self, slots: Iterable[int]) -> None:
-        """What was made of these tasks goes; their identities are kept elsewhere."""
+        """Drop these tasks and collect their shards. Their identities are kept elsewhere."""
         for slot in slots:
             self.tasks.move(slot, TaskState.DROPPED)
             self._collect(slot)
 
     def _open_again(self, step: int) -> None:
-        """Put the tasks of the steps after `step` before those that wait. No train task may be leased.
+        """Put the tasks of the steps after `step` before the waiting ones. No training task may be leased.
 
-        Those that wait are sampled again too: their versions were chosen for earlier steps than they come to now, or
-        were taken back.
+        The waiting tasks are sampled again, too: their versions were taken back, or chosen for other steps than those
+        that they now belong to.
         """
         again: array[int] = array("q")
         for later in [each for each in self.identities if each > step]:
@@ -124,9 +124,10 @@ class Stepping(Freshness):
         return array("q", [number for slot in slots for number in (self.tasks.epoch[slot], self.tasks.index[slot])])
 
     def _take_back_evaluations(self, step: int) -> None:
-        """Versions after `step` come with other weights: no score of the old ones may stand beside one of the new.
+        """Discard the evaluations of versions after `step`, which will have other weights.
 
-        No task of theirs may be leased. Each set is asked anew, as a whole, when its version is published again.
+        None of their tasks may be leased. Scores of old and new weights are not mixed: each set is evaluated again as a
+        whole when its version is published again.
         """
         for one in self.evaluations.take_back(step):
             for slot in one.waiting:
@@ -134,7 +135,7 @@ class Stepping(Freshness):
                 self._collect(slot)
 
     def batch(self, request: NextBatch) -> StepBatch | None:
-        """The batch of a journaled step, always the same; None when the step is not journaled. Changes nothing."""
+        """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
         self.check_driver(request.driver)
         self._check_whole()
         step = request.step
@@ -155,7 +156,7 @@ class Stepping(Freshness):
         return self._step_batch(step, slots)
 
     def form_batch(self, request: NextBatch) -> StepBatch | None:
-        """Consume tasks for the next step; None (and no change) while it cannot have as many as it takes."""
+        """Form the batch of the next step. Return None, without any change, while there are too few tasks."""
         if self.takeable() < self.plan.tasks_per_step:
             return None
         slots = self.take()
@@ -178,7 +179,7 @@ class Stepping(Freshness):
         return batch
 
     def _belongs_to_batch(self, admission: int) -> bool:
-        """Whether a task that was dropped counts for the newest batch: in deterministic mode by its place."""
+        """Return whether a dropped task counts for the newest batch. In deterministic mode its place decides."""
         return not self.plan.deterministic or admission < self.batched_step * self.plan.tasks_per_step
 
     def _step_batch(self, step: int, slots: Sequence[int]) -> StepBatch:
@@ -192,7 +193,7 @@ class Stepping(Freshness):
         )
         newest = step == self.batched_step
         dropped = self.batch_dropped if newest else 0
-        if self.plan.deterministic:  # those of the step, not those since the last one
+        if self.plan.deterministic:  # the drops of this step, not those since the last batch
             dropped = self.plan.tasks_per_step - len(slots)
         rewards = columns.get("reward")
         reward_sum, samples = self.batch_filtered if newest else [0.0, 0.0]
@@ -211,7 +212,7 @@ class Stepping(Freshness):
         )
 
     def commit(self, request: CommitStep) -> bool:
-        """The step's tasks are TRAINED, exactly once. False (and no change): it was committed before."""
+        """Mark the tasks of a step as TRAINED, once. Return False, without any change, if it was committed before."""
         self.check_driver(request.driver)
         if request.step <= self.committed_step:
             return False
@@ -239,7 +240,7 @@ class Stepping(Freshness):
         return True
 
     def publish(self, request: PublishWeights) -> bool:
-        """A version can be loaded; evaluations of it begin."""
+        """Publish a version, which can then be loaded, and open its evaluations."""
         self.check_driver(request.driver)
         ref = request.ref
         if ref.lineage != self.lineage:
@@ -248,10 +249,10 @@ class Stepping(Freshness):
             text = f"weights {ref.task_id[:80]!r} of step {ref.step}: {WEIGHTS}/<lineage>/<step below 2**31> expected"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if not 0 <= ref.nbytes <= MOST or not 0 <= ref.fence < 1 << 32:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: a number of it is out of range")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: its size or fence is out of range")
         old = self.versions.get((ref.lineage, ref.step))
         if old is not None and old.fence > ref.fence:
-            raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over, it stands at {old.fence}")
+            raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over, it is now {old.fence}")
         self.versions.put(ref)
         if old is not None and old.fence < ref.fence:
             self._clear_weights(old)
@@ -265,25 +266,25 @@ class Stepping(Freshness):
     def _open_evaluations(self, version: tuple[int, int]) -> None:
         for begun in self.evaluations.open.values():
             if begun.version[1] == version[1] and self.versions.get(begun.version) is None:
-                begun.version = version  # the same step again, and the first making of it went with its store
+                begun.version = version  # the step was published again because its store lost the first version
         for each in due(self.plan, self.config.steps, version[1]):
             if self.evaluations.known(each.name, version[1]):
                 continue
             split = self.tasks.splits.index(each.name)
             one = Evaluation(each.name, split, version, len(each.rows), each.samples)
             self.evaluations.open[each.name, version[1]] = one
-            if self.lineage:  # maybe asked before, of a version that was taken back
+            if self.lineage:  # the tasks may exist already, for a version that was taken back
                 one.waiting = deque(self._revived(split, version[1], row, EVALUATION) for row in each.rows)
                 self.highest_fence = max([self.highest_fence, *(self.tasks.fence[slot] for slot in one.waiting)])
             else:
                 one.waiting = deque(self.tasks.add(split, version[1], each.rows, EVALUATION))
 
     def checkpoint(self, request: CheckpointSaved) -> bool:
-        """Collect what the oldest checkpoint that recovery may fall back to covers."""
+        """Collect the steps that are covered by the oldest checkpoint to which recovery may fall back."""
         self.check_driver(request.driver)
         if not 0 <= request.step <= self.committed_step:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: {self.committed_step} is committed")
-        # ones that are newer than the committed step are of steps taken back since
+        # Checkpoints newer than the committed step belong to steps that were taken back.
         kept = sorted({request.step, *(step for step in request.kept if step <= self.committed_step)})
         kept = kept[-(self.config.keep_last + request.at_stop) :]
         self.checkpoint_step = kept[-1]
@@ -291,12 +292,12 @@ class Stepping(Freshness):
         for step in [each for each in self.identities if each <= kept[0]]:
             del self.identities[step]
         if self._wants_checkpoint({}):
-            # No room for one more interval of replay: give up the older checkpoint's rather than stand still.
+            # No room for another interval of replay: give up that of the older checkpoints rather than stand still.
             self._collect_steps(kept[-1])
         return True
 
     def finish(self, request: FinishRun) -> bool:
-        """The run is complete: no more leases."""
+        """Complete the run. No more leases are granted."""
         self.check_driver(request.driver)
         self.finished = True
         return True

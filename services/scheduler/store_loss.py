@@ -1,12 +1,13 @@
-"""What happens when a store comes back without its data (its host was lost, the run was resumed), or not at all. Pure.
+"""Recovery from a store that comes back without its data (host lost, run resumed elsewhere) or not at all. Pure.
 
-Its unfinished tasks are rolled again under higher fences. If it held more than those, the run returns to the newest
-checkpoint: steps after it cannot be replayed, so their tasks are opened again and trained once more (promise 1; in
-deterministic mode from the same versions). No weight update is kept whose tasks could be trained again (promise 2): the
-trainer reloads the checkpoint too. A store that held nothing of a step must never take one back.
+Its unfinished tasks are sampled again under higher fences. If it held anything of a batched step or a version, the run
+returns to the newest checkpoint: steps after it cannot be replayed, so their tasks are reopened and trained again
+(docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
+too, so no weight update is kept whose tasks are trained again (promise 2). If the store held nothing of a batched
+step, no step is taken back.
 
-A store of a host that joined and is gone for good costs less where it can: what it held of trained tasks matters only
-to a trainer that reloads, so a checkpoint is ordered and the run goes on. It must never keep others waiting.
+The permanent loss of a store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
+reloads, so a checkpoint is ordered and the run continues without waiting for the store.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from shared.rundir import parse_service_name, service_name
 
 
 class StoreLoss(Stepping):
-    """The verbs that a registration with another `data_id`, and a store's silence, turn into."""
+    """The verbs for a registration with another `data_id` and for a store that stays silent."""
 
     def lost_data(self, old: Register | None, new: Register) -> bool:
-        """Whether `new` is the same store with nothing of what is wanted of it."""
+        """Return whether a store registers again without the data that the run still needs."""
         if old is not None:
             return old.data_id != new.data_id
         name = service_name(new.service, new.instance)
         return self.gone.pop(name, new.data_id) != new.data_id and name in self.uncovered
 
     def come_back_empty(self, store: str) -> None:
-        """A store has nothing of what it held; and what its host's services have put there for a lease went too."""
+        """Handle a store that lost its data, including what services of its host had put there for their leases."""
         every = [slot for slots in self.batches.values() for slot in slots]
         if self.plan.deterministic:
             every += [slot for _, slot in self.window.members()]
-        # versions, and what the trainer puts for a step, are not in the table
+        # Weight versions and what the trainer puts for a step are not in the task table.
         if store == TRAINER_STORE or any(self._lies_in(slot, store) for slot in every):
             self.lose_store(store, "came back without its data")
             return
@@ -45,7 +46,7 @@ class StoreLoss(Stepping):
         self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
     def lose_store(self, store: str, why: str) -> None:
-        """Forget all that lay in the store."""
+        """Return to the newest checkpoint without anything that was in the store."""
         step = max(self.checkpoint_step, 0)
         again = len(self.window.members())
         replayed = self.committed_step - step
@@ -53,8 +54,8 @@ class StoreLoss(Stepping):
             self._give_up(lease, 0)
         self._rewind(step)
         self.finished = self.finished and self.committed_step >= self.config.steps
-        self.lineage += 1  # whatever is trained from here on differs from what was published before
-        self.driver = 0  # whoever drives must resume: its workers and its published version are not those of `step`
+        self.lineage += 1  # versions trained from now on differ from those published before
+        self.driver = 0  # the driver must resume: its workers and its published version are not at `step`
         self._collect_steps(step)
         for admission, slot in self.window.members():
             if self.tasks.done[slot]:
@@ -66,10 +67,10 @@ class StoreLoss(Stepping):
         self.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
     def part_with(self, store: str) -> bool:
-        """A store that joined is gone for good; False (and no change): it is not here.
+        """Remove a joined store that is gone for good. Return False, without any change, if it is not registered.
 
-        What it owes is done, its room is nobody's, unfinished tasks with shards there are rolled again. So are those
-        leased on its host, if that has no other store: their results could be put nowhere.
+        Its pending clears count as done and its room is no longer used. Unfinished tasks with shards there are sampled
+        again. So are tasks leased on its host if that has no other store, as their results would have no store.
         """
         row = self.registry.pop(parse_service_name(store), None)
         if row is None:
@@ -80,7 +81,7 @@ class StoreLoss(Stepping):
         members = [slot for _, slot in self.window.members()]
         every = [*members, *(slot for slots in self.batches.values() for slot in slots)]
         wanted = every if self.plan.deterministic else self.batches.get(self.committed_step + 1, ())
-        if any(self._lies_in(slot, store) for slot in wanted):  # by a step that is open: its shards are read now
+        if any(self._lies_in(slot, store) for slot in wanted):  # the shards of an open step are being read
             self.lose_store(store, "is gone")
             return True
         bereft = self._without_store(row.host_id)
@@ -93,7 +94,7 @@ class StoreLoss(Stepping):
         return True
 
     def _roll_without(self, store: str, why: str) -> int:
-        """Unfinished tasks with shards in the store are rolled again; returns how many of them were not leased."""
+        """Sample unfinished tasks with shards in the store again, and return how many of them were not leased."""
         for lease in list(self.leases):
             if any(self._lies_in(slot, store) for slot in lease.slots if self.tasks.lease[slot] == lease.lease_id):
                 self._give_up(lease, 0)
@@ -104,11 +105,10 @@ class StoreLoss(Stepping):
         return len(lost)
 
     def _lose_evaluations(self, step: int) -> None:
-        """Versions before `step` (in deterministic mode: that nobody samples with any more) are not published again:
-        what was not scored stays unknown.
+        """Drop the waiting tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
-        Those that were not taken back with their version go on with its next publication; rows that were scored keep
-        their score.
+        These are versions before `step`, or in deterministic mode versions too old to be sampled with. Other open
+        evaluations continue when their version is published again. Scored rows keep their scores.
         """
         first = step - self.plan.staleness if self.plan.deterministic else step
         for one in list(self.evaluations.open.values()):

@@ -1,6 +1,7 @@
-"""Which stores hold shards of which task, and the room that is left in each. Pure; it must never add the room of one
-store to another's, because a put goes into one store: a rollout's and a reference's into that of their host, the
-trainer's into `TRAINER_STORE`.
+"""The stores that hold shards of each task, and the room left in each store. Pure.
+
+Room of different stores is not added up, because a put goes into one store: those of rollouts and references into the
+store of their host, those of the trainer into `TRAINER_STORE`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from shared.rundir import service_name
 
 STORE = "batch-store"
 TRAINER_STORE = service_name(STORE, 0)
-"""Where the trainer puts weights and its own log-probs."""
+"""The store into which the trainer puts weights and its own log-probs."""
 FULL_SHARE = 0.8
-"""Trained bytes over this share of the room that a store has for them order a checkpoint."""
+"""Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 
 
 class Stores:
-    """What the ledger knows of stores. Bytes of a store's own are never more than those counted here for it."""
+    """The ledger's state of stores. The bytes counted here are an upper bound of those that a store holds."""
 
     plan: Plan
     config: Configure
@@ -38,16 +39,17 @@ class Stores:
     store_names: list[str]
     batches: dict[int, array[int]]
     uncovered: dict[str, int]
-    """By store: bytes of trained tasks that wait for a checkpoint."""
+    """Bytes of trained tasks that wait for a checkpoint, by store."""
 
     gone: dict[str, str]
-    """Stores that joined and are gone for good, and the `data_id` of what they held."""
+    """Joined stores that are gone for good, each with the `data_id` of its data."""
 
-    # ---- where shards lie
+    # ---- locations of shards
 
     def _holders(self, slot: int) -> list[str]:
-        """Stores that may hold shards of a task: of its accepted results, the trainer's, and those that whoever has it
-        leased puts into. What lies elsewhere (a former attempt's late put) is a stray: reconciliation finds it.
+        """Return the stores that may hold shards of a task: those of its results and its lease, and the trainer's.
+
+        Shards elsewhere (a late put of a former attempt) are strays, which reconciliation finds.
         """
         known = self.clears.stores
         if len(known) < 2:
@@ -60,28 +62,28 @@ class Stores:
         return [store for store in known if store in may]
 
     def _stores_of(self, holder: Holder) -> set[str]:
-        """The stores of the holder's host; all of them where that is not known."""
+        """Return the stores on the host of `holder`, or all stores if there are none."""
         every = {service_name(*each): row for each, row in self.registry.items() if each[0] == STORE}
         row = self.registry.get(holder)
         same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
         return same or set(every)
 
     def _without_store(self, host_id: str) -> set[Holder]:
-        """Everybody on that host, unless it has a store."""
+        """Return all holders on a host, or none if the host has a store."""
         there = {holder for holder, row in self.registry.items() if row.host_id == host_id}
         return set() if any(service == STORE for service, _ in there) else there
 
     def _lies_in(self, slot: int, store: str) -> bool:
-        """Whether the store has accepted shards of a task."""
+        """Return whether the store has accepted shards of a task."""
         return any(self.store_names[self.tasks.store[i][slot]] == store for i in self._made(slot))
 
     def _replayable(self, step: int) -> bool:
-        """Whether all that a trained step was made of is still there."""
+        """Return whether all shards of a trained step still exist."""
         slots = self.batches.get(step)
         return slots is not None and not any(self._lies_in(slot, store) for store in self.gone for slot in slots)
 
     def _made(self, slot: int) -> list[int]:
-        """Stages whose result is accepted."""
+        """Return the stages of a task whose result is accepted."""
         done = self.tasks.done[slot]
         return [i for i in range(len(self.plan.stages)) if done >> i & 1]
 
@@ -94,21 +96,21 @@ class Stores:
 
     @property
     def limit_bytes(self) -> int:
-        """Of all stores together: for people to see, no put can have it."""
+        """Limit of all stores together, for display only: no single put can use it."""
         return sum(self._limits().values())
 
     @property
     def uncovered_bytes(self) -> int:
-        """Of all stores together."""
+        """Bytes of trained tasks in all stores that wait for a checkpoint."""
         return sum(self.uncovered.values())
 
     def _limits(self) -> dict[str, int]:
         return {service_name(*holder): row.limit_bytes for holder, row in self.registry.items() if holder[0] == STORE}
 
     def _room_for_tasks(self) -> int:
-        """How many tasks there is room for, besides those of the open batch.
+        """Return the number of tasks for which there is room, in addition to those of the open batch.
 
-        Where a task's shards will lie is not known before it is leased: each store must be able to take all of it.
+        The location of a task's shards is unknown until it is leased, so each store has to have room for all of it.
         """
         if not self.plan.task_bytes:
             return self.plan.max_live
@@ -120,11 +122,11 @@ class Stores:
         raise NotImplementedError
 
     def _taken_bytes(self, store: str) -> int:
-        """Besides live tasks."""
+        """Return the bytes of a store that are not available for live tasks."""
         return self._set_aside_bytes(store) + self.uncovered.get(store, 0)
 
     def held_in(self, slots: Iterable[int]) -> Counter[str]:
-        """What trained tasks take of each store, at most."""
+        """Return the maximum bytes that trained tasks take in each store."""
         table, plan = self.tasks, self.plan
         held: Counter[str] = Counter()
         for slot in slots:
@@ -139,12 +141,12 @@ class Stores:
         return held
 
     def _uncover(self, slots: Iterable[int]) -> None:
-        """Tasks are trained, and no checkpoint covers them yet."""
+        """Count trained tasks that no checkpoint covers yet."""
         for store, nbytes in self.held_in(slots).items():
             self._set_uncovered(store, self.uncovered.get(store, 0) + nbytes)
 
     def _cover(self, slots: Iterable[int]) -> None:
-        """The inverse: they go."""
+        """Reverse `_uncover` when the tasks are collected."""
         for store, nbytes in self.held_in(slots).items():
             self._set_uncovered(store, self.uncovered.get(store, 0) - nbytes)
 
@@ -155,7 +157,7 @@ class Stores:
             self.uncovered.pop(store, None)
 
     def _set_aside_bytes(self, store: str) -> int:
-        """For weight versions, and for a step that is replayed."""
+        """Return the bytes reserved for weight versions and for a step that is replayed."""
         if store != TRAINER_STORE:
             return 0
         newest = self.versions.newest_ref
@@ -163,11 +165,11 @@ class Stores:
         return max(self.versions.nbytes, self.plan.weight_versions * one) + self.plan.replay_bytes
 
     def _wants_checkpoint(self, batch: Mapping[str, int]) -> bool:
-        """Whether the trained bytes that no checkpoint covers are about to be in the way of admission in any store.
+        """Return whether trained bytes that no checkpoint covers are about to limit admission in any store.
 
-        `batch`: bytes of a step that is about to be trained, by store.
+        `batch` holds, by store, the bytes of a step that is about to be trained.
         """
-        if self.uncovered.keys() & self.gone.keys():  # steps that no trainer could replay
+        if self.uncovered.keys() & self.gone.keys():  # these steps cannot be replayed
             return True
         if not self.plan.task_bytes or self.config.collect_at_commit:
             return False

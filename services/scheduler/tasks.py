@@ -1,7 +1,7 @@
-"""The table of live tasks: one slot a task in typed columns, and an index from task to slot.
+"""The table of live tasks: one slot per task in typed columns, and an index from task to slot.
 
-A million tasks must fit, so a task is never an object. `array` rather than numpy: single cells are read three times
-faster and come out as plain integers, which is what messages hold. A freed slot is used again.
+Tasks are not objects, because a million of them must fit in memory. Columns are `array` rather than numpy arrays:
+single cells are read three times faster, as the plain integers that messages hold. Freed slots are reused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from proto.ids import make_task_id
 from services.scheduler.slot_index import NO_SLOT, SlotIndex
 
 EVALUATION: Final = -1
-"""Admission number of a task that is outside admission."""
+"""Admission number of a task outside admission."""
 
 
 class TaskState:
-    """Where a task stands, as stored; `NAMES[state]` is what people read. FREE: the slot holds no task.
+    """The states of a task, as stored. `NAMES[state]` is the name for display. FREE means that the slot holds no task.
 
-    A task whose next stage (say, the reference's) is leased stays ROLLED_OUT: its lease is in the lease column.
+    A task whose next stage (such as the reference) is leased stays ROLLED_OUT; its lease is in the lease column.
     """
 
     FREE, PENDING, LEASED, ROLLED_OUT, READY, BATCHED, TRAINED, SCORED, DROPPED = range(9)
@@ -28,14 +28,14 @@ class TaskState:
 
 
 class Column:
-    """Type codes of the columns, by name: the layout of a snapshot."""
+    """Type codes of the columns by name, which define the layout of a snapshot."""
 
     TASK: Final[dict[str, str]] = {
         "state": "B",
         "done": "B",  # bit i: the result of stage i is accepted
         "fence": "I",
         "admission": "q",
-        "step": "i",  # the training step that consumed it; 0 before
+        "step": "i",  # the training step that consumed the task, or 0
         "split": "H",
         "epoch": "i",
         "index": "q",
@@ -51,10 +51,10 @@ class Column:
 
 
 class TaskTable:
-    """Columns by slot. Readers index the arrays; whoever changes `state` goes through `move`, which counts."""
+    """Columns indexed by slot. Readers index the arrays directly; `state` is changed by `move`, which counts tasks."""
 
     def __init__(self, stages: int, splits: Sequence[str]) -> None:
-        """`stages`: number of leased stages (at most 8). `splits`: names that `split` cells index."""
+        """`stages` is the number of leased stages, at most 8. `splits` are the names that `split` cells index."""
         self.splits = list(splits)
         self._split_numbers = {name: number for number, name in enumerate(self.splits)}
         self._slots = SlotIndex()
@@ -79,15 +79,15 @@ class TaskTable:
         self.hash = [array("Q") for _ in range(stages)]
         self.part_bytes = [array("q") for _ in range(stages)]
         self.scalars: list[bytes | None] = []
-        """Per-sample values of an accepted rollout, packed (see `scalars.py`), until the task is collected."""
+        """Packed per-sample values of accepted rollouts (see `scalars.py`), until the task is collected."""
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def add(self, split: int, epoch: int, indices: Sequence[int], admission: int) -> list[int]:
-        """Put new PENDING tasks with fence 1 into slots; returns the slots.
+        """Put new PENDING tasks with fence 1 into slots and return the slots.
 
-        The first has this admission number and the others those after it, or all are outside (`EVALUATION`).
+        Admission numbers count up from `admission`, or are all `EVALUATION`.
         """
         count = len(indices)
         numbers = range(admission, admission + count) if admission != EVALUATION else [EVALUATION] * count
@@ -109,7 +109,7 @@ class TaskTable:
         return slots
 
     def remove(self, slot: int) -> None:
-        """Forget a task: its slot is free from here on."""
+        """Remove a task and free its slot."""
         self._slots.remove(self.split[slot], self.epoch[slot], self.index[slot])
         self.move(slot, TaskState.FREE)
         for name in Column.TASK:
@@ -118,13 +118,13 @@ class TaskTable:
         self.free.append(slot)
 
     def move(self, slot: int, state: int) -> None:
-        """Change a task's state, and the counts with it."""
+        """Change the state of a task and update the counts."""
         self.counts[self.state[slot]] -= 1
         self.counts[state] += 1
         self.state[slot] = state
 
     def reset_attempt(self, slot: int) -> None:
-        """Forget what the last attempt made and raise the fence: PENDING again, in its admission place."""
+        """Discard the results of the last attempt and raise the fence. The task is PENDING and keeps its place."""
         self.fence[slot] += 1
         self.done[slot] = self.samples[slot] = self.failed[slot] = 0
         self.tokens[slot] = self.nbytes[slot] = self.lease[slot] = 0
@@ -132,30 +132,30 @@ class TaskTable:
         self.move(slot, TaskState.PENDING)
 
     def find(self, task_id: str) -> int:
-        """The slot of a task, or NO_SLOT."""
+        """Return the slot of a task by its id, or NO_SLOT."""
         try:
             split, epoch, index = task_id.rsplit("/", 2)
             slot = self._slots.get(self._split_numbers[split], int(epoch), int(index))
         except (KeyError, ValueError):
             return NO_SLOT
-        # one number may be written in several ways, and only one of them is the task's name
+        # A number can be written in several ways, of which only one is part of a task id.
         return slot if slot != NO_SLOT and self.task_id(slot) == task_id else NO_SLOT
 
     def slot_of(self, split: int, epoch: int, index: int) -> int:
-        """The slot of a task, or NO_SLOT."""
+        """Return the slot of a task by its numbers, or NO_SLOT."""
         return self._slots.get(split, epoch, index)
 
     def task_id(self, slot: int) -> str:
         return make_task_id(self.splits[self.split[slot]], self.epoch[slot], self.index[slot])
 
     def columns(self) -> list[array[Any]]:
-        """Every column, in the order of a snapshot."""
+        """Return all columns in the order of a snapshot."""
         return [*(getattr(self, name) for name in Column.TASK), *self.store, *self.hash, *self.part_bytes]
 
     def index_slots(self) -> None:
-        """After the columns were filled: find tasks, count states and free slots again.
+        """Rebuild the index and the counts after the columns were loaded.
 
-        Raises ValueError when they do not belong together.
+        Raises ValueError if the columns differ in length.
         """
         if {len(column) for column in self.columns()} - {len(self.scalars)}:
             raise ValueError(f"columns of different lengths, {len(self.scalars)} tasks")

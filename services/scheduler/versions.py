@@ -1,4 +1,4 @@
-"""Published policy versions: which there are, which one to hand out, which nobody can name any more."""
+"""Published policy versions: those in a store, the newest one, and those that can be removed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from proto import codec
 from proto.messages import PublishWeights, WeightsRef
 
 Version = tuple[int, int]
-"""(lineage, step): orders by lineage first."""
+"""(lineage, step), ordered by lineage first."""
 
 
 class Versions:
-    """Versions whose shards lie in a store."""
+    """The versions whose shards are in a store."""
 
     def __init__(self) -> None:
         self._refs: dict[Version, WeightsRef] = {}
@@ -30,7 +30,7 @@ class Versions:
         return self._refs[self.newest] if self.newest is not None else None
 
     def at_step(self, step: int) -> Version | None:
-        """The version of exactly `step`, of the newest lineage that has it."""
+        """Return the version of exactly `step` in the newest lineage that has it, or None."""
         return max((version for version in self._refs if version[1] == step), default=None)
 
     def put(self, ref: WeightsRef) -> None:
@@ -40,10 +40,10 @@ class Versions:
             self.newest = version
 
     def unnamed(self, named: set[Version], oldest_exact: int | None, steps: Container[int] = ()) -> list[WeightsRef]:
-        """Remove and return the versions that may go: not the newest, not in `named`, not of a step in `steps`.
+        """Remove and return all versions but the newest, those in `named`, and those of a step in `steps`.
 
-        `oldest_exact`: in deterministic mode, the oldest step that a task not yet sampled may ask for; it gets the
-        step's newest lineage.
+        In deterministic mode, `oldest_exact` is the oldest step that a task not yet sampled may need; versions from it
+        on are kept. Of each step in `steps` or from `oldest_exact` on, only the newest lineage is kept.
         """
         gone = [
             version
@@ -56,14 +56,14 @@ class Versions:
         return [self._refs.pop(version) for version in gone]
 
     def after(self, step: int) -> list[WeightsRef]:
-        """Remove and return the versions of later steps: those were taken back."""
+        """Remove and return the versions of steps after `step`, which were taken back."""
         gone = [version for version in self._refs if version[1] > step]
         refs = [self._refs.pop(version) for version in gone]
         self.newest = max(self._refs, default=None)
         return refs
 
     def forget(self, store: str) -> None:
-        """Versions that lay in `store` are gone."""
+        """Remove the versions that were in `store`."""
         self._refs = {version: ref for version, ref in self._refs.items() if ref.store != store}
         self.newest = max(self._refs, default=None)
 

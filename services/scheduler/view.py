@@ -1,4 +1,4 @@
-"""What people are shown of a run: the answer to `GetStatus`, and telemetry when it changed. It changes nothing."""
+"""The view of a run for people: the answer to `GetStatus`, and telemetry when it changes. It modifies no state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.scheduler.tasks import TaskState
 
 @dataclass
 class Seen:
-    """What the last heartbeat of an instance said."""
+    """The last heartbeat of an instance."""
 
     at: float
     state: str = "STARTING"
@@ -26,13 +26,13 @@ class Seen:
 
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
-    """Bytes and shards of all stores."""
+    """Return the bytes and shards of all stores."""
     held = [each for (service, _), each in seen.items() if service == STORE]
     return sum(each.store_bytes for each in held), sum(each.store_shards for each in held)
 
 
 def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], now: float) -> Status:
-    """The run as it stands at `now`, with a row for everybody who has registered."""
+    """Return the status of the run at `now`, with a row for each registered instance."""
     nbytes, shards = stores_of(seen)
     rows = []
     for (service, instance), row in core.registry.items():
@@ -70,7 +70,7 @@ def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], 
 
 
 def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
-    """What all services tell of, in the order of their names."""
+    """Return the troubles that services report, ordered by service and instance."""
     return [
         TroubleRow(service, instance, each.kind, each.text)
         for (service, instance), one in sorted(seen.items())
@@ -79,26 +79,26 @@ def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
 
 
 def counts(core: Core) -> dict[str, int]:
-    """Tasks by state."""
+    """Return the number of tasks by state."""
     live = dict(zip(TaskState.NAMES[1:], core.tasks.counts[1:], strict=True))
     return {**live, "COLLECTED": core.clears.collected}
 
 
 class Teller:
-    """Says what is new of each topic, once."""
+    """Publishes the values of a topic only when they change."""
 
     def __init__(self) -> None:
         self._told: dict[str, dict[str, float | str]] = {}
 
     def tell(self, topic: str, values: dict[str, float | str]) -> list[Tell]:
-        """The effect, or none when these values were told last."""
+        """Return the effect, or nothing if these values were the last ones."""
         if self._told.get(topic) == values:
             return []
         self._told[topic] = values
         return [Tell(topic, values)]
 
     def state(self, core: Core, *, waiting: int, bad_rows: int) -> list[Tell]:
-        """Tasks, leases and collection. `waiting`: lease requests that are held back."""
+        """Return telemetry about tasks, leases and collection. `waiting` is the number of deferred lease requests."""
         tasks = {name: float(count) for name, count in counts(core).items()}
         return [
             *self.tell("scheduler/tasks", {**tasks, "dropped": float(core.dropped + bad_rows)}),

@@ -1,8 +1,8 @@
-"""Brings the journal's write-ahead log back into its file, on a thread and a connection of its own. It must never hold
-up who writes: copying and syncing take as long as the disk likes.
+"""Checkpoints of the journal's write-ahead log into its file, on a separate thread and connection.
 
-SQLite begins the log anew by itself once a pass has copied all of it and nothing was written meanwhile. Under writing
-that never pauses the log would grow, so past `HARD_BYTES` the writer makes one pass of its own.
+Copying and syncing may take long and would otherwise delay the writer. SQLite restarts the log once a pass has copied
+all of it and nothing was written in the meantime. If writing never pauses, the log would grow, so beyond `HARD_BYTES`
+the writer makes a pass itself.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import threading
 from pathlib import Path
 
 SOFT_BYTES = 16 << 20
-"""So much more in the log is worth a pass and its syncs."""
+"""Bytes of growth of the log after which a pass is made."""
 HARD_BYTES = 512 << 20
+"""Bytes of the log beyond which the writer makes a pass itself."""
 PASSES = 3
-"""What was written during a pass is left for the next one: so many at once."""
+"""Maximum number of consecutive passes. Each leaves what was written during it to the next one."""
 _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 
 
 class WalCheckpoints:
-    """Belongs to the one writer of a database in WAL mode that has automatic checkpoints turned off."""
+    """Checkpoints of a database in WAL mode with a single writer, which has automatic checkpoints turned off."""
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.error = ""
-        """Why a pass failed, if one did."""
+        """The cause of a failed pass, or empty."""
         self._path = path
         self._page_bytes = page_bytes
         self._written = 0
@@ -36,7 +37,7 @@ class WalCheckpoints:
         self._thread.start()
 
     def wrote(self, nbytes: int, db: sqlite3.Connection) -> None:
-        """The writer has committed so much through `db`. Raises sqlite3.Error when its own pass fails."""
+        """Record that the writer has committed `nbytes` through `db`. Raises sqlite3.Error if its own pass fails."""
         self._written += nbytes
         if self._written < SOFT_BYTES or self._running:
             return
@@ -49,7 +50,7 @@ class WalCheckpoints:
         self._orders.put(True)
 
     def close(self) -> None:
-        """Wait for the pass that is under way."""
+        """Wait for the pass in progress and stop the thread."""
         self._orders.put(False)
         self._thread.join()
 
@@ -71,7 +72,7 @@ class WalCheckpoints:
             db.close()
 
     def _pass(self, db: sqlite3.Connection) -> int:
-        """Copy what is in the log; returns how many bytes of it are left for another pass."""
+        """Copy the log into the file and return the number of bytes left for another pass."""
         pages, copied = map(int, db.execute(_CHECKPOINT).fetchone()[1:])
         self._left_bytes = pages * self._page_bytes if copied < pages else 0
         return (pages - copied) * self._page_bytes
