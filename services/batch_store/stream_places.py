@@ -1,7 +1,7 @@
-"""Decides which connections to the bulk port may stay; anyone can connect to it. Pure: no socket, no clock.
+"""Decides which connections to the bulk port may stay, because anyone can connect to it. Uses no socket and no clock.
 
-A connection proves itself with the HELLO of a line, which is good for one connection. No connection holds a place for
-long without that, and none that may still prove itself is turned away while others only hold their places.
+A connection proves itself with the HELLO of a line, which admits one connection. Without it no connection keeps its
+place for long, and a newcomer is turned away only if all places are held by connections that have proved themselves.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 MOST, SHARE = 256, 16
-"""Maximum number of connections, which is also at most the limit on descriptors divided by the share. Each may hold one
-range that was copied to be sent, no more."""
+"""Maximum number of connections, which is also limited to the maximum number of descriptors divided by `SHARE`. Each
+connection holds at most one range that was copied to be sent."""
 IDLE_S = 20.0
-"""A connection that proved itself, and neither asked for nor took anything for so many seconds, ends."""
+"""Seconds after which a proven connection ends if it has neither requested nor taken anything."""
 PROVE_S = 10.0
-"""Seconds that a new connection may take to prove itself."""
+"""Seconds within which a new connection has to prove itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one connection. Times are of any steady clock, in seconds."""
+    """The place of one connection. Times are in seconds of any monotonic clock."""
 
     address: str
     used: float
@@ -28,27 +28,27 @@ class Place:
 
 
 class Places:
-    """The places that are taken, the longest held first, and what came of those who held them."""
+    """The places that are taken, the longest held first, and counts of refused and ended connections."""
 
     def __init__(self, descriptors: int) -> None:
-        """`descriptors`: most that this process may have."""
+        """`descriptors` is the maximum number of descriptors of this process."""
         self._descriptors = descriptors
         self.turned_away = 0
-        """Newcomers, because every place was held by one that had proved itself."""
+        """Number of newcomers turned away because all places were held by proven connections."""
         self.evicted = 0
-        """Connections that had proved nothing, for a newcomer."""
+        """Number of unproven connections ended in favour of a newcomer."""
         self.unproven = 0
-        """Connections that had proved nothing in time."""
+        """Number of connections that did not prove themselves in time."""
         self._held: dict[Place, None] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def take(self, address: str, now: float) -> tuple[Place | None, Place | None]:
-        """`(the newcomer's place, whose connection ends for it)`; no place: the newcomer's own ends.
+        """Return the place of a newcomer, None if it is turned away, and the place whose connection has to end for it.
 
-        The one that goes has proved nothing and is, of those from the address with most such ones, the oldest: so
-        strangers of one host push out one another, not readers of other hosts that have just connected.
+        The latter is the oldest unproven connection from the address that has the most of them. Strangers on one host
+        therefore displace each other, not readers on other hosts that have just connected.
         """
         victim = None
         if len(self._held) >= min(MOST, self._descriptors // SHARE):
@@ -65,11 +65,11 @@ class Places:
         return place, victim
 
     def leave(self, place: Place) -> None:
-        """Its connection has ended."""
+        """Free the place of a connection that has ended."""
         self._held.pop(place, None)
 
     def overdue(self, now: float) -> set[Place]:
-        """Return the places whose connections are to end."""
+        """Return the places whose connections have to end, and count the unproven ones."""
         found = {place for place in self._held if now - place.used > (IDLE_S if place.proven else PROVE_S)}
         self.unproven += sum(not place.proven for place in found)
         return found

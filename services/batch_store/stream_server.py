@@ -1,8 +1,8 @@
-"""Sends ranges of pinned files to readers on other hosts, on a thread of its own. It must never block on a reader.
+"""Sends ranges of pinned files to readers on other hosts, on a thread of its own that does not block on any reader.
 
-A reader has one connection, its line, and opens streams on it. It is sent what it asked for, in that order, and nothing
-else. Readers take turns, one range a turn: a reader that stalls holds one range and what it asked for, at most
-`READER_BYTES`, and holds nobody up. A stream lasts until its last byte is sent, its reader closes it or its line ends.
+A reader has one connection, its line, and opens streams on it. It receives the ranges that it requested, in that order,
+and nothing else. Readers take turns, one range per turn: a stalled reader holds one range and its requests, at most
+`READER_BYTES`, and delays nobody. A stream lasts until its last byte is sent, its reader closes it or its line ends.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shared.descriptors import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20
-"""Maximum bytes of one reader that wait to be sent; past it (or `READER_RANGES`) what it asks for stays unread."""
+"""Maximum bytes of one reader that wait to be sent. Beyond it, or `READER_RANGES`, its requests stay unread."""
 READER_RANGES = 256
 MAX_LINES, MAX_STREAMS = 256, 256
 UNCLAIMED_S = 10.0
-"""Seconds after which a line ends to which nobody has connected."""
+"""Seconds after which a line without a connection ends."""
 STREAM_IDLE_S = 60.0
-"""Seconds after which a stream ends of which nothing was asked for or sent, though its line is in use."""
+"""Seconds after which a stream ends if nothing of it was requested or sent, even if its line is in use."""
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
 _RECEIVE_BYTES = 1 << 16
@@ -54,7 +54,7 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """What `OpenLine` promised to one reader."""
+    """A line that was promised to one reader in the answer to `OpenLine`."""
 
     line_id: bytes
     sealer: Seal | None
@@ -66,7 +66,7 @@ class _Line:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Bytes that were asked for and are not sent."""
+    """A range of a stream that was requested and is not being sent yet."""
 
     number: int
     stream: _Stream
@@ -76,7 +76,7 @@ class _Range:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """One connection; `line` is None until its HELLO came."""
+    """One connection. `line` is None until its HELLO has arrived."""
 
     socket: socket.socket
     place: Place
@@ -85,11 +85,11 @@ class _Reader:
     ranges: deque[_Range] = field(default_factory=deque)
     asked_bytes: int = 0
     out: list[Buffer] = field(default_factory=list)
-    """The rest of the message that is being sent."""
+    """The unsent rest of the current message."""
     left: int = 0
-    """Bytes of `out`."""
+    """Number of bytes in `out`."""
     buffer: bytearray | None = None
-    """Where `out` lies, unless it lies in mapped files."""
+    """The memory of `out`, None if `out` refers to mapped files."""
     events: int = select.EPOLLIN
 
     @property
@@ -99,10 +99,11 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """`queued_bytes`: of messages that are being sent; `buffer_bytes`: what copies for them take.
+    """Counts of a stream server.
 
-    `refused`: messages that were not in order; `unknown`: connections for lines that are not here; `hung_up`: both. The
-    other counts are of connections, see `Places`.
+    `queued_bytes` are the unsent bytes of messages that are being sent, and `buffer_bytes` the size of the copies made
+    for them. `refused` counts invalid messages, `unknown` HELLOs for lines that are not open, and `hung_up` both. The
+    last counts are of connections, see `Places`.
     """
 
     streams: int
@@ -118,12 +119,12 @@ class StreamStats:
 
 
 class StreamServer:
-    """Made, opened and closed on one thread; the sending is on another."""
+    """Serves streams. Its methods are called on one thread; it sends on another, which it starts."""
 
     def __init__(self, name: str, *, plain: bool = False, key_limit_bytes: int = KEY_LIMIT_BYTES) -> None:
-        """`plain`: lines carry everything in clear, and serve anyone who knows their id.
+        """With `plain`, lines carry everything in clear and serve any peer that knows their id.
 
-        `key_limit_bytes`: a line ends before it has sealed more than so many; its reader opens another.
+        `key_limit_bytes` is the maximum number of bytes that a line seals before it ends. Its reader opens another.
         """
         self._name = name
         self._plain = plain
@@ -132,9 +133,9 @@ class StreamServer:
         self._lock = threading.Lock()
         self._lines: dict[bytes, _Line] = {}
         self._claimed: set[bytes] = set()
-        """Lines that have a connection."""
+        """Ids of the lines that have a connection."""
         self._readers: dict[int, _Reader] = {}
-        """By descriptor."""
+        """Descriptor -> reader."""
         self._epoll = select.epoll()
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(bulk.MAX_RANGE_BYTES))
@@ -148,9 +149,9 @@ class StreamServer:
         self._log = structlog.get_logger("streams").bind(store=name)
 
     def bind(self, endpoint: str, advertised: Callable[[str], str] = str) -> str:
-        """Begin to serve at `endpoint`; returns it, a wildcard port resolved. Raises RpcError(bad_request).
+        """Begin to serve at `endpoint` and return it with its wildcard port resolved. Raises RpcError(bad_request).
 
-        `advertised` makes of that what readers are told.
+        `advertised` maps the bound endpoint to the one that readers are told.
         """
         try:
             listener, bound = bulk_socket.listen(endpoint)
@@ -165,16 +166,16 @@ class StreamServer:
         return bound
 
     def check(self) -> None:
-        """Raises RpcError(draining) when the thread has ended: nobody would send what is promised from here on."""
+        """Raise RpcError(draining) if the sending thread has ended, because no further promise would be kept."""
         if self._failure is not None:
             raise RpcError(
                 ErrorCode.DRAINING,
-                f"{self._name}: sends no streams any more, its thread ended with {type(self._failure).__name__}: "
+                f"{self._name}: no longer sends streams, because its thread ended with {type(self._failure).__name__}: "
                 f"{self._failure}; this store must be restarted",
             ) from self._failure
 
     def open_line(self) -> LineOpened:
-        """Promise a line to one reader, under a new secret. Raises RpcError: busy (too many lines), draining."""
+        """Promise a line with a new secret to one reader. Raises RpcError: busy (too many lines), draining."""
         self.check()
         line_id, secret = secrets.token_bytes(bulk.LINE_ID_BYTES), secrets.token_bytes(SECRET_BYTES)
         sealer = None if self._plain else Seal(secret, line_id, TO_READER)
@@ -208,7 +209,7 @@ class StreamServer:
         )
 
     def stats(self) -> StreamStats:
-        """Counts as of now."""
+        """Return the current counts."""
         with self._lock:
             streams = sum(len(line.streams) for line in self._lines.values())
         queued = sum(reader.left for reader in list(self._readers.values()))
@@ -227,7 +228,7 @@ class StreamServer:
         )
 
     def close(self) -> None:
-        """End the thread, every line and every stream; what is queued is lost (readers ask again)."""
+        """End the thread, every line and every stream. Queued bytes are lost; readers request them again."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
@@ -266,7 +267,7 @@ class StreamServer:
                 self._leave(reader)
 
     def _serve(self, reader: _Reader, events: int) -> None:
-        """Take what a reader asks for and send it one range at most, so that readers take turns."""
+        """Take the requests of a reader and send it at most one range, so that readers take turns."""
         try:
             self._take_messages(reader)
             if events & ~select.EPOLLOUT and not reader.is_full:
@@ -292,8 +293,8 @@ class StreamServer:
             line, peer = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptors, mostly
-            self._log.warning("no connection taken", error=str(error))
+        except OSError as error:  # usually because no descriptor is left
+            self._log.warning("connection not accepted", error=str(error))
             self._epoll.modify(listener, 0)  # until the next sweep
             return
         place, victim = self._places.take(peer[0] if isinstance(peer, tuple) else "", time.monotonic())
@@ -312,7 +313,7 @@ class StreamServer:
         """End a connection, its line and its streams."""
         self._readers.pop(reader.socket.fileno(), None)
         self._places.leave(reader.place)
-        reader.socket.close()  # which takes it out of the epoll set
+        reader.socket.close()  # also removes it from the epoll set
         if reader.line is not None:
             with self._lock:
                 self._lines.pop(reader.line.line_id, None)
@@ -325,7 +326,7 @@ class StreamServer:
             self._leave(reader)
 
     def _sweep(self, now: float) -> None:
-        """End what nobody uses: connections, lines that nobody connected to, and streams."""
+        """End idle connections, idle streams, and lines to which no reader has connected."""
         self._leave_all(self._places.overdue(now))
         wanted = {each.stream for reader in self._readers.values() for each in reader.ranges}
         with self._lock:
@@ -336,10 +337,10 @@ class StreamServer:
                     if stream not in wanted and now - stream.used > STREAM_IDLE_S:
                         del line.streams[number]
 
-    # ---- what readers say
+    # ---- messages of readers
 
     def _take_messages(self, reader: _Reader) -> None:
-        """Obey the whole messages in the inbox, as far as the reader may ask for more. Raises WireError."""
+        """Carry out the complete messages in the inbox until the reader is full. Raises WireError."""
         tag_bytes = 0 if self._plain else bulk.TAG_BYTES
         while len(reader.inbox) >= bulk.HEAD_BYTES and not reader.is_full:
             head = bulk.unpack_head(bytes(reader.inbox[: bulk.HEAD_BYTES]))
@@ -359,7 +360,7 @@ class StreamServer:
                 self._obey(reader, line, head)
 
     def _claim(self, reader: _Reader, head: Head, message: bytes) -> _Line:
-        """Return the line that a HELLO asks for. Raises WireError."""
+        """Return the line that a HELLO names. Raises WireError."""
         if head.kind is not Kind.HELLO:
             raise WireError(f"bulk {head.kind.name.lower()} before hello")
         line_id = message[bulk.HEAD_BYTES :]
@@ -367,13 +368,13 @@ class StreamServer:
             line = self._lines.get(line_id)
         if line is None or line_id in self._claimed:
             self._unknown += 1
-            self._refused -= 1  # it is counted once
-            raise WireError("bulk hello for a line that is not open, or has its connection")
+            self._refused -= 1  # the caller counts every WireError as refused
+            raise WireError("bulk hello for a line that is not open or already has a connection")
         return line
 
     def _obey(self, reader: _Reader, line: _Line, head: Head) -> None:
         if head.kind is Kind.CLOSE:
-            line.streams.pop(head.stream, None)  # what was asked for is sent: its reader counts on the order
+            line.streams.pop(head.stream, None)  # requested ranges are still sent: the reader relies on their order
             return
         stream = line.streams.get(head.stream)
         if head.kind is not Kind.READ or stream is None or head.offset + head.nbytes > stream.source.total_bytes:
@@ -384,7 +385,7 @@ class StreamServer:
         reader.ranges.append(_Range(head.stream, stream, head.offset, head.nbytes))
         reader.asked_bytes += head.nbytes
 
-    # ---- what they are sent
+    # ---- messages to readers
 
     def _send(self, reader: _Reader) -> None:
         """Send as much of one message as the kernel takes."""
@@ -416,7 +417,7 @@ class StreamServer:
         reader.out[: done + 1] = [memoryview(reader.out[done])[sent:]]
 
     def _sent(self, reader: _Reader) -> None:
-        """The message is out, or nobody wants it any more."""
+        """Release the current message, which is sent or no longer needed."""
         reader.out, reader.left = [], 0
         if reader.buffer is not None:
             self._buffer_bytes -= len(reader.buffer)
@@ -425,7 +426,7 @@ class StreamServer:
             reader.buffer = None
 
     def _next(self, reader: _Reader, line: _Line) -> None:
-        """Make ready the next range that this reader asked for. Raises WireError at the end of the line's key."""
+        """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key may not seal it."""
         wanted = reader.ranges.popleft()
         reader.asked_bytes -= wanted.nbytes
         wanted.stream.used = time.monotonic()
@@ -440,16 +441,16 @@ class StreamServer:
         head = bulk.pack_head(Head(Kind.DATA, wanted.number, wanted.nbytes, wanted.offset))
         if line.sealer is None:
             if len(pieces) <= _MAX_PIECES:
-                return [head, *pieces]  # straight from the mapped files, which never change
+                return [head, *pieces]  # sent directly from the mapped files, which do not change
             return [head, _gather(pieces, self._buffer(reader))]
         if line.sealer.nbytes + wanted.nbytes > self._key_limit_bytes:
-            raise ConnectionAbortedError("the line's key has sealed all it may")
+            raise ConnectionAbortedError("the line's key has reached its limit")
         data = pieces[0] if len(pieces) == 1 else _gather(pieces, self._scratch)
         room = self._buffer(reader)
         return [head, room[: line.sealer.seal(head, data, room)]]
 
     def _buffer(self, reader: _Reader) -> memoryview:
-        """One a reader at most."""
+        """Return a buffer for the current message of a reader, which has at most one."""
         reader.buffer = self._free.pop() if self._free else bytearray(bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES)
         self._buffer_bytes += len(reader.buffer)
         return memoryview(reader.buffer)

@@ -1,7 +1,7 @@
-"""What one stream sends: pinned files, and where the bytes of each range lie in them. It must never outlive its pins.
+"""The content of one stream: pinned files, and the position of each range in them.
 
-The files are mapped under a shared lock, as any reader maps them: while a stream is open (or a frame of it waits to be
-sent) what it reads stays, even when its tasks are collected; the bytes stay counted.
+The files are mapped under a shared lock, as any reader maps them. While a stream is open, or a frame of it waits to be
+sent, the bytes that it reads stay in place and stay counted, even when its tasks are collected.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream import missing_shards
 
 STREAM_SHARE = 4
-"""One stream: at most the files that may be mapped by this."""
+"""A stream reads at most 1/STREAM_SHARE of the number of files that the store may map for streams."""
 
 
 class Kept(NamedTuple):
-    """A sealed file: where it is, and its table as it was when it was sealed."""
+    """A sealed file: its path, and its table at the time of the seal."""
 
     path: str
     table: Table
 
 
 class StreamSource:
-    """The block file that a stream is, as pieces of others. Immutable: any thread."""
+    """The block file that a stream sends, composed of pieces of other files. Immutable and thread-safe."""
 
     def __init__(self, made: Excerpt, files: Sequence[mmap.mmap]) -> None:
         self.total_bytes = made.total_bytes
@@ -41,7 +41,7 @@ class StreamSource:
         self.head_checksum = xxhash.xxh3_64_intdigest(made.head)
         self.covered = made.covered
         views = [memoryview(made.head), *(memoryview(file) for file in files)]
-        # run 0 is the head
+        # Run 0 is the head.
         self._views = [views[0], *(views[number + 1] for number in made.files)]
         self._sources = [0, *made.sources]
         self._targets = [0, *made.targets]
@@ -49,9 +49,9 @@ class StreamSource:
         self._gap = memoryview(bytes(64))
 
     def pieces(self, at: int, nbytes: int) -> list[memoryview]:
-        """Return views which, one after the other, are the `nbytes` bytes from `at` on.
+        """Return views whose concatenation is the `nbytes` bytes from offset `at` on, which lie within the stream.
 
-        They are one view wherever those bytes lie together. The range must lie within the stream.
+        Bytes that are contiguous in a file are one view.
         """
         end = at + nbytes
         found: list[memoryview] = []
@@ -62,8 +62,8 @@ class StreamSource:
                 upto = min(end, begin + length)
                 source = self._sources[run] + at - begin
                 found.append(self._views[run][source : source + upto - at])
-            else:  # the zeros that bring the next run to its alignment
-                # behind the last run they reach to where an empty shard ends the file
+            else:  # the zeros that align the next run
+                # After the last run they extend to the end of the file, if an empty shard ends it there.
                 upto = min(end, self._targets[run + 1]) if run + 1 < len(self._targets) else end
                 found.append(self._gap[: upto - at])
             at = upto
@@ -81,11 +81,12 @@ def pin(
     max_bytes: int,
     cache: MappingCache,
 ) -> StreamSource:
-    """Map the files and plan the stream; blocking, for a thread of its own. `name`: the store, for errors.
+    """Map the files and return a stream of the first tasks, as many as fit. Blocks, so call it on a thread of its own.
 
-    `places[i]` are the indices of those files that hold task i. As many of the first tasks as are in few enough files.
-    Raises FileNotFoundError when a file was collected meanwhile (locate again), RpcError(missing) naming the shards,
-    OSError (EMFILE) when other streams have too many files, WireError: a file is not what it was.
+    `name` is the store's name for errors. `places[i]` are the indices of the files that hold task i. The number of
+    files and `max_bytes` limit the number of tasks. Raises FileNotFoundError if a file was collected meanwhile (locate
+    it again), RpcError(missing) with the names of the shards, OSError (EMFILE) if other streams have mapped too many
+    files, and WireError if a file does not have its sealed size.
     """
     count, needed = _few(places, cache.most_files // STREAM_SHARE)
     tasks, files, places = tasks[:count], files[:needed], places[:count]
@@ -103,7 +104,7 @@ def pin(
 
 
 def _few(places: Sequence[Sequence[int]], most_files: int) -> tuple[int, int]:
-    """How many of the first tasks are in so many files (one task at least), and in how many they are."""
+    """Return how many of the first tasks, at least one, fit into `most_files` files, and the number of those files."""
     files = 0
     for count, mine in enumerate(places):
         needed = max(files, max(mine) + 1)

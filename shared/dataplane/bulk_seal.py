@@ -1,8 +1,8 @@
-"""Seals and opens bulk messages with AES-128-GCM under the keys of one line. It must never use a nonce twice.
+"""Seals and opens bulk messages with AES-128-GCM under the keys of one line. No nonce is used twice.
 
-Key and nonce salt of a direction are 16 + 4 bytes of HKDF-SHA256 over the line's secret, salted with the line's id. The
-nonce is salt || counter u64. Both ends count the messages of a direction from 1, so a message that is forged, lost,
-repeated or moved does not open. A line ends before one key has sealed more than `KEY_LIMIT_BYTES`.
+The key and the nonce salt of a direction are 16 + 4 bytes of HKDF-SHA256 over the line's secret, salted with the line's
+id. The nonce is salt || counter u64. Both ends count the messages of a direction from 1, so a message that was forged,
+lost, repeated or moved fails to open. A line ends before one key has sealed more than `KEY_LIMIT_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ SECRET_BYTES = 32
 KEY_BYTES = 16
 SALT_BYTES = 4
 KEY_LIMIT_BYTES = 1 << 36
-"""2^32 blocks, the bound of one GCM key with counting nonces (NIST SP 800-38D allows 2^32 - 2 blocks a message)."""
+"""2^32 blocks, the limit of one GCM key with counted nonces (NIST SP 800-38D allows 2^32 - 2 blocks per message)."""
 TO_READER, TO_STORE = b"reader", b"store"
 _COUNTER = struct.Struct("<Q")
 
 
 class Seal:
-    """One end of one direction of one line: it only seals or only opens. One thread only."""
+    """One end of one direction of a line, which either seals or opens. Not thread-safe."""
 
     def __init__(self, secret: bytes, line_id: bytes, direction: bytes) -> None:
         made = HKDF(SHA256(), KEY_BYTES + SALT_BYTES, line_id, b"rlbus bulk " + direction).derive(secret)
         self._cipher, self._salt = AESGCM(made[:KEY_BYTES]), made[KEY_BYTES:]
         self._counter = 0
         self.nbytes = 0
-        """Bytes sealed or opened so far."""
+        """Number of bytes sealed or opened so far."""
 
     def seal(self, associated: bytes, data: Buffer, into: memoryview) -> int:
-        """Write ciphertext and tag to the start of `into`; return their length."""
+        """Write the ciphertext and the tag to the start of `into` and return their total length."""
         self._cipher.encrypt_into(self._nonce(data), data, associated, into[: len(data) + TAG_BYTES])
         return len(data) + TAG_BYTES
 
@@ -47,9 +47,9 @@ class Seal:
         return self._cipher.encrypt(self._nonce(b""), b"", associated)
 
     def open(self, associated: bytes, sealed: Buffer, into: memoryview) -> None:
-        """Check `sealed` and decrypt it to exactly `into`. Raises WireError; then `into` holds rubbish."""
+        """Check `sealed` and decrypt it to fill `into`. Raises WireError, after which `into` holds arbitrary bytes."""
         if len(sealed) != len(into) + TAG_BYTES:
-            raise WireError(f"sealed message of {len(sealed)} bytes: {len(into) + TAG_BYTES} belong here")
+            raise WireError(f"sealed message of {len(sealed)} bytes: {len(into) + TAG_BYTES} are expected")
         try:
             self._cipher.decrypt_into(self._nonce(into), sealed, associated, into)
         except InvalidTag:

@@ -1,7 +1,7 @@
-"""Sockets of bulk connections: plain TCP, or Unix sockets.
+"""Sockets of bulk connections: plain TCP or Unix sockets.
 
-No message queue: it costs a copy of every byte at the reader and two more threads. Payloads come straight from the
-kernel into their place.
+A message queue would cost a copy of every byte at the reader and two more threads. Here the kernel writes payloads
+directly to their destination.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _BACKLOG = 128
 
 
 def listen(endpoint: str) -> tuple[socket.socket, str]:
-    """Return a listening, non-blocking socket at `tcp://host:port` (`*`: any) or `ipc://path`, and where it is.
+    """Return a listening, non-blocking socket at `tcp://host:port` (`*`: any) or `ipc://path`, and its endpoint.
 
-    Raises OSError, WireError (no such kind of endpoint).
+    Raises OSError, and WireError for any other kind of endpoint.
     """
     address = _address(endpoint)
     listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if isinstance(address, str):
             if os.path.exists(address):
-                os.unlink(address)  # of a former life
+                os.unlink(address)  # left by a former life
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -43,9 +43,9 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
 
 
 def connect(endpoint: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket connected to `endpoint`; sending over it gives up after `timeout_s`: BlockingIOError.
+    """Return a blocking socket connected to `endpoint`. Its sends raise BlockingIOError after `timeout_s`.
 
-    Raises OSError, WireError (no such kind of endpoint).
+    Raises OSError, and WireError for any other kind of endpoint.
     """
     address = _address(endpoint)
     line = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET, socket.SOCK_STREAM)
@@ -63,18 +63,18 @@ def connect(endpoint: str, timeout_s: float) -> socket.socket:
 
 
 def quick(line: socket.socket) -> None:
-    """Send small messages at once."""
+    """Send small messages without delay (TCP_NODELAY)."""
     if line.family == socket.AF_INET:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def unpaced(line: socket.socket) -> None:
-    """To a peer on this host, send as fast as it takes it.
+    """Send to a peer on this host as fast as it reads.
 
-    bbr, the default of some hosts, goes on at the pace of a reader that once computed: a tenth to a fifth of the rate
-    on loopback, where there is no line to spare. On a real line the host's choice stands.
+    On loopback, bbr (the default of some hosts) keeps the pace of a reader that was once busy computing, which is a
+    tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion control.
     """
-    with contextlib.suppress(OSError):  # the peer has left, or a kernel without it
+    with contextlib.suppress(OSError):  # the peer is gone, or the kernel has no cubic
         if line.family == socket.AF_INET and line.getsockname()[0] == line.getpeername()[0]:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 

@@ -1,6 +1,6 @@
-"""Fetches shards from stores of other hosts: opens streams, pulls them over lines, opens again what got lost.
+"""Fetches shards from stores on other hosts: opens streams, reads them over lines, and reopens those that were lost.
 
-A fetch gives whole, checked shards, in memory of their own, or raises. Nothing is kept for the next fetch.
+A fetch returns complete, checked shards in memory of their own, or raises. It keeps nothing for the next fetch.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
 STREAM_BYTES = 64 << 20
-"""Maximum bytes of a stream of several tasks. A fetch is cut into such streams; `STREAMS` of a store run at a time."""
+"""Maximum bytes of a stream of several tasks. A fetch is split into such streams, `STREAMS` of which run per store."""
 STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
-"""Number of tasks that the first stream of a fetch asks for, and the maximum for any stream."""
+"""Number of tasks requested for the first stream of a fetch, and the maximum number for any stream."""
 IDLE_S = 30.0
-"""Seconds for which memory of streams whose arrays are gone is kept for the next ones."""
+"""Seconds for which the memory of a stream whose arrays are gone is kept for later streams."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 CORRUPT_TRIES = 3
 SHOWN_NAMES = 8
 AGAIN_S, AGAIN_MAX_S = 0.05, 2.0
-"""Seconds between a lost stream and its next life; they double after each life that brought nothing, so that a peer
-that makes streams get lost costs little.
+"""Minimum and maximum seconds before a lost stream is opened again. The delay doubles after each attempt that received
+nothing, so that a peer that causes streams to be lost costs little.
 """
 R = TypeVar("R", bound=Message)
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The shards of one fetch, under way."""
+    """A fetch in progress."""
 
     store: str
     client: Client
     tasks: list[PutTask]
     keys: tuple[str, ...]
     pieces: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
-    """The arrays of the tasks from that one on, one dict a task."""
+    """Index of the first task of a stream -> one dict of arrays per task of the stream."""
     coming: set[Incoming] = field(default_factory=set)
-    """Its streams that are being received."""
+    """The streams of this fetch that are being received."""
     arrived_at: float = 0.0
-    """When the last range of its other streams came, by `time.monotonic`."""
+    """Time of `time.monotonic` at which the last range of its ended streams arrived."""
 
     def end(self, incoming: Incoming) -> None:
         self.coming.discard(incoming)
@@ -67,12 +67,12 @@ class _Load:
 
     @property
     def last_range_at(self) -> float:
-        """When anything of it came last, by `time.monotonic`; 0: nothing did."""
+        """Return the time of `time.monotonic` at which its last range arrived, 0 if none did."""
         return max([self.arrived_at, *(incoming.arrived_at for incoming in self.coming)])
 
 
 class StreamReader:
-    """One per process; belongs to the event loop of its clients."""
+    """Fetches shards from any number of stores. Belongs to the event loop of its clients; a process has one."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class StreamReader:
         plain: bool = False,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
-        """`client_of`: bus client of a store by name.
+        """`client_of` returns the bus client of a store by name.
 
-        `plain`: take streams in clear too; otherwise they are refused. `inflight_bytes`: asked for and not received.
+        With `plain`, streams in clear are accepted, too; otherwise they are refused. `inflight_bytes` is the maximum
+        number of bytes that are requested and have not arrived.
         """
         self._client_of = client_of
         self.plain = plain
@@ -94,14 +95,14 @@ class StreamReader:
         self._checker = ThreadPoolExecutor(1, "stream-checker")
         self._lines: dict[str, StreamLine] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # of each store its own: the streams of one that is away keep theirs until their waiters' deadlines
+        # Slots are per store, because streams of an absent store keep theirs until the deadlines of their callers.
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, STREAMS))
         self._works: set[asyncio.Task[None]] = set()
         self._trimmer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("stream")
 
     def close(self) -> None:
-        """End transfers, threads and sockets; what was fetched stays valid. Loop thread only."""
+        """End transfers, threads and sockets. Fetched arrays stay valid. Call it on the thread of the event loop."""
         for work in self._works:
             work.cancel()
         if self._trimmer is not None:
@@ -114,10 +115,10 @@ class StreamReader:
     async def fetch(
         self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], stall_s: float, moved: Moved = nobody
     ) -> list[dict[str, Array]]:
-        """Return the arrays under `keys` (none: all there are) of each task, private to the caller.
+        """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
 
-        `moved` is told, at least every `stall_s`, that something came. Raises RpcError (missing and collected with
-        `names`), DeadlineExceeded when nothing came for `stall_s`.
+        `moved` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected have
+        `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
         """
         load = _Load(store, self._client_of(store), _once(tasks), keys)
         work = asyncio.create_task(self._load(load))
@@ -163,10 +164,10 @@ class StreamReader:
                         slots.release()
                         raise
                     stream = group.create_task(self._stream(load, at, line, opened))
-                    stream.add_done_callback(lambda _: slots.release())  # when it was cancelled unbegun, too
+                    stream.add_done_callback(lambda _: slots.release())  # even if it was cancelled before it began
                     at += opened.covered
-                    # what does not fit is looked up for nothing, what fits should not be cut up: a little more
-                    # tasks than fill a stream if they are as large as these
+                    # Ask for slightly more tasks than fill a stream if they are as large as these: looking up tasks
+                    # that do not fit is wasted work, and asking for too few makes more streams than necessary.
                     ask = min(OPEN_TASKS, STREAM_BYTES * opened.covered * 17 // 16 // opened.total_bytes + 1)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
@@ -174,7 +175,7 @@ class StreamReader:
             self._watch_idle()
 
     async def _stream(self, load: _Load, first: int, line: StreamLine, opened: StreamOpened) -> None:
-        """One stream to its end, opened again as often as it gets lost."""
+        """Receive one stream completely, opening it again each time it is lost."""
         tasks = load.tasks[first : first + opened.covered]
         corrupt = changed = 0
         pause = AGAIN_S
@@ -205,18 +206,18 @@ class StreamReader:
                     raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
             if outcome is Outcome.FAILED:
                 raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
-            await asyncio.sleep(pause)  # paces the retries, nothing waits on it
+            await asyncio.sleep(pause)  # paces the retries
             line, opened = await self._open(load, tasks, 1 << 62)
             if opened.covered != len(tasks):
                 raise RpcError(
                     ErrorCode.BUSY,
                     f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream: they are in more files "
-                    "than when it began, and it has descriptors for fewer; fetch again",
+                    "than when it began, and the store has descriptors for fewer; fetch again",
                     retry_after_s=AGAIN_S,
                 )
 
     async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[Outcome, str]:
-        """Hand `arrival` to the line until that is done with it, also when this is cancelled."""
+        """Receive `arrival` over the line and return the outcome. If cancelled, wait until the line has released it."""
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[tuple[Outcome, str]] = loop.create_future()
 
@@ -231,15 +232,15 @@ class StreamReader:
             return await asyncio.shield(settled)
         except asyncio.CancelledError:
             line.cancel(incoming)
-            await settled  # it may be writing to the memory right now
+            await settled  # until then the line may write to the memory
             raise
         finally:
             load.end(incoming)
 
-    # ---- what a store is asked for
+    # ---- requests to a store
 
     async def _open(self, load: _Load, tasks: list[PutTask], max_bytes: int) -> tuple[StreamLine, StreamOpened]:
-        """Open a stream, on a new line if need be."""
+        """Open a stream, on a new line if the current one has ended."""
         while True:
             line = await self._line(load.store, load.client)
             request = OpenStream(line_id=line.line_id, tasks=tasks, keys=list(load.keys), max_bytes=max_bytes)
@@ -248,7 +249,7 @@ class StreamReader:
             except RpcError as error:
                 if error.code == ErrorCode.LOST:  # the store has restarted, or the line was idle
                     line.close()
-                    await asyncio.sleep(AGAIN_S)  # paces the retries, nothing waits on it
+                    await asyncio.sleep(AGAIN_S)  # paces the retries
                     continue
                 raise with_shard_names(error, tasks, load.keys) from None
             if not 0 < opened.covered <= len(tasks) or opened.total_bytes <= 0:
@@ -258,7 +259,7 @@ class StreamReader:
             return line, opened
 
     async def _line(self, store: str, client: Client) -> StreamLine:
-        """The line to a store, or a new one if it has ended."""
+        """Return the line to a store, opening a new one if there is none or it has ended."""
         async with self._opening[store]:
             line = self._lines.get(store)
             if line is None or not line.is_open:
@@ -266,7 +267,7 @@ class StreamReader:
                 if not opened.secret and not self.plain:
                     raise RpcError(
                         ErrorCode.BAD_REQUEST,
-                        f"{store} streams in clear and this reader does not: transport.encrypt_bulk must be the same "
+                        f"{store} streams in clear, which this reader refuses: transport.encrypt_bulk must be the same "
                         "on both sides",
                     )
                 line = self._lines[store] = StreamLine(opened, self._window, self._checker, self.counts)
@@ -275,7 +276,7 @@ class StreamReader:
     # ---- memory
 
     def _watch_idle(self) -> None:
-        """Look after the memory of streams until none is left."""
+        """Trim the memory of ended streams periodically until none is left."""
         if self._trimmer is None:
             self._trimmer = asyncio.get_running_loop().call_later(IDLE_S / 2, self._trim)
 
@@ -286,11 +287,11 @@ class StreamReader:
 
 
 async def _ask(client: Client, request: Request, reply: type[R]) -> R:
-    """Ask until the store answers: fetches have deadlines, this has not."""
+    """Repeat a request until the store answers. It has no deadline of its own; the fetch that needs it has one."""
     while True:
         try:
             return await client.call(request, reply, deadline_s=CALL_S)
-        except DeadlineExceeded:  # without a wait when the client was closed
+        except DeadlineExceeded:  # a closed client raises it at once
             await asyncio.sleep(AGAIN_S)
         except RpcError as error:
             if error.code not in (ErrorCode.BUSY, ErrorCode.DEADLINE, ErrorCode.DRAINING):
@@ -299,7 +300,7 @@ async def _ask(client: Client, request: Request, reply: type[R]) -> R:
 
 
 def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
-    """Each task and fence once."""
+    """Return the tasks without duplicates of the same task and fence."""
     if len({task.task_id for task in tasks}) == len(tasks):
         return list(tasks)
     return list({(task.task_id, task.fence): task for task in tasks}.values())
@@ -311,21 +312,21 @@ def _set(future: asyncio.Future[tuple[Outcome, str]], value: tuple[Outcome, str]
 
 
 def with_shard_names(error: RpcError, tasks: Sequence[PutTask], keys: Sequence[str]) -> RpcError:
-    """The store names tasks it lacks, and says how many they are; a reader asked for shards."""
+    """Return the error with shard names: the store names the tasks that it lacks, but the reader asked for shards."""
     if error.code != ErrorCode.MISSING:
         return error
     lacking = set(error.names)
     names = [f"{task.task_id}#{key}" for task in tasks if task.task_id in lacking for key in keys or ("*",)]
-    if not names:  # it has named the shards
+    if not names:  # the store has named shards
         return error
     return RpcError(error.code, f"{error}; asked for {_first(names)}", names=names)
 
 
 def missing_shards(store: str, names: list[str]) -> RpcError:
-    """`names`: `task_id#key` of each."""
+    """Return the error for missing shards, each named `task_id#key`."""
     return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are not there: {_first(names)}", names=names)
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first of them, for a message."""
+    """Return the first `SHOWN_NAMES` names as text for an error message."""
     return ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")

@@ -1,4 +1,4 @@
-"""The memory that one stream fills from its first byte to its last, checked on the way. It must never show a part."""
+"""The memory into which one stream is received, checked as it arrives. Its arrays appear when all of it is checked."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from shared.dataplane.mapping import views
 from shared.dataplane.stream_memory import Lease, Regions
 
 _HASH_BYTES = 4 << 20
-"""A shard larger than this is hashed while it arrives, not when it is complete."""
+"""Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""
 
 
 class Arrival:
-    """A stream on its way in. One thread writes its bytes, one checks what is here; it may be another."""
+    """A stream that is being received. One thread writes its bytes; the same or another thread checks them."""
 
     def __init__(
         self, opened: StreamOpened, tasks: Sequence[PutTask], keys: Sequence[str], max_bytes: int, regions: Regions
     ) -> None:
-        """Check what the store announced against what was asked for. Raises WireError.
+        """Check the store's announcement against the request. Raises WireError if they disagree.
 
-        `tasks`: what the stream covers. Memory is taken as bytes come, not as they are announced.
+        `tasks` are those that the stream covers. Memory is used as bytes arrive, not as they are announced.
         """
-        # head and padding are beyond what was asked for: less than this for each task and shard
+        # Bound on the bytes of the head and the padding, which come on top of the requested maximum.
         slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES
         if not 0 < opened.head_bytes <= opened.total_bytes <= min(max_bytes + slack, blockfile.MAX_FILE_BYTES):
             raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: asked for {max_bytes}")
@@ -38,7 +38,7 @@ class Arrival:
             raise WireError(f"stream with a head of {opened.head_bytes} bytes for {len(tasks)} tasks, {len(keys)} keys")
         self.total_bytes = opened.total_bytes
         self.received = 0
-        """Bytes that are here, from the first on."""
+        """Number of bytes, counted from the start, that have arrived."""
         self._tasks, self._keys = tasks, keys
         self._head = (opened.head_bytes, opened.head_checksum)
         self._table: Table | None = None
@@ -49,30 +49,30 @@ class Arrival:
         try:
             self._lease = Lease(regions, self.total_bytes)
         except OSError as error:
-            raise WireError(f"stream of {self.total_bytes} bytes: no memory for it here ({error.strerror})") from None
+            raise WireError(f"stream of {self.total_bytes} bytes: no memory for it ({error.strerror})") from None
         self._view = self._lease.region.view[: self.total_bytes]
 
     def is_same(self, opened: StreamOpened) -> bool:
-        """Return whether this is the same stream, opened again; then what arrived stays."""
+        """Return whether `opened` is this stream, opened again. If so, the bytes that arrived are kept."""
         return (opened.total_bytes, opened.head_bytes, opened.head_checksum) == (self.total_bytes, *self._head)
 
     def room(self, nbytes: int) -> memoryview:
-        """Return where the next `nbytes` bytes belong."""
+        """Return the memory for the next `nbytes` bytes."""
         return self._view[self.received : self.received + nbytes]
 
     def arrays(self) -> list[dict[str, Array]]:
-        """Return the shards of each task, in the memory they came into.
+        """Return the shards of each task as views of the memory into which they were received.
 
-        Raises WireError unless the stream is complete and was checked to the last row.
+        Raises WireError unless the stream is complete and every row was checked.
         """
         if self._arrays is None:
-            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes are here, not all of them checked")
+            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes arrived, not all of them checked")
         return self._arrays
 
     def check(self, upto: int) -> None:
-        """Check the first `upto` bytes, which are here; make the arrays once those are all.
+        """Check the first `upto` bytes, which have arrived, and make the arrays if they are the whole stream.
 
-        Raises WireError, each time, unless they are what was put.
+        Raises WireError, at this and every later call, if they are not the bytes that were put.
         """
         if self._table is None:
             head_bytes, checksum = self._head
@@ -96,7 +96,7 @@ class Arrival:
             self._arrays = views(self._table, self._lease.array(), range(len(self._tasks)), self._keys or None)
 
     def _check_rows(self, upto: int) -> None:
-        """Check rows that are here from their first to their last byte; most are, so this is what checking costs."""
+        """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""
         begins, ends, checksums = self._rows
         mine, view, digest = slice(self._row, upto), self._view, xxhash.xxh3_64_intdigest
         found = [digest(view[begin:end]) for begin, end in zip(begins[mine], ends[mine], strict=True)]
@@ -106,7 +106,7 @@ class Arrival:
         self._row = upto
 
     def _check_large(self, begin: int, end: int, checksum: int, upto: int) -> bool:
-        """Check the next row as far as it is here, unless it is so small that it can wait. True: it is complete."""
+        """Check the arrived part of the next row if it is large. Return whether this has completed the row."""
         if end - begin <= _HASH_BYTES:
             return False
         if self._partial is None:
@@ -122,7 +122,7 @@ class Arrival:
         return True
 
     def _check_content(self, table: Table) -> None:
-        """The head may be well-formed and yet not what was asked for."""
+        """Raise WireError if a well-formed head describes other tasks or keys than those that were requested."""
         held = len(table.task_ids)
         if [task.task_id for task in self._tasks] != table.task_ids or [
             task.fence for task in self._tasks
@@ -133,6 +133,6 @@ class Arrival:
 
 
 def _head_limit(tasks: Sequence[PutTask], keys: Sequence[str]) -> int:
-    """No block file of these shards has a longer header and table (`proto.blockfile`)."""
+    """Return the maximum length of header and table of a block file with these shards (`proto.blockfile`)."""
     names = sum(len(task.task_id) + 1 for task in tasks) + sum(len(key) + 1 for key in keys)
     return blockfile.HEADER_BYTES + 12 * len(tasks) + names + (32 + 8 * MAX_NDIM) * len(tasks) * len(keys)

@@ -1,8 +1,8 @@
-"""A reader's end of one bulk connection: asks for ranges of its streams and puts what comes into its place.
+"""A reader's end of one bulk connection: requests ranges of its streams and stores the bytes that arrive.
 
-Bytes come in the order in which they were asked for. What is asked for and has not come is the reader's window. A line
-is never mended: whatever goes wrong ends it, and its streams go on over another one from where they were. One thread
-receives and decrypts, another (one for all lines) checks what came: the line would stand still meanwhile.
+Bytes arrive in the order in which they were requested. The requested bytes that have not arrived are the reader's
+window. A line is not repaired: any failure ends it, and its streams continue over another line where they stopped. One
+thread receives and decrypts. Another, which all lines share, checks the bytes, so that the line does not stop for that.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from shared.dataplane.bulk_seal import SECRET_BYTES, TO_READER, TO_STORE, Seal
 from shared.dataplane.stream_arrival import Arrival
 
 SILENT_S = 10.0
-"""A line over which nothing comes for so many seconds, though something was asked for, is lost."""
+"""Seconds after which a line over which nothing arrives, although ranges are due, is considered lost."""
 IDLE_S = 10.0
 """Seconds after which a line that no stream needs is closed."""
 CHECK_BYTES = 2 << 20
-"""Bytes that are checked at a time: with every range by itself the threads would wake each other up all the time."""
+"""Minimum bytes per check, except at the end of a stream. Checking each range separately wakes threads too often."""
 _LOW_BYTES = 256 << 10
-"""Bytes of a range that are worth waking up for: a wake-up for each packet costs the sender a quarter of its time."""
+"""Bytes of a range for which the thread wakes up. Waking up for each packet costs the sender a quarter of its time."""
 _TICK_S = 0.2
 _JOIN_S = 1.0
 
 
 class Outcome(StrEnum):
-    """How a stream ended for the line."""
+    """How the line finished with a stream."""
 
     COMPLETE = "complete"
-    LOST = "lost"  # the line ended, or the stream was cancelled: what arrived stays
+    LOST = "lost"  # the line ended, or the stream was cancelled; received bytes are kept
     CORRUPT = "corrupt"  # the bytes are not those that were put
-    FAILED = "failed"  # a defect of this side
+    FAILED = "failed"  # a defect in the reader
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a reader met. Sizes in bytes."""
+    """Counters of a reader. Sizes are in bytes."""
 
     received_bytes: int = 0
     chunks: int = 0
-    """Ranges that came."""
+    """Number of ranges received."""
     refused: int = 0
-    """Messages that were not what a store may send; each ended its line."""
+    """Number of messages that a store may not send. Each ended its line."""
     inflight_peak_bytes: int = 0
 
 
 class Window:
-    """Bounds the bytes that are asked for and have not come, over all lines of a reader. Any thread."""
+    """Bounds the requested bytes that have not arrived, over all lines of a reader. Thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
         self._limit_bytes = limit_bytes
@@ -72,23 +72,26 @@ class Window:
         self._lines = self._asked_bytes = 0
 
     def enter(self) -> None:
-        """One line more shares the window."""
+        """Count one more line that shares the window."""
         with self._lock:
             self._lines += 1
 
     def leave(self, asked_bytes: int) -> None:
-        """A line ends for which so much was asked for and has not come."""
+        """Remove a line, together with the `asked_bytes` that it had requested and not received."""
         with self._lock:
             self._lines -= 1
             self._asked_bytes -= asked_bytes
 
     @property
     def share_bytes(self) -> int:
-        """What each line may have asked for."""
+        """Return the maximum bytes that each line may have requested."""
         return self._limit_bytes // max(1, self._lines)
 
     def take(self, nbytes: int, mine: int) -> bool:
-        """Return whether a line that asked for `mine` bytes may ask for `nbytes` more. One range it always may."""
+        """Return whether a line with `mine` bytes due may request `nbytes` more, and count them if so.
+
+        A line that has nothing due may always request one range.
+        """
         with self._lock:
             most = min(self.share_bytes, self._limit_bytes - self._asked_bytes + mine)
             if mine and mine + nbytes > most:
@@ -98,36 +101,36 @@ class Window:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """So much has come."""
+        """Count `nbytes` bytes as arrived."""
         with self._lock:
             self._asked_bytes -= nbytes
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """One opened stream on one line. `settle` may be called more than once and on any thread; the first call counts."""
+    """An opened stream on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
 
     arrival: Arrival
     group: object
-    """Streams of one group come one after the other; groups take turns."""
+    """Streams of one group are requested one after the other. Groups take turns."""
     number: int
     settle: Callable[[Outcome, str], None]
     asked: int = 0
-    """Where the next range begins that is not asked for."""
+    """Offset of the first byte that was not requested yet."""
     checking: int = 0
-    """Bytes that the checking thread knows of."""
+    """Number of bytes submitted to the checking thread."""
     arrived_at: float = 0.0
-    """When its last range came, by `time.monotonic`. Read by other threads."""
+    """Time of `time.monotonic` at which its last range arrived. Other threads read it."""
     is_over: bool = False
 
 
 class StreamLine:
-    """One thread and one connection; `add`, `cancel` and `close` are safe from any thread."""
+    """A bulk connection with a thread of its own. `add`, `cancel` and `close` may be called on any thread."""
 
     def __init__(self, opened: LineOpened, window: Window, checker: Executor, counts: Counts) -> None:
-        """`checker`: one thread, on which everything that came is checked.
+        """`checker` has one thread, on which received bytes are checked.
 
-        Raises WireError when ids are not hexadecimal digits of the right length.
+        Raises WireError if the line id or the secret are not hexadecimal digits of the right length.
         """
         self.line_id = opened.line_id
         self._endpoint = opened.endpoint
@@ -145,9 +148,9 @@ class StreamLine:
         self._ordering = threading.Lock()
         self._has_ended = False
         self._turns: OrderedDict[object, deque[Incoming]] = OrderedDict()
-        """Streams of each group of which something is still to be asked for."""
+        """Group -> its streams that were not requested to their end."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
-        """Offset and length of each range that was asked for and has not come."""
+        """Stream, offset and length of each range that was requested and has not arrived."""
         self._asked_bytes = 0
         self._log = structlog.get_logger("stream")
         self._thread = threading.Thread(target=self._run, name="stream-line", daemon=True)
@@ -158,7 +161,7 @@ class StreamLine:
         return not self._has_ended
 
     def add(self, incoming: Incoming) -> None:
-        """Begin to ask for what `incoming` lacks."""
+        """Begin to request the bytes that `incoming` lacks."""
         with self._ordering:
             if not self._has_ended:
                 self._orders.put(("add", incoming))
@@ -166,11 +169,11 @@ class StreamLine:
         incoming.settle(Outcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
-        """Stop; `settle` is called with LOST unless it was called before, and nothing is written after that."""
+        """Stop receiving `incoming` and settle it as LOST unless it is settled. Nothing is written to it after that."""
         self._orders.put(("cancel", incoming))
 
     def close(self) -> None:
-        """End the line; streams that are not complete settle as LOST."""
+        """End the line. Streams that are not complete are settled as LOST."""
         self._orders.put(None)
         line = self._socket
         if line is not None:
@@ -194,7 +197,7 @@ class StreamLine:
             why = str(error)
             if self._counts.refused <= 8:
                 self._log.warning("bulk message refused", endpoint=self._endpoint, error=why)
-        except (OSError, ValueError) as error:  # ValueError: a name that no host can have
+        except (OSError, ValueError) as error:  # ValueError: an invalid host name
             why = f"{self._endpoint}: {error}"
         except Exception as error:
             self._log.error("line ended", exc_info=error)
@@ -221,7 +224,7 @@ class StreamLine:
         return line
 
     def _obey(self) -> bool:
-        """Carry out what was ordered; wait for orders while nothing is to come. False: the line is to end."""
+        """Carry out orders, and wait for one while nothing is due. Return False if the line is to end."""
         idle_since = time.monotonic()
         while True:
             waits = not (self._due or self._turns)
@@ -247,7 +250,7 @@ class StreamLine:
                 idle_since = time.monotonic()
 
     def _drop(self, incoming: Incoming) -> None:
-        """Nobody wants a stream any more; ranges of it that are due are received and thrown away."""
+        """Cancel a stream. Its ranges that are due are received and discarded."""
         incoming.is_over = True
         streams = self._turns.get(incoming.group, deque())
         if incoming in streams:
@@ -265,12 +268,12 @@ class StreamLine:
     # ---- ranges
 
     def _ask(self, line: socket.socket) -> None:
-        """Ask for as much as the window allows: of each group in turn one range of its first stream.
+        """Request as much as the window allows, taking one range of the first stream of each group in turn.
 
-        So one stream is complete, and its arrays are made and the next one opened, while others come.
+        Streams of a group therefore complete one at a time, and the next can be opened while others arrive.
         """
         if self._asked_bytes > self._window.share_bytes // 2:
-            return  # hardly worth a message yet
+            return  # too little room to be worth a message
         out = bytearray()
         while self._turns:
             group, streams = next(iter(self._turns.items()))
@@ -293,7 +296,7 @@ class StreamLine:
             line.sendall(out)
 
     def _receive(self, line: socket.socket) -> None:
-        """Receive the range that is due next. Raises OSError, WireError."""
+        """Receive the next range that is due. Raises OSError and WireError."""
         incoming, offset, nbytes = self._due[0]
         self._fill(line, self._packed)
         head = bytes(self._packed)
@@ -322,7 +325,7 @@ class StreamLine:
             self._checker.submit(self._check, incoming, here)
 
     def _fill(self, line: socket.socket, view: memoryview, owner: Incoming | None = None) -> None:
-        """Receive exactly `view`. Once `owner`, whose memory it is, is dropped, the rest goes into this line's own."""
+        """Fill `view`, which is memory of `owner`. If `owner` is cancelled meanwhile, discard the remaining bytes."""
         heard = time.monotonic()
         while view:
             try:
@@ -332,7 +335,7 @@ class StreamLine:
                 if time.monotonic() - heard > SILENT_S:
                     raise TimeoutError(f"nothing came for {SILENT_S:g} s") from None
                 if not self._obey():
-                    raise ConnectionAbortedError("closed here") from None
+                    raise ConnectionAbortedError("closed by the reader") from None
                 if owner is not None and owner.is_over:
                     view, owner = self._scratch[: len(view)], None
                 continue
@@ -342,7 +345,7 @@ class StreamLine:
             view = view[received:]
 
     def _wait(self, line: socket.socket, nbytes: int) -> None:
-        """Sleep until so many bytes are here, which are sure to come, or for one tick."""
+        """Sleep until `nbytes` bytes, which are due, can be read, or for one tick."""
         if nbytes != self._low:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low = nbytes
@@ -359,7 +362,7 @@ class StreamLine:
             incoming.settle(Outcome.CORRUPT, str(error))
         except Exception as error:
             self._log.error("check ended", exc_info=error)
-            incoming.settle(Outcome.FAILED, f"what came could not be checked: {error!r} (see the log)")
+            incoming.settle(Outcome.FAILED, f"received bytes could not be checked: {error!r} (see the log)")
         else:
             if upto == incoming.arrival.total_bytes:
                 incoming.settle(Outcome.COMPLETE, "")
@@ -368,7 +371,10 @@ class StreamLine:
 
 
 def _unhex(text: str, nbytes: int) -> bytes:
-    """Raises WireError. `fromhex` takes blanks, and a secret of blanks would be none."""
+    """Return the bytes of `text`. Raises WireError unless it is exactly 2 * `nbytes` hexadecimal digits.
+
+    The length is checked, too, because `fromhex` skips blanks: a secret of blanks would be an empty secret.
+    """
     try:
         made = bytes.fromhex(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Memory that streams fill, used again: taking fresh pages from the kernel can cost more than filling them does.
+"""Reusable memory for streams. Taking fresh pages from the kernel can cost more than filling them.
 
-A region is anonymous memory in huge pages, where there are any. Of 4 KiB pages the kernel gives a GiB in 0.5 s, of a
-nameless file's (which could be mapped twice) in 0.7 to 1.0 s, of huge ones in 0.1 s; receiving as much takes 0.35 s.
-A region must never be used again while an array over it lives.
+A region is anonymous memory, in huge pages where they are available. The kernel provides a GiB of 4 KiB pages in 0.5 s,
+of pages of an unnamed file (which could be mapped twice) in 0.7 to 1.0 s, and of huge pages in 0.1 s. Receiving a GiB
+takes 0.35 s. A region is not reused while an array over it exists.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from proto.tensors import Array
 
 ROUND_BYTES = 1 << 20
 HUGE_BYTES = 2 << 20
-"""Whole pages of so much, for regions of at least that."""
+"""Size of a huge page. Regions of at least this size are rounded up to a multiple of it."""
 WASTE = 2
-"""A region may be used for a stream of at least 1/WASTE of its size."""
+"""Maximum ratio between the size of a reused region and the size that is needed."""
 
 
 class Region:
-    """`capacity` bytes of this process, at `address`; `view` is for writing."""
+    """Memory of `capacity` bytes at `address`. Data is written through `view`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         data = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if capacity >= HUGE_BYTES:
-            with contextlib.suppress(OSError):  # a kernel without them gives small ones
+            with contextlib.suppress(OSError):  # a kernel without huge pages provides small ones
                 data.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(data)
         self.address: int = np.frombuffer(data, np.uint8).ctypes.data
 
 
 class Regions:
-    """Hands out regions and keeps what nobody uses any more until it is trimmed. Any thread.
+    """Hands out regions and keeps unused ones until they are trimmed. Thread-safe.
 
-    Kept and used memory together are never more than was in use at once: a new region takes the place of idle ones.
+    Idle and used memory together do not exceed the peak of the used memory, because a new region replaces idle ones.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a lease may end inside
+        self._lock = threading.RLock()  # the garbage collector may end a lease while the lock is held
         self._idle: list[tuple[float, Region]] = []
-        """Since when; the longest idle first."""
+        """(time since which it is idle, region), the longest idle first."""
         self._in_use = 0
         self._closed = False
         self.idle_bytes = 0
 
     def take(self, nbytes: int) -> Region:
-        """The smallest idle region that fits without much waste, or a new one."""
+        """Return the smallest idle region that fits within `WASTE`, or a new one."""
         capacity = _rounded(nbytes)
         with self._lock:
             self._in_use += 1
@@ -72,7 +72,7 @@ class Regions:
             raise
 
     def give_back(self, region: Region) -> None:
-        """Nobody has arrays over it any more, or will."""
+        """Take back a region over which no array exists."""
         with self._lock:
             self._in_use -= 1
             if not self._closed:
@@ -80,14 +80,14 @@ class Regions:
                 self.idle_bytes += region.capacity
 
     def trim(self, since: float) -> bool:
-        """Give back to the kernel what was idle all the time since then (monotonic); False: none is left."""
+        """Free the regions that have been idle since `since` (monotonic). Return False if no region is left."""
         with self._lock:
             while self._idle and self._idle[0][0] <= since:
                 self._drop_oldest()
             return bool(self._idle or self._in_use)
 
     def close(self) -> None:
-        """Give the idle memory back to the kernel, now and from here on."""
+        """Free the idle regions, and from now on each region when it is given back."""
         with self._lock:
             self._closed = True
             self.idle_bytes = 0
@@ -100,7 +100,7 @@ class Regions:
 
 
 class Lease:
-    """A region in use, until the last reference to this goes; every array over it holds one (numpy calls it base)."""
+    """Keeps a region in use until the last reference to this object goes. Arrays over it hold one as their `base`."""
 
     def __init__(self, regions: Regions, nbytes: int) -> None:
         self._regions = regions
@@ -113,11 +113,11 @@ class Lease:
         }
 
     def array(self) -> Array:
-        """uint8 [capacity]: the memory itself."""
+        """Return the memory as a uint8 array [capacity], without a copy."""
         return np.asarray(self)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # there was no memory for it
+        with contextlib.suppress(AttributeError):  # the region could not be allocated
             self._regions.give_back(self.region)
 
 

@@ -11,8 +11,9 @@ from proto.registry import Request, all_messages
 from services.batch_store import stream_places, stream_server
 from services.scheduler.state import RECONCILE_S
 from shared.dataplane import bulk_seal, stream_line
-from shared.rpc import client, errors, offenders, replies, transport, unread
-from shared.security import curve
+from shared.rpc import client, errors, mailbox, offenders, replies, transport, unread
+from shared.rpc.mailbox import Mailbox
+from shared.security import connections, curve
 from shared.security.roles import LEAST_ROLE, Role
 from shared.stages import train_graph
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
@@ -20,6 +21,11 @@ from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 
 def section(number: int) -> str:
     return SPEC.read_text().split(f"\n## {number} ")[1].split("\n## ")[0]
+
+
+def prose(number: int) -> str:
+    """A section without its line breaks, for sentences."""
+    return " ".join(section(number).split())
 
 
 def test_catalogue_is_in_step_with_the_code() -> None:
@@ -81,18 +87,19 @@ def test_error_codes_and_outcomes_are_the_codes() -> None:
     assert listed == [value for name, value in vars(ErrorCode).items() if name.isupper()]
     assert (Outcome.DONE, Outcome.RETRY, Outcome.DROP) == (0, 1, 2)
     assert "0 done, 1 retry (another attempt may succeed), 2 drop" in section(6)
-    assert f"`names` holds the first {errors.MAX_NAMES} of what the error is about" in section(6)
+    assert f"`names` holds the first {errors.MAX_NAMES} names of what the error is about" in prose(6)
 
 
 def test_numbers_of_the_rpc_layer_are_the_codes() -> None:
-    assert f"newest {replies.CACHED_REPLIES} answers and at most {replies.CACHED_REPLY_BYTES >> 20} MiB" in section(8)
-    assert f"first after {client.FIRST_RESEND_S:g} s plus" in section(8)
-    assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in section(8)
-    assert f"up to {client.LAST_RESEND_S:g} s" in section(8)
-    assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in section(1)
+    assert f"newest {replies.CACHED_REPLIES} answers and at most {replies.CACHED_REPLY_BYTES >> 20} MiB" in prose(8)
+    assert f"at least {replies.GRACE_S:g} s after the deadline" in prose(8)
+    assert f"first after {client.FIRST_RESEND_S:g} s plus" in prose(8)
+    assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in prose(8)
+    assert f"up to {client.LAST_RESEND_S:g} s" in prose(8)
+    assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in prose(1)
     unread_mib = [each >> 20 for each in (unread.SERVICE_BYTES, unread.GUEST_BYTES, unread.GUESTS_BYTES)]
     assert unread_mib == [int(each) for each in re.findall(r"(\d+) MiB", section(1))]
-    assert f"linger {transport.LINGER_MS} ms" in section(1)
+    assert f"linger {transport.LINGER_MS} ms" in prose(1)
 
 
 def test_roles_and_their_messages_are_the_codes() -> None:
@@ -101,11 +108,15 @@ def test_roles_and_their_messages_are_the_codes() -> None:
         role.label: {kind.__name__ for kind, least in LEAST_ROLE.items() if least == role}
         for role in (Role.OBSERVER, Role.OPERATOR)
     }
-    assert f"end within {curve.HANDSHAKE_MS // 1000} s" in section(1)
+    assert f"end within {curve.HANDSHAKE_MS // 1000} s" in prose(1)
     assert (
         f"with {offenders.STRIKES} messages that could not be read or that its role may not send, within "
-        f"{offenders.WINDOW_S:g} s, is in quarantine for\n{offenders.QUARANTINE_S:g} s"
-    ) in section(7)
+        f"{offenders.WINDOW_S:g} s, is in quarantine for {offenders.QUARANTINE_S:g} s"
+    ) in prose(7)
+    counted = re.findall(r"^\| [^|]+ \| [^|]+ \| `(\w+)` \| [^|]+ \|$", section(7), re.M)
+    assert set(counted) == Mailbox("m", 1).counts().keys() - {"quarantines", "lost_replies"}
+    assert f"{mailbox.MAX_RUNNING} requests in progress | `busy`, with `retry_after_s` {mailbox.BUSY_S:g} |" in prose(7)
+    assert f"{connections.UNSEEN_BYTES >> 20} MiB without one whole message" in prose(7)
 
 
 def test_stages_and_their_keys_are_the_codes() -> None:
@@ -113,23 +124,24 @@ def test_stages_and_their_keys_are_the_codes() -> None:
     listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
     graph = train_graph(with_reference=True)
     assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
-    assert f"every {RECONCILE_S:g} s" in section(8)
+    assert f"every {RECONCILE_S:g} s" in prose(8)
 
 
 def test_numbers_of_streams_are_the_codes() -> None:
     text = section(11)
-    assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in text
+    sentences = prose(11)
+    assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
     assert bulk_seal.KEY_LIMIT_BYTES.bit_count() == 1
     assert f"| version | {bulk.VERSION} |" in text
-    assert f"a head of {bulk.HEAD_BYTES} bytes" in text
+    assert f"a head of {bulk.HEAD_BYTES} bytes" in sentences
     assert f"1 to {bulk.MAX_RANGE_BYTES};" in text
     assert re.findall(r"^\| (\d) ([A-Z]+) \|", text, re.M) == [(str(kind.value), kind.name) for kind in bulk.Kind]
-    assert f"{stream_server.MAX_LINES}\nlines at a time" in text
-    assert f"{stream_server.MAX_STREAMS} streams are open" in text
-    assert f"While {stream_server.READER_BYTES >> 20} MiB or {stream_server.READER_RANGES} ranges" in text
-    assert f"asked for or sent for {stream_server.STREAM_IDLE_S:g} s" in text
-    assert f"within {stream_places.PROVE_S:g} s" in text
-    assert f"took anything for {stream_places.IDLE_S:g} s" in text
+    assert f"{stream_server.MAX_LINES} lines at a time" in sentences
+    assert f"{stream_server.MAX_STREAMS} streams are open" in sentences
+    assert f"While {stream_server.READER_BYTES >> 20} MiB or {stream_server.READER_RANGES} ranges" in sentences
+    assert f"asked for or sent for {stream_server.STREAM_IDLE_S:g} s" in sentences
+    assert f"HELLO within {stream_places.PROVE_S:g} s" in sentences
+    assert f"took anything for {stream_places.IDLE_S:g} s" in sentences
     assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
 
 
@@ -140,5 +152,6 @@ def test_block_file_numbers_are_the_codes() -> None:
     bounds = (blockfile.MAX_TASKS, blockfile.MAX_ROWS, blockfile.MAX_FILE_BYTES, blockfile.MAX_NAMES_BYTES)
     powers = [bound.bit_length() - 1 for bound in bounds]
     assert (
-        f"2^{powers[0]} tasks, 2^{powers[1]} rows,\n2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names" in text
+        f"2^{powers[0]} tasks, 2^{powers[1]} rows, 2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names"
+        in prose(9)
     )

@@ -1,6 +1,7 @@
-"""Keeps the streamed shards of the current step, so that a store on another host sends them to its calls once.
+"""Keeps the streamed shards of the current step, so that a store on another host sends each of them once per step.
 
-Shards of stores on this host are mapped anew by every call: that costs little, and kept mappings would pin their files.
+Shards of stores on this host are mapped again by every call: that costs little, and kept mappings would pin their
+files.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from shared.dataplane.client import DataClient
 
 
 class StepShards:
-    """Belongs to the event loop of its client. Callers must not write to the arrays."""
+    """The shards of the current step. Belongs to the event loop of `data`. Callers must not write to the arrays."""
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
         self._kept: dict[tuple[str, int], dict[str, Array]] = {}
-        """By task and fence."""
+        """(task id, fence) -> arrays by key."""
         self._fetching = asyncio.Lock()
 
     def drop(self) -> None:
-        """Keep nothing: the step has ended, or begins again."""
+        """Forget all shards. Call it when the step ends or starts again."""
         self._kept = {}
 
     async def fetch(self, batch: BatchMeta, keys: list[str], *, deadline_s: float) -> list[dict[str, Array]]:
-        """Return the shards `keys` of every task of `batch`. Raises RpcError as `DataClient.fetch` does."""
-        async with self._fetching:  # a call that is prepared ahead often wants what the one before it fetches
+        """Return the shards `keys` of every task of `batch`. Raises the RpcErrors of `DataClient.fetch`."""
+        async with self._fetching:  # a call that is prepared in advance often needs what the previous call is fetching
             kept = self._kept
             found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
             lacking: dict[tuple[str, ...], list[int]] = {}
