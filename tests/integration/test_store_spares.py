@@ -134,8 +134,8 @@ def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_
             assert np.array_equal(await fetch(peer, "train/1/0"), values)
             with descriptors_left(0):
                 assert np.array_equal(await fetch(peer, "train/1/0"), values)
-            peer.data._landings.close()
-            peer.data._rereads.close()
+            peer.data._write_mappings.close()
+            peer.data._read_mappings.close()
             with descriptors_left(0):
                 for attempt in (put(peer, "train/1/1", values), fetch(peer, "train/1/0")):
                     with pytest.raises(RpcError, match="ulimit -n") as caught:
