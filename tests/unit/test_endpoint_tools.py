@@ -187,7 +187,7 @@ def test_tool_calls_of_another_shape_are_refused(prompts: PromptBuilder, calls: 
             url = endpoint.open(_calls(prompts, _Says(prompts)))
             async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
                 messages: list[Any] = [{"role": "assistant", "content": "", "tool_calls": calls}]
-                with pytest.raises(openai.BadRequestError, match="tool_calls of a message is a list of objects"):
+                with pytest.raises(openai.BadRequestError, match="tool_calls of a message must be a list of objects"):
                     await client.chat.completions.create(model="m", messages=messages)
         finally:
             await endpoint.stop()

@@ -21,6 +21,7 @@ from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Watch
 from services.rollout.in_flight import InFlight
 from services.rollout.partial import Answer, PartialJournal, Wanted
+from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
@@ -30,6 +31,7 @@ from services.rollout.worker import RolloutWorker, _Prepared
 from shared.lease import Lease, LeaseLost
 from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
+from shared.topology.schema import RewardRetry
 from shared.turns import OwnDevices
 from tests.unit.rollout_engine import sampling
 from tests.unit.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
@@ -216,7 +218,9 @@ def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> Rollout
         engine=made.engine,
         sync=made.sync,
         tasks=None,  # type: ignore[arg-type]
-        rewards=None,  # type: ignore[arg-type]
+        rewards=RewardPool(
+            [], timeout_s=10, memory_bytes=1 << 30, processes=1, retry=RewardRetry(), emit=lambda topic, values: None
+        ),
         workflow=workflow,
         answers=AnswerSampler(made.engine, None),
         data=None,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from proto.messages import DeviceOrder, HoldDevices
 from services.policy_trainer.worker import devices
-from shared.actor.service import Service
+from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.devices import PARAMETERS, Parts
 from shared.rundir import RunDir
 from shared.turns import SharedDevices, take_turns
@@ -34,7 +34,7 @@ def test_a_process_that_nobody_could_kill_ends_before_it_takes_a_turn(tmp_path: 
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     try:
         by_hand = Sharer(run, 1)
-        assert asyncio.run(by_hand.run_until_stopped()) == 1
+        assert asyncio.run(by_hand.run_until_stopped()) == UNUSABLE_STATUS
         assert "only a launcher may start it" in by_hand.cause
         assert f"launch.ctl --run {run.path} restart rollout/1" in by_hand.cause
     finally:
