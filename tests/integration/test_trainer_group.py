@@ -59,6 +59,19 @@ async def recovered(workers: WorkerDispatch, step: int) -> None:
             assert time.monotonic() < give_up
 
 
+def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
+    """Compare weights after updates that differ in the order of their sums only.
+
+    AdamW divides by the size of the gradient, so where that is about zero rounding alone moves a weight by a share of
+    the learning rate (1e-3): 4 of 796,032 weights by more than 1e-5 on one processor, none on another. All weights
+    together moved by about 1 (Euclidean norm).
+    """
+    difference = np.concatenate([np.abs(value - two[name]).ravel() for name, value in one.items()])
+    assert np.linalg.norm(difference) <= 2e-4
+    assert np.quantile(difference, 0.9999) <= 5e-6
+    assert difference.max() <= 5e-5
+
+
 def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
     found: dict[str, dict[str, Array]] = {}
 
@@ -90,14 +103,12 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         await bench.train(workers, 1)
         await bench.train(workers, 2)
         found["one"] = await weights(bench, workers, 2, fence=3)
-        worst = max(float(np.abs(value - found["two"][name]).max()) for name, value in found["one"].items())
-        assert worst <= 1e-5
+        assert_same_training(found["one"], found["two"])
         # what two ranks saved, one loads
         await workers.load_checkpoint(1)
         await bench.train(workers, 2)
         loaded = await weights(bench, workers, 2, fence=4)
-        worst = max(float(np.abs(value - found["two"][name]).max()) for name, value in loaded.items())
-        assert worst <= 1e-5
+        assert_same_training(loaded, found["two"])
 
     play(two, run, 2)
     play(one, run, 1)
