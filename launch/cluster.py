@@ -27,7 +27,7 @@ from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, service_name, sweep_abandoned
+from shared.rundir import RunDir, checkpoint_steps, service_name, sweep_abandoned
 from shared.topology import Topology, TopologyError, load, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
@@ -243,8 +243,7 @@ def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> No
 
 def _newest_checkpoint(run: RunDir) -> int:
     """Return the step of the newest checkpoint, or 0 if there is none."""
-    steps = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
-    return max((int(step) for step in steps if step.isdigit()), default=0)
+    return max(checkpoint_steps(run.checkpoints), default=0)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from shared.security.access import Access
 from shared.security.roles import Role
 
 MAX_IPC_PATH_BYTES = 107
+CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 _OWNER_LOCK = "owner.lock"
@@ -266,3 +267,9 @@ def newest_run(base: Path) -> Path:
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
     return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints under `folder`, ascending."""
+    names = (path.name.removeprefix(CHECKPOINT_PREFIX) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdigit())

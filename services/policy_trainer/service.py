@@ -7,7 +7,6 @@ ends at once, because the workers keep their state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from proto.messages import GetSupervisorState, SupervisorState
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
@@ -20,7 +19,7 @@ from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.topology import Topology, stop_limit_s
 
 STORE = service_name("batch-store", 0)
@@ -100,7 +99,9 @@ class PolicyTrainer(Service):
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
-        standing = await resume(scheduler, workers, list(self._checkpoints()), store=STORE, whole_rows=deterministic)
+        standing = await resume(
+            scheduler, workers, checkpoint_steps(self.run.checkpoints), store=STORE, whole_rows=deterministic
+        )
         self._retire_later_checkpoints(standing.committed)
         publisher = Publisher(
             scheduler,
@@ -124,16 +125,10 @@ class PolicyTrainer(Service):
 
     def _retire_later_checkpoints(self, committed: int) -> None:
         """Rename checkpoints of later steps, which were taken back: a checkpoint is only begun after its commit."""
-        for step in [each for each in self._checkpoints() if each > committed]:
+        for step in [each for each in checkpoint_steps(self.run.checkpoints) if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(folder.with_name(f".{folder.name}.removed"))
-
-    def _checkpoints(self) -> Iterator[int]:
-        for folder in self.run.checkpoints.glob("step-*"):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit():
-                yield int(number)
 
     def _show(self, row: dict[str, float]) -> None:
         self.telemetry.emit("train", dict(row))
