@@ -19,6 +19,9 @@ from proto.tensors import Buffer
 
 HIGH_WATER_MESSAGES = 4096
 LINGER_MS = 200
+BACKLOG = 1024
+"""Maximum number of connections that wait to be accepted. With libzmq's 100, a burst of new peers loses handshakes, and
+each lost one is retried by the kernel after one second or more."""
 DRAIN_MESSAGES = 256
 EXTRA_FRAMES = 6
 """Maximum number of frames besides the raw ones: user, address, routing id, envelope, body, table."""
@@ -57,6 +60,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
     if kind == zmq.DEALER:
         # Queue nothing for a peer that is away: it would receive requests whose callers gave up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
