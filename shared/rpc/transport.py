@@ -50,6 +50,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     """Return a socket with bounded queues, frame size and linger, whose heartbeats detect a dead TCP peer in 6 s."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     # This limits single frames only; the codec checks sizes, counts and totals.
@@ -60,7 +61,6 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.BACKLOG, BACKLOG)
     if kind == zmq.DEALER:
         # Queue nothing for a peer that is away: it would receive requests whose callers gave up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
