@@ -1,4 +1,8 @@
-"""The registry of messages by type number, filled by `messages` at import, and the base classes of messages."""
+"""The registry of messages by type number, filled by `messages` at import, and the base classes of messages.
+
+SPEC.md describes each message from its class: the docstring, with the error codes of its own under `Errors:`, and for
+each field the comment beside it or the docstring below it.
+"""
 
 from __future__ import annotations
 
