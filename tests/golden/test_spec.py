@@ -26,6 +26,7 @@ from shared.security.roles import LEAST_ROLE, Role
 from shared.stages import train_graph
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 from tests.golden.catalogue import errors as errors_of
+from tests.golden.vectors import FOLDER, read
 
 LINE_CHARACTERS = 140
 CODES = [value for name, value in vars(ErrorCode).items() if name.isupper()]
@@ -219,3 +220,22 @@ def test_block_file_numbers_are_the_codes() -> None:
         f"2^{powers[0]} tasks, 2^{powers[1]} rows, 2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names"
         in prose(9)
     )
+
+
+def test_worked_exchange_has_the_bytes_of_the_golden_files() -> None:
+    listed = []
+    for dump in re.findall(r"```\n(.+?)```", section(14), re.S):
+        data = b""
+        for line in filter(None, dump.splitlines()):
+            found = re.match(r"([0-9a-f]{2})  ((?:[0-9a-f]{2} ){0,7}[0-9a-f]{2})(?:  |$)", line)
+            assert found is not None, line
+            if found[1] == "00" and data:
+                listed.append(data)
+                data = b""
+            assert int(found[1], 16) == len(data), line
+            data += bytes.fromhex(found[2])
+        listed.append(data)
+    request, answer = (read(name, [64, nbytes]) for name, nbytes in (("put_seal", 42), ("put_sealed", 10)))
+    file = (FOLDER / "block_one_shard.blk").read_bytes()
+    assert listed == [*request, *answer, file]
+    assert f"`{blockfile.parse(file, len(file)).content_hash(0)}`" in prose(14)
