@@ -23,7 +23,7 @@ class BlockFile:
     tasks: Tasks
 
     def data(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         layout = blockfile.Layout(self.tasks)
         file = bytearray(layout.file_bytes)
         head = layout.head([tensors.checksum(array) for array in layout.arrays])
@@ -44,7 +44,7 @@ def _samples(lengths: list[int], first: int) -> dict[str, Array]:
 
 
 def block_files() -> list[BlockFile]:
-    """All files, in the order of the index."""
+    """Return all files, in the order of the index."""
     longer = _samples([3, 0, 2], first=10)
     return [
         BlockFile(
@@ -62,7 +62,7 @@ def block_files() -> list[BlockFile]:
 
 
 def entry(block: BlockFile, data: bytes) -> dict[str, Any]:
-    """The values of one file in files.json."""
+    """Return the entry of one file in files.json."""
     table = blockfile.parse(data, len(data))
     tasks = []
     for index, (task_id, fence, shards) in enumerate(block.tasks):

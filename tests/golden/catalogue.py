@@ -125,7 +125,7 @@ _NAMES = {str: "str", int: "int", float: "float", bool: "bool", type(None): "nil
 
 
 def type_name(hint: Any) -> str:
-    """A field's type in the words of SPEC section 3."""
+    """Return the type of a field as SPEC section 3 writes it."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is np.ndarray or origin is np.ndarray:
         return "inline"
@@ -140,7 +140,7 @@ def type_name(hint: Any) -> str:
 
 @cache
 def _notes(cls: type[Any]) -> dict[str, str]:
-    """Field -> the docstring below it, or the comment beside it, in the class itself."""
+    """Return the docstring below each field of the class itself, or the comment beside it."""
     source = textwrap.dedent(inspect.getsource(cls))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {
@@ -162,7 +162,7 @@ def _notes(cls: type[Any]) -> dict[str, str]:
 
 
 def meaning(cls: type[Any], field: str) -> str:
-    """The meaning of a field. Raises LookupError if neither the class nor `SHARED` gives one."""
+    """Return the meaning of a field. Raises LookupError if neither the class nor `SHARED` gives one."""
     for each in cls.__mro__:
         if field in inspect.get_annotations(each):
             text = _notes(each).get(field) or SHARED.get(field)
@@ -179,7 +179,7 @@ def _wrapped(text: str, begin: str = "") -> str:
 
 
 def fields(cls: type[msgspec.Struct]) -> Iterator[str]:
-    """`name: type = default` and the meaning of every field, in order."""
+    """Yield `name: type = default` and the meaning of every field, in order."""
     hints = typing.get_type_hints(cls)
     for field in msgspec.structs.fields(cls):
         text = f"{field.encode_name}: {type_name(hints[field.name])}"
@@ -192,7 +192,7 @@ def fields(cls: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _doc(cls: type[Any]) -> tuple[list[str], dict[str, str]]:
-    """The paragraphs of a class's docstring, and the error codes under `Errors:` with their meanings."""
+    """Return the paragraphs of a class's docstring, and the error codes under `Errors:` with their meanings."""
     text, _, listed = (inspect.getdoc(cls) or "").partition("Errors:\n")
     errors: dict[str, str] = {}
     for line in listed.splitlines():
@@ -205,7 +205,7 @@ def _doc(cls: type[Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def errors(cls: type[Message]) -> dict[str, str]:
-    """The errors of a request beside those that any request may have: code -> meaning."""
+    """Return the errors of a request beside those that any request may have: code -> meaning."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if issubclass(each, Request) and each is not Request and "Errors:" in (each.__doc__ or ""):
@@ -218,7 +218,7 @@ def _described(cls: type[msgspec.Struct]) -> list[str]:
 
 
 def _message(cls: type[Message], shown: set[type[Message]]) -> list[str]:
-    """The section of a request with its answer, or of a one-way message, as paragraphs."""
+    """Return the section of a request with its answer, or of a one-way message, as paragraphs."""
     title = f"`{cls.__name__}` ({cls.TYPE})"
     sender, taker = ROUTES[cls.__name__]
     role = LEAST_ROLE.get(cls, Role.SERVICE).label
@@ -253,7 +253,7 @@ def _values(cls: type[Any]) -> list[str]:
 
 
 def catalogue() -> str:
-    """The overview and the section of each message, in Markdown."""
+    """Return the overview and the section of each message, in Markdown."""
     lines = ["| no. | message | answered by | from → to | errors of its own |", "|---|---|---|---|---|"]
     everything = {cls: number for number, cls in sorted(all_messages().items())}
     replies = {cls.REPLY for cls in everything if issubclass(cls, Request)} | {messages.Error}
@@ -282,7 +282,7 @@ def catalogue() -> str:
 
 
 def split_spec() -> tuple[str, str, str]:
-    """SPEC.md before, inside and after the catalogue's markers."""
+    """Return SPEC.md before, inside and after the catalogue's markers."""
     before, rest = SPEC.read_text().split(BEGIN)
     inside, after = rest.split(END)
     return before, inside, after

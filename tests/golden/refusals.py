@@ -1,5 +1,5 @@
-"""The golden messages that a mailbox refuses, one for each violation in proto/SPEC.md section 7 that a peer on the same
-host can commit with one message."""
+"""The golden messages that a mailbox refuses: one for each violation of proto/SPEC.md section 7 that a peer on the
+same host can commit with one message."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Refusal:
 
 
 def _enveloped(body: bytes, kind: int = Ping.TYPE, **fields: int) -> list[bytes]:
-    """A body under an envelope that describes it, except for `fields`."""
+    """Return a body under an envelope that describes it, except for `fields`."""
     values = {"body_bytes": len(body), "total_bytes": len(body)} | fields
     return [Envelope(type=kind, request_id=REQUEST_ID, incarnation=1, remaining_ms=1000, **values).pack(), body]
 
 
 def _changed(offset: int, data: bytes) -> list[bytes]:
-    """A `Ping` whose envelope has other bytes at an offset, and a checksum that covers them."""
+    """Return a `Ping` whose envelope has other bytes at an offset, and a checksum that covers them."""
     head, body = _enveloped(b"\x80")
     head = head[:offset] + data + head[offset + len(data) : 56]
     return [head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), body]
 
 
 def _with_tensor(*, checksum_change: int) -> list[bytes]:
-    """A `Ping` with one tensor, whose checksum in the table is changed."""
+    """Return a `Ping` with one tensor, whose checksum in the table is changed."""
     frames = [
         bytes(frame)
         for frame in codec.encode(
@@ -55,7 +55,7 @@ def _with_tensor(*, checksum_change: int) -> list[bytes]:
 
 
 def _pickled() -> bytes:
-    """A `Complete` whose scalar has kind `O`, which msgpack-numpy would unpickle."""
+    """Return a `Complete` whose scalar has kind `O`, which msgpack-numpy would unpickle."""
     body = codec.encode_body(
         Complete(lease_id=1, stage="rollout", incarnation=1, results=[], scalars={"x": np.zeros(1, np.float32)})
     )
@@ -64,7 +64,7 @@ def _pickled() -> bytes:
 
 
 def refusals() -> list[Refusal]:
-    """All refused messages, in the order of the table in section 7."""
+    """Return all refused messages, in the order of the table in section 7."""
     bad = ErrorCode.BAD_REQUEST
     head, body = _enveloped(b"\x80")
     sealed = codec.encode_body(PutSeal(put_id=PUT_ID))
@@ -111,7 +111,7 @@ def refusals() -> list[Refusal]:
 
 
 def entry(refusal: Refusal) -> dict[str, Any]:
-    """What refused.json says about one message; `frames` in hexadecimal digits."""
+    """Return the entry of one message in refused.json, with frames in hexadecimal digits."""
     return {
         "name": refusal.name,
         "purpose": refusal.purpose,

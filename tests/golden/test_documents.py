@@ -19,7 +19,7 @@ def name(path: Path) -> str:
 
 
 def links(document: Path) -> Iterator[tuple[Path, str]]:
-    """The file and the anchor of every relative link of a document."""
+    """Yield the file and the anchor of every relative link of a document."""
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if "://" not in target:
             file, _, anchor = target.partition("#")
@@ -27,7 +27,7 @@ def links(document: Path) -> Iterator[tuple[Path, str]]:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub makes of a document's headings."""
+    """Return the anchors that GitHub makes of a document's headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""proto/SPEC.md says what the code does: catalogue, tables and numbers are compared, not trusted."""
+"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def seconds(duration: float) -> str:
 
 
 def socket_seconds(option: int) -> str:
-    """An option in milliseconds of the sockets that peers open."""
+    """Return an option in milliseconds of the sockets that peers open, in seconds."""
     with zmq.Context() as context, transport.open_socket(context, zmq.DEALER, CONTROL) as socket:
         return seconds(float(str(socket.getsockopt(option))) / 1000)
 
@@ -87,7 +87,7 @@ NUMBERS = {
     "bytes of a connection that wait to be sent": size(stream_server.READER_BYTES),
     "ranges of a connection that wait to be sent": str(stream_server.READER_RANGES),
 }
-"""The table of section 13."""
+"""The expected table of section 13."""
 
 
 def section(number: int) -> str:
@@ -95,11 +95,11 @@ def section(number: int) -> str:
 
 
 def prose(number: int) -> str:
-    """A section without its line breaks, for sentences."""
+    """Return a section without its line breaks, to find sentences."""
     return " ".join(section(number).split())
 
 
-def test_catalogue_is_in_step_with_the_code() -> None:
+def test_catalogue_is_generated_from_the_code() -> None:
     _, inside, _ = split_spec()
     assert inside == catalogue(), "run: python -m tests.golden.catalogue"
 
@@ -115,7 +115,7 @@ def test_every_message_has_a_route_or_is_an_answer() -> None:
     assert set(ROUTES) == names - answers
 
 
-def test_envelope_and_row_tables_add_up() -> None:
+def test_offsets_of_envelope_and_tensor_table_add_up() -> None:
     sizes = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "4 bytes": 4, "8 × u64": 64}
     for number, total in ((2, envelope.SIZE), (4, tensors.ROW_BYTES)):
         rows = re.findall(r"^\| (\d+) \| ([^|]+?) \| ", section(number), re.M)
@@ -126,14 +126,14 @@ def test_envelope_and_row_tables_add_up() -> None:
         assert at == total
 
 
-def test_element_types_are_those_of_the_table() -> None:
+def test_element_types_match_the_code() -> None:
     listed = re.findall(r"(\d+) \| (\w+)(?: \(0 or 1\))? \| (\d+)", section(5))
     assert sorted((int(code), name, int(size)) for code, name, size in listed) == [
         (row.code, row.name, row.itemsize) for row in dtypes.TABLE
     ]
 
 
-def test_flags_versions_and_inline_types_are_the_codes() -> None:
+def test_flags_versions_and_inline_types_match_the_code() -> None:
     assert "1 REPLY, 2 ONE_WAY, 4 TABLE" in section(2)
     assert (envelope.FLAG_REPLY, envelope.FLAG_ONE_WAY, envelope.FLAG_TABLE) == (1, 2, 4)
     assert f"version {envelope.MAJOR}.{envelope.MINOR}" in SPEC.read_text().splitlines()[0]
@@ -142,7 +142,7 @@ def test_flags_versions_and_inline_types_are_the_codes() -> None:
     assert set(listed.group(1).replace("\\|", "|").split()) == inline.INLINE_TYPES
 
 
-def test_limits_are_the_codes() -> None:
+def test_limits_match_the_code() -> None:
     units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
     rows = dict(re.findall(r"^\| ([\w ,]+) \| (\d+ ?\w*) \| .+ \|$", section(7), re.M))
     values = {name: int(text.split()[0]) * units[text.partition(" ")[2]] for name, text in rows.items()}
@@ -158,7 +158,7 @@ def test_limits_are_the_codes() -> None:
     assert (BULK.body_bytes, BULK.frames, BULK.frame_bytes, BULK.total_bytes) == (1 << 20, 1024, 1 << 20, 1 << 30)
 
 
-def test_error_codes_and_outcomes_are_the_codes() -> None:
+def test_error_codes_and_outcomes_match_the_code() -> None:
     listed = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", section(6).split("Codes of `Error.code`")[1], re.M)
     assert listed == CODES
     assert (Outcome.DONE, Outcome.RETRY, Outcome.DROP) == (0, 1, 2)
@@ -174,7 +174,7 @@ def test_errors_of_requests_have_known_codes() -> None:
         assert all(text.endswith(".") for text in own.values())
 
 
-def test_numbers_are_the_codes() -> None:
+def test_numbers_match_the_code() -> None:
     listed = re.findall(r"^\| (.+) \| (\d\S*(?: \S+)?) \| (\d+) \|$", section(13), re.M)
     assert {what: value for what, value, _ in listed} == NUMBERS
     assert [int(number) for *_, number in listed] == sorted(int(number) for *_, number in listed)
@@ -182,7 +182,7 @@ def test_numbers_are_the_codes() -> None:
     assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
 
 
-def test_roles_and_their_messages_are_the_codes() -> None:
+def test_roles_and_their_messages_match_the_code() -> None:
     listed = dict(re.findall(r"^\| (observer|operator) \| (?:those, )?(.+) \|$", section(1), re.M))
     assert {label: set(re.findall(r"`(\w+)`", text)) for label, text in listed.items()} == {
         role.label: {kind.__name__ for kind, least in LEAST_ROLE.items() if least == role}
@@ -192,14 +192,14 @@ def test_roles_and_their_messages_are_the_codes() -> None:
     assert set(counted) == Mailbox("m", 1).counts().keys() - {"quarantines", "lost_replies"}
 
 
-def test_stages_and_their_keys_are_the_codes() -> None:
+def test_stages_and_their_keys_match_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
     listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
     graph = train_graph(with_reference=True)
     assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
 
 
-def test_bulk_messages_are_the_codes() -> None:
+def test_bulk_messages_match_the_code() -> None:
     text = section(11)
     sentences = prose(11)
     assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
@@ -210,7 +210,7 @@ def test_bulk_messages_are_the_codes() -> None:
     assert re.findall(r"^\| (\d) ([A-Z]+) \|", text, re.M) == [(str(kind.value), kind.name) for kind in bulk.Kind]
 
 
-def test_block_file_numbers_are_the_codes() -> None:
+def test_bounds_of_block_files_match_the_code() -> None:
     text = section(9)
     assert f"magic `{blockfile.MAGIC.decode()}`" in text
     assert f"layout, {blockfile.LAYOUT} " in text

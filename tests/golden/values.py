@@ -15,7 +15,8 @@ EXACT = 2**53
 
 
 def plain(value: Any) -> Any:
-    """Structs as maps by field name, inline arrays as {dtype, shape, hex}, integers above 2^53 as decimal digits."""
+    """Return a value in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}, integers above
+    2^53 as decimal digits."""
     if isinstance(value, np.ndarray):
         return {
             "dtype": value.dtype.str,
@@ -34,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def tensor(array: Array) -> dict[str, Any]:
-    """A tensor in JSON; `hex` are its bytes in C order, little-endian."""
+    """Return a tensor in JSON. `hex` are its bytes in C order, little-endian."""
     row = dtypes.by_numpy(array.dtype)
     data = np.ascontiguousarray(array).astype(row.numpy, copy=False).tobytes()
     return {"dtype": row.name, "shape": list(array.shape), "hex": data.hex()}

@@ -1,9 +1,9 @@
-"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`. It must never be run to hide a
-change of the wire: vectors change only together with the protocol's version.
+"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
-Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
-the frames and all values in plain JSON, so that another implementation can check itself without this code. Block files
-have their values in files.json, and messages that a mailbox refuses in refused.json.
+Vectors change only together with the version of the protocol, so do not run this to hide a change of the wire. Each
+vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of the
+frames and all values in plain JSON, so that another implementation can check itself without this code. Block files have
+their values in files.json; refused.json has messages that a mailbox refuses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=
 
 @dataclass(frozen=True)
 class Vector:
-    """What is encoded, and under which header and limits."""
+    """A message with its header and limits."""
 
     name: str
     purpose: str
@@ -88,7 +88,7 @@ class Vector:
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
     token_ids = np.arange(length, dtype=np.int32)
-    if length == 3:  # one as an older trainer makes it
+    if length == 3:  # as an older trainer makes it
         return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
     return Canary(
         token_ids=token_ids,
@@ -137,7 +137,7 @@ def _every_dtype() -> tuple[Array, ...]:
 
 
 def vectors() -> list[Vector]:
-    """All vectors, in the order of the index."""
+    """Return all vectors, in the order of the index."""
     matrix = np.arange(12, dtype="<i4").reshape(3, 4)
     results = [
         TaskResult("train/0/7", 3, Outcome.DONE, "batch-store/0", 2**64 - 1, 2, 40, 960),
@@ -264,7 +264,7 @@ def vectors() -> list[Vector]:
 
 
 def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
-    """What index.json says about one vector."""
+    """Return the entry of one vector in index.json."""
     values = {
         "name": vector.name,
         "purpose": vector.purpose,
@@ -284,7 +284,7 @@ def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
 
 
 def read(name: str, sizes: list[int]) -> list[bytes]:
-    """The frames of a stored vector."""
+    """Return the frames of a stored vector."""
     data = (FOLDER / f"{name}.bin").read_bytes()
     ends = np.cumsum(sizes).tolist()
     assert ends[-1] == len(data)
