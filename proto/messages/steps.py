@@ -65,7 +65,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
     """The driver asks for the batch of a step. Deferred until it is ready. Asking again returns the same batch.
 
     Errors:
-        bad_data: so many tasks in a row were dropped that the step has no hope, or a trouble ended the run.
+        bad_data: too many tasks in a row were dropped, or a trouble ended the run.
         bad_request: the run has no such step, or can no longer produce the bits of an undisturbed run.
         conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
         not_ready: the batch was not ready before the deadline.
