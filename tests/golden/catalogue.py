@@ -217,10 +217,16 @@ def _described(cls: type[msgspec.Struct]) -> list[str]:
     return ["\n".join(fields(cls)) or "It has no fields."]
 
 
+def _route(cls: type[Message]) -> tuple[str, str]:
+    if cls.__name__ not in ROUTES:
+        raise LookupError(f"{cls.__name__}: add who sends it to whom to ROUTES in tests/golden/catalogue.py")
+    return ROUTES[cls.__name__]
+
+
 def _message(cls: type[Message], shown: set[type[Message]]) -> list[str]:
     """Return the section of a request with its answer, or of a one-way message, as paragraphs."""
     title = f"`{cls.__name__}` ({cls.TYPE})"
-    sender, taker = ROUTES[cls.__name__]
+    sender, taker = _route(cls)
     role = LEAST_ROLE.get(cls, Role.SERVICE).label
     parts = [_wrapped(each) for each in _doc(cls)[0]]
     if not issubclass(cls, Request):
@@ -260,7 +266,7 @@ def catalogue() -> str:
     for cls, number in everything.items():
         if cls not in replies:
             answer = f"`{cls.REPLY.__name__}`" if issubclass(cls, Request) else ""
-            sender, taker = ROUTES[cls.__name__]
+            sender, taker = _route(cls)
             own = ", ".join(errors(cls)) if issubclass(cls, Request) else ""
             lines.append(f"| {number} | `{cls.__name__}` | {answer} | {sender} → {taker} | {own} |")
     paragraphs = ["\n".join(lines)]

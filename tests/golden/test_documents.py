@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" / "SPEC.md"])
 README_WORDS = 1200
+PRODUCT = ("services", "shared")
+PATHS = "scheduler|weights|cluster|monitor"
+"""First parts of topics that consist of several."""
 
 
 def name(path: Path) -> str:
@@ -48,6 +51,12 @@ def test_modules_and_make_targets_that_documents_name_exist(document: Path) -> N
     assert set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.M)) <= targets
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_that_documents_name_exist(document: Path) -> None:
+    paths = re.findall(r"`((?:proto|shared|services|launch|tests|docs)/[\w./-]+)`", document.read_text())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_index_names_every_document() -> None:
     index = ROOT / "docs" / "index.md"
     named = {file.resolve() for file, _ in links(index)}
@@ -57,3 +66,12 @@ def test_index_names_every_document() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+def test_every_topic_of_telemetry_is_documented_and_exists() -> None:
+    table = (ROOT / "docs" / "telemetry.md").read_text()
+    documented = {each for row in re.findall(r"^\| (`.+?) \|", table, re.M) for each in re.findall("`([^`<]+)`", row)}
+    code = "\n".join(path.read_text() for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
+    emitted = set(re.findall(rf"""emit\(\s*"([^"]+)"|"((?:{PATHS})/[a-z_]+)\"""", code))
+    assert {first or second for first, second in emitted} <= documented
+    assert {topic for topic in documented if f'"{topic}"' not in code} == set()
