@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Error(Message, frozen=True, kw_only=True):
     names: list[str] = []  # the first subjects of the error; `message` ends with the number of others
 
 
-class ErrorCode:
+class ErrorCode(StrEnum):
     """The closed list of `Error.code`."""
 
     BAD_REQUEST = "bad_request"  # the request can never succeed
@@ -55,8 +56,6 @@ class Pong(Message, frozen=True, kw_only=True):
     state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
 
 
-@message(4)
+@message(4, reply=Pong)
 class Ping(Request, frozen=True, kw_only=True):
     """Ask whether the mailbox is alive. Any process may send it to any other."""
-
-    REPLY: ClassVar[type[Message]] = Pong

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
 
-@message(10)
+@message(10, reply=Ack)
 class ServiceReport(Request, frozen=True, kw_only=True):
     """A service reports that its state has changed."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     incarnation: int
@@ -22,7 +19,7 @@ class ServiceReport(Request, frozen=True, kw_only=True):
     endpoint: str = ""  # endpoint of the mailbox
 
 
-@message(11)
+@message(11, reply=Ack)
 class RestartService(Request, frozen=True, kw_only=True):
     """Stop and restart one instance of a service, or all of them.
 
@@ -31,16 +28,13 @@ class RestartService(Request, frozen=True, kw_only=True):
         draining: the run is ending.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int = -1  # number of the instance; -1: all of them
 
 
-@message(12)
+@message(12, reply=Ack)
 class StopRun(Request, frozen=True, kw_only=True):
     """Drain everything and end the run."""
-
-    REPLY: ClassVar[type[Message]] = Ack
 
 
 class ProcessRow(Record, frozen=True, array_like=True):
@@ -65,21 +59,18 @@ class SupervisorState(Message, frozen=True, kw_only=True):
     processes: list[ProcessRow]  # the processes that the supervisor started
 
 
-@message(14)
+@message(14, reply=SupervisorState)
 class GetSupervisorState(Request, frozen=True, kw_only=True):
     """List the processes of the run."""
 
-    REPLY: ClassVar[type[Message]] = SupervisorState
 
-
-@message(15)
+@message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
     """Send SIGKILL to a process that hangs on devices for which others wait. `Ack` says that the process is dead.
 
     If that life of the instance has ended already, the answer is the same. The instance restarts as after any death.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     pid: int
@@ -94,7 +85,7 @@ class LogLines(Message, frozen=True, kw_only=True):
     position: int  # the position at which to continue
 
 
-@message(19)
+@message(19, reply=LogLines)
 class GetLog(Request, frozen=True, kw_only=True):
     """Get the end of a service's log, or its continuation.
 
@@ -104,7 +95,6 @@ class GetLog(Request, frozen=True, kw_only=True):
         bad_request: this process has no log of that service.
     """
 
-    REPLY: ClassVar[type[Message]] = LogLines
     service: str
     instance: int
     lines: int = 50  # number of last lines

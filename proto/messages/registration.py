@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
 
 from proto.messages.tasks import WeightsRef
 from proto.registry import Message, Record, Request, message
@@ -17,7 +16,7 @@ class Registered(Message, frozen=True, kw_only=True):
     heartbeat_s: float  # seconds between the heartbeats that the service is to send
 
 
-@message(21)
+@message(21, reply=Registered)
 class Register(Request, frozen=True, kw_only=True):
     """A service announces this life of itself. An earlier incarnation of the same instance loses its leases.
 
@@ -25,7 +24,6 @@ class Register(Request, frozen=True, kw_only=True):
         bad_request: a number is out of range, or a text is too long.
     """
 
-    REPLY: ClassVar[type[Message]] = Registered
     service: str
     instance: int
     incarnation: int
@@ -78,7 +76,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     """The newest version, sent only to an engine that holds an older one. It may be loaded under running samples."""
 
 
-@message(23)
+@message(23, reply=HeartbeatAck)
 class Heartbeat(Request, frozen=True, kw_only=True):
     """A service is alive. Leases whose progress advanced are renewed. The mailbox thread sends it.
 
@@ -86,7 +84,6 @@ class Heartbeat(Request, frozen=True, kw_only=True):
         bad_request: a number is out of range, a text is too long, or there are too many troubles.
     """
 
-    REPLY: ClassVar[type[Message]] = HeartbeatAck
     service: str
     instance: int
     incarnation: int
@@ -111,7 +108,7 @@ class Resolved(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-@message(25)
+@message(25, reply=Resolved)
 class Resolve(Request, frozen=True, kw_only=True):
     """Ask for the endpoint of an instance of a service.
 
@@ -119,7 +116,6 @@ class Resolve(Request, frozen=True, kw_only=True):
         missing: no such instance has registered yet.
     """
 
-    REPLY: ClassVar[type[Message]] = Resolved
     service: str
     instance: int
 
@@ -135,7 +131,7 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
     granted: bool = False  # all parts that it wants are among them and now count as in use
 
 
-@message(27)
+@message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
     """A colocated process reports its parts on the shared devices. Answered when these must or may change.
 
@@ -148,7 +144,6 @@ class HoldDevices(Request, frozen=True, kw_only=True):
         not_ready: there is nothing to change, or a newer report has arrived meanwhile.
     """
 
-    REPLY: ClassVar[type[Message]] = DeviceOrder
     service: str
     instance: int
     incarnation: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack, Array
 from proto.messages.tasks import BatchMeta, WeightsRef
 from proto.registry import Message, Request, message
@@ -26,7 +24,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
     it: publish it again from its checkpoint, unless the workers are at it anyway. 0: nothing is missing."""
 
 
-@message(41)
+@message(41, reply=RunInfo)
 class GetRunInfo(Request, frozen=True, kw_only=True):
     """The driver's first call. From here on, older driver incarnations are refused.
 
@@ -34,7 +32,6 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
         conflict: a newer driver has taken over.
     """
 
-    REPLY: ClassVar[type[Message]] = RunInfo
     driver: int
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
@@ -60,7 +57,7 @@ class StepBatch(Message, frozen=True, kw_only=True):
     """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
 
 
-@message(43)
+@message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
     """The driver asks for the batch of a step. Deferred until it is ready. Asking again returns the same batch.
 
@@ -71,12 +68,11 @@ class NextBatch(Request, frozen=True, kw_only=True):
         not_ready: the batch was not ready before the deadline.
     """
 
-    REPLY: ClassVar[type[Message]] = StepBatch
     driver: int
     step: int
 
 
-@message(44)
+@message(44, reply=Ack)
 class CommitStep(Request, frozen=True, kw_only=True):
     """The optimizer has taken this step: its tasks are trained. Committing again changes nothing.
 
@@ -84,13 +80,12 @@ class CommitStep(Request, frozen=True, kw_only=True):
         conflict: a newer driver has taken over, or the step is not the open one.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     step: int
     metrics: dict[str, float]  # the driver's part of the metrics row
 
 
-@message(45)
+@message(45, reply=Ack)
 class PublishWeights(Request, frozen=True, kw_only=True):
     """A version can be loaded from the stores. The scheduler frees it once nothing names it.
 
@@ -99,12 +94,11 @@ class PublishWeights(Request, frozen=True, kw_only=True):
         conflict: a newer driver has taken over, or the lineage or the fence is not the present one.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     ref: WeightsRef  # the version
 
 
-@message(46)
+@message(46, reply=Ack)
 class CheckpointSaved(Request, frozen=True, kw_only=True):
     """A checkpoint is complete, verified and durable. It covers the tasks trained up to its step.
 
@@ -112,7 +106,6 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
         conflict: a newer driver has taken over, or the step is not committed.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     step: int
     kept: list[int]  # steps of all present checkpoints, including this one
@@ -128,7 +121,7 @@ class EvalsDone(Message, frozen=True, kw_only=True):
     accuracy: dict[str, float]  # mean score on each evaluation set
 
 
-@message(48)
+@message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
     """The driver waits for the evaluations of a version. Deferred until they are done.
 
@@ -138,12 +131,11 @@ class WaitEvals(Request, frozen=True, kw_only=True):
         not_ready: the evaluations were not done before the deadline.
     """
 
-    REPLY: ClassVar[type[Message]] = EvalsDone
     driver: int
     step: int  # the policy version
 
 
-@message(49)
+@message(49, reply=Ack)
 class FinishRun(Request, frozen=True, kw_only=True):
     """The driver has exported the model: the run is complete.
 
@@ -151,5 +143,4 @@ class FinishRun(Request, frozen=True, kw_only=True):
         conflict: a newer driver has taken over.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int

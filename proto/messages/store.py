@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -22,7 +20,7 @@ class PutGrant(Message, frozen=True, kw_only=True):
     path: str  # path of the file
 
 
-@message(61)
+@message(61, reply=PutGrant)
 class PutBegin(Request, frozen=True, kw_only=True):
     """A producer asks for room for one file with the shards of these tasks. Asking again gives the same path.
 
@@ -34,7 +32,6 @@ class PutBegin(Request, frozen=True, kw_only=True):
         conflict: the put id is open with other tasks or another size.
     """
 
-    REPLY: ClassVar[type[Message]] = PutGrant
     put_id: str  # 32 lower-case hexadecimal digits, drawn at random; a retry of the whole put uses the same
     nbytes: int  # size of the file
     tasks: list[PutTask]  # the tasks in the order of the file
@@ -48,7 +45,7 @@ class PutSealed(Message, frozen=True, kw_only=True):
     nbytes: int  # size of the file
 
 
-@message(63)
+@message(63, reply=PutSealed)
 class PutSeal(Request, frozen=True, kw_only=True):
     """The producer has written the file. Sealing twice is one seal.
 
@@ -62,7 +59,6 @@ class PutSeal(Request, frozen=True, kw_only=True):
         missing: no such put (`names`) is open. Begin again.
     """
 
-    REPLY: ClassVar[type[Message]] = PutSealed
     put_id: str  # as in `PutBegin`
 
 
@@ -74,7 +70,7 @@ class Located(Message, frozen=True, kw_only=True):
     places: list[list[int]]  # for each task of the request, the indices of the files that hold it
 
 
-@message(65)
+@message(65, reply=Located)
 class Locate(Request, frozen=True, kw_only=True):
     """A reader asks which sealed files hold these tasks.
 
@@ -83,11 +79,10 @@ class Locate(Request, frozen=True, kw_only=True):
         missing: tasks (`names`) were never put with these fences.
     """
 
-    REPLY: ClassVar[type[Message]] = Located
     tasks: list[PutTask]  # the tasks, with the fences that the scheduler accepted
 
 
-@message(66)
+@message(66, reply=Ack)
 class Clear(Request, frozen=True, kw_only=True):
     """The scheduler tombstones tasks: every shard of a task with that fence or a lower one is deleted.
 
@@ -97,7 +92,6 @@ class Clear(Request, frozen=True, kw_only=True):
         bad_request: a task id is malformed, or a fence is not in 0 to 2^63 - 1. Nothing is cleared then.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     tasks: list[PutTask]  # the tasks, each with the highest fence to be cleared
 
 
@@ -109,11 +103,10 @@ class Inventory(Message, frozen=True, kw_only=True):
     cursor: int  # cursor of the next page; 0: this was the last one
 
 
-@message(68)
+@message(68, reply=Inventory)
 class GetInventory(Request, frozen=True, kw_only=True):
     """The scheduler asks a store for its contents, page by page, to reconcile."""
 
-    REPLY: ClassVar[type[Message]] = Inventory
     cursor: int = 0  # `Inventory.cursor` of the previous page; 0 for the first
 
 
@@ -135,8 +128,6 @@ class StoreStats(Message, frozen=True, kw_only=True):
     lent: int = 0  # puts that were given such a file
 
 
-@message(70)
+@message(70, reply=StoreStats)
 class GetStoreStats(Request, frozen=True, kw_only=True):
     """Ask a store for exact counts."""
-
-    REPLY: ClassVar[type[Message]] = StoreStats

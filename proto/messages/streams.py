@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.store import PutTask
 from proto.registry import Message, Request, message
 
@@ -16,15 +14,13 @@ class StorePlace(Message, frozen=True, kw_only=True):
     token: str  # its content, as processes read it that share memory with the store
 
 
-@message(76)
+@message(76, reply=StorePlace)
 class GetStorePlace(Request, frozen=True, kw_only=True):
     """A reader asks how to find out whether it can map the store's files.
 
     Errors:
         busy: the mount is full.
     """
-
-    REPLY: ClassVar[type[Message]] = StorePlace
 
 
 @message(77)
@@ -36,15 +32,13 @@ class LineOpened(Message, frozen=True, kw_only=True):
     secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel in clear
 
 
-@message(78)
+@message(78, reply=LineOpened)
 class OpenLine(Request, frozen=True, kw_only=True):
     """A reader on another host asks for a bulk connection.
 
     Errors:
         busy: the store has as many lines as it can.
     """
-
-    REPLY: ClassVar[type[Message]] = LineOpened
 
 
 @message(102)
@@ -58,7 +52,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
     head_checksum: int  # xxh3-64 of these
 
 
-@message(103)
+@message(103, reply=StreamOpened)
 class OpenStream(Request, frozen=True, kw_only=True):
     """A reader asks for a stream with the shards of these tasks.
 
@@ -70,7 +64,6 @@ class OpenStream(Request, frozen=True, kw_only=True):
         missing: tasks or shards (`names`) do not exist.
     """
 
-    REPLY: ClassVar[type[Message]] = StreamOpened
     line_id: str  # the line over which the ranges will travel
     tasks: list[PutTask]  # the tasks, in the order of the stream
     keys: list[str] = []  # the keys of each task, in the order of the stream; none: all, in file order

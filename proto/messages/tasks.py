@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import ClassVar
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -87,7 +86,7 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     score with; nil is the model with which the run began."""
 
 
-@message(31)
+@message(31, reply=LeaseGrant)
 class LeaseRequest(Request, frozen=True, kw_only=True):
     """A worker asks for work. The answer is deferred until there is some.
 
@@ -97,7 +96,6 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
         not_ready: there was no work before the deadline.
     """
 
-    REPLY: ClassVar[type[Message]] = LeaseGrant
     stage: str  # the stage of the work
     service: str
     instance: int
@@ -107,7 +105,7 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
     holds_step: int = -1  # policy version that the engine holds, -1 for none
 
 
-class Outcome:
+class Outcome(IntEnum):
     """The closed list of values of `TaskResult.outcome`."""
 
     DONE = 0
@@ -176,7 +174,7 @@ class CompleteAck(Message, frozen=True, kw_only=True):
     refused: list[Refusal] = []  # the refused results
 
 
-@message(33)
+@message(33, reply=CompleteAck)
 class Complete(Request, frozen=True, kw_only=True):
     """A worker ends a lease or a part of it. Sealed shards become visible with the acceptance, not before.
 
@@ -184,7 +182,6 @@ class Complete(Request, frozen=True, kw_only=True):
         bad_request: the stage is unknown, or scalars or numbers are not allowed. No result is accepted then.
     """
 
-    REPLY: ClassVar[type[Message]] = CompleteAck
     lease_id: int
     stage: str  # the stage of the work
     incarnation: int

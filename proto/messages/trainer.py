@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -56,11 +54,9 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     parameters: int  # number of parameters of the model
 
 
-@message(81)
+@message(81, reply=WorkerReady)
 class InitModel(WorkerRequest, frozen=True, kw_only=True):
     """Load the model directory of the topology, at step 0 with fresh optimizer state."""
-
-    REPLY: ClassVar[type[Message]] = WorkerReady
 
 
 @message(82)
@@ -71,14 +67,13 @@ class ForwardDone(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(83)
+@message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
     """Run the model over a batch at the temperature of training sampling and put the results as shards.
 
     The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
     """
 
-    REPLY: ClassVar[type[Message]] = ForwardDone
     batch: BatchMeta  # the tasks
     keys: list[str]  # the results; the only one so far is `prox_logprobs`, log-probs per token
 
@@ -92,14 +87,13 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     imbalance: float = 1.0  # tokens of the fullest rank divided by the mean of all ranks
 
 
-@message(85)
+@message(85, reply=ForwardBackwardDone)
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     """Add the gradient of sum(W * loss) over a batch to the accumulated gradient.
 
     W of a token is its sample's weight times the token's mask.
     """
 
-    REPLY: ClassVar[type[Message]] = ForwardBackwardDone
     batch: BatchMeta  # the tasks; `scalars` holds `advantages` and `weights`, float32 [samples]
     loss: LossSpec  # the loss
 
@@ -113,11 +107,10 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(87)
+@message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
     """Clip the gradients, take an optimizer step, zero the gradients."""
 
-    REPLY: ClassVar[type[Message]] = OptimStepDone
     step: int  # the training step of this update
     last: bool  # this is the last update of the step
 
@@ -130,11 +123,10 @@ class Published(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(89)
+@message(89, reply=Published)
 class Publish(WorkerRequest, frozen=True, kw_only=True):
     """Put the weights as shards of `weights/<lineage>/<step>` into a store and compute the canary."""
 
-    REPLY: ClassVar[type[Message]] = Published
     lineage: int
     step: int  # the policy version
     store: str  # name of the store
@@ -152,18 +144,17 @@ class Saved(Message, frozen=True, kw_only=True):
     kept: list[int] = []  # steps of all present checkpoints
 
 
-@message(91)
+@message(91, reply=Saved)
 class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     """Write a checkpoint under the run directory and remove old ones."""
 
-    REPLY: ClassVar[type[Message]] = Saved
     step: int
     keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
     """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
 
 
-@message(92)
+@message(92, reply=WorkerReady)
 class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     """Load a checkpoint.
 
@@ -171,15 +162,13 @@ class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
         conflict: it belongs to another model. Nothing is changed.
     """
 
-    REPLY: ClassVar[type[Message]] = WorkerReady
     step: int
 
 
-@message(93)
+@message(93, reply=Saved)
 class SaveModel(WorkerRequest, frozen=True, kw_only=True):
     """Export the model as a Hugging Face directory, atomically."""
 
-    REPLY: ClassVar[type[Message]] = Saved
     path: str  # path of the directory
 
 
@@ -194,7 +183,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
     """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
 
 
-@message(95)
+@message(95, reply=WorkerState)
 class GetWorkerState(Request, frozen=True, kw_only=True):
     """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused.
 
@@ -202,7 +191,6 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
         conflict: this driver was replaced.
     """
 
-    REPLY: ClassVar[type[Message]] = WorkerState
     driver: int
     at_least: int = 0
     """Calls are numbered from above this and above what the worker has done, so that all ranks of a group agree."""
@@ -216,11 +204,10 @@ class Moved(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(97)
+@message(97, reply=Moved)
 class Move(WorkerRequest, frozen=True, kw_only=True):
     """Move parts off the device or back to it. A later call that needs a part moves it back by itself."""
 
-    REPLY: ClassVar[type[Message]] = Moved
     parts: list[str]  # some of "parameters", "gradients", "optimizer"
     to: str  # "host" or "device"
 
@@ -233,7 +220,7 @@ class Met(Message, frozen=True, kw_only=True):
     failures: list[str] = []  # the ranks that cannot continue, each with its reason; empty: the round begins
 
 
-@message(99)
+@message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
     """A rank tells rank 0 that it is ready for a collective. Deferred until all ranks are.
 
@@ -245,30 +232,27 @@ class Meet(Request, frozen=True, kw_only=True):
         lost: the group has ended.
     """
 
-    REPLY: ClassVar[type[Message]] = Met
     generation: int  # generation of the group
     round: str  # name of the collective
     rank: int  # number of the rank that asks
     failure: str = ""  # the reason why it cannot continue; may follow an earlier `Meet` of the same round
 
 
-@message(109)
+@message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
     """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update."""
 
-    REPLY: ClassVar[type[Message]] = WorkerReady
     step: int  # as in `OptimStep`
     last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
 
 
-@message(108)
+@message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
     """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score a
     batch together. They fetch the shards that stage reference needs, load the version, and meet in round
     `score <number>`. Answered when they are done. They put nothing.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     generation: int  # generation of the group (`Meet`)
     number: int  # number of the scoring
     batch: BatchMeta  # the tasks

@@ -5,8 +5,6 @@ The facts that a library would exchange by itself (a meeting place, NCCL's uniqu
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -49,7 +47,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
     """CUDA IPC: nothing is joined or sent; the parameters are in this memory, one after the other."""
 
 
-@message(115)
+@message(115, reply=TransferOffer)
 class AskTransfer(Request, frozen=True, kw_only=True):
     """An engine asks for the weights of a version over a collective.
 
@@ -58,7 +56,6 @@ class AskTransfer(Request, frozen=True, kw_only=True):
         missing: the trainer cannot send that version, or not to this engine. The shards are still available.
     """
 
-    REPLY: ClassVar[type[Message]] = TransferOffer
     instance: int
     incarnation: int
     communicator: int  # the communicator of this life of the engine, 0 for none
@@ -69,11 +66,10 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     drill: bool = False  # send the weights of the start-up drill instead
 
 
-@message(116)
+@message(116, reply=Ack)
 class EndTransfer(Request, frozen=True, kw_only=True):
     """The engine has received the whole transfer or has given it up, which ends the communicator."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     instance: int
     incarnation: int
     communicator: int  # number of the communicator

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from proto import blockfile, tensors
 from proto.tensors import Array
@@ -61,11 +63,17 @@ def block_files() -> list[BlockFile]:
     ]
 
 
+def hash_of(checksums: list[int]) -> int:
+    """Return the content hash of a task whose shards have these checksums (section 8)."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(checksums)}Q", *checksums))
+
+
 def entry(block: BlockFile, data: bytes) -> dict[str, Any]:
     """Return the entry of one file in files.json."""
     table = blockfile.parse(data, len(data))
     tasks = []
     for index, (task_id, fence, shards) in enumerate(block.tasks):
+        content_hash = hash_of([shard.checksum for shard in table.shards(index)])
         rows = [
             {
                 "key": shard.key,
@@ -76,7 +84,7 @@ def entry(block: BlockFile, data: bytes) -> dict[str, Any]:
             }
             for shard in table.shards(index)
         ]
-        tasks.append({"task_id": task_id, "fence": fence, "content_hash": table.content_hash(index), "shards": rows})
+        tasks.append({"task_id": task_id, "fence": fence, "content_hash": content_hash, "shards": rows})
     values = {
         "name": block.name,
         "purpose": block.purpose,
