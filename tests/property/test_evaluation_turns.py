@@ -115,7 +115,7 @@ class Run:
         return self.bench.machine.core
 
     def measured(self) -> set[int]:
-        """Return the versions, as steps, that have tasks waiting for evaluation."""
+        """Versions, in steps, with tasks that wait."""
         return {one.version[1] for one in self.core.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
@@ -191,7 +191,7 @@ def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> 
         leased = run.trained_in_a_row
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
-        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # the samples that exist are trained first
+        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # what was sampled before is trained on
     assert run.core.committed_step > 5
 
 

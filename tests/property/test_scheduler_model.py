@@ -284,7 +284,7 @@ class Model:
         before = self.machine.core.window.tail
         self.register("batch-store", self.life, data_id=f"{self.life}")
         core = self.machine.core
-        assert core.window.head >= before  # all waiting tasks have new admission numbers
+        assert core.window.head >= before  # all that waits has a new admission number
         assert core.committed_step == max(core.checkpoint_step, 0)
         self.reload()
 
@@ -322,8 +322,8 @@ class Model:
             assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
 
     def check_no_task_is_left_out(self) -> None:
-        """Check that every admitted task is in the weights, dropped for a reason of its own, or still to be trained,
-        and that tasks are trained in the order of the plan."""
+        """Every task that was ever admitted is in the weights, dropped for its own sake, or still to be trained; in
+        admission order they are trained in the order of the plan."""
         core, order = self.machine.core, EpochOrder(self.plan)
         every = [make_task_id("train", *order.at(position)) for position in range(core.position)]
         live = {core.tasks.task_id(slot) for _, slot in core.window.members()}

@@ -129,10 +129,9 @@ class Both(RuleBasedStateMachine):
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
-        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with a life of
-        the store."""
+        """Unsealed files and their sizes. Some producers are dead, and the files of some went with the store's life."""
         self.files: dict[str, tuple[Table, int, Place]] = {}
-        """Sealed files, in the order of their seals."""
+        """Sealed, in the order of their seals."""
         self.zombies: dict[str, tuple[Place, int]] = {}
         self.spares: dict[str, int] = {}
         self.tombs: dict[str, int] = {}
@@ -390,7 +389,7 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forget_gone(self) -> None:
-        """Forget tasks that the scheduler has given up: lost attempts, drops and collected tasks."""
+        """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
         table = self.machine.core.tasks
         for task_id, (fence, _) in list(self.accepted.items()):
             slot = table.find(task_id)
@@ -448,8 +447,7 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def trainer_is_killed(self) -> None:
-        """The trainer loads the newest checkpoint and replays the steps committed since, with the same tasks and all
-        shards."""
+        """It loads the newest checkpoint and replays what was committed since: the same tasks, all there."""
         core = self.machine.core
         committed = core.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
@@ -578,7 +576,7 @@ class Both(RuleBasedStateMachine):
 
     @rule(whole=st.booleans())
     def scheduler_is_killed(self, whole: bool) -> None:
-        """Restart the scheduler from the journal alone, or from the last snapshot and the events after it."""
+        """Back from the journal alone, or from the last snapshot and what came after it."""
         before = snapshot.dump(self.machine.core)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
         if whole and self.kept is not None:
@@ -589,7 +587,7 @@ class Both(RuleBasedStateMachine):
         for event in rest:
             self.machine.replay(event)
         assert snapshot.dump(self.machine.core) == before
-        self.mail.clear()  # messages that were in transit are requested again
+        self.mail.clear()  # what was on its way is asked for again
         self.take(self.machine.begin(CONFIG, self.now))
 
     @rule()
@@ -671,7 +669,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def bytes_stay_within_their_limits(self) -> None:
-        """Check promise 4."""
+        """Promise 4."""
         assert self.store.used(Place.MEMORY) <= LIMIT
         assert self.store.used(Place.DISK) <= SPILL
         assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
