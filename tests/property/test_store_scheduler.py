@@ -660,7 +660,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
-        """Check promise 3."""
+        """Promise 3."""
         table = self.machine.core.tasks
         for lease in self.machine.core.leases:
             for slot in lease.slots:
@@ -688,7 +688,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def uncovered_bytes_are_those_of_trained_tasks(self) -> None:
-        """Check the numbers on which admission and the order for an early checkpoint depend."""
+        """What admission and the order for an early checkpoint go by."""
         core = self.machine.core
         trained = [slots for step, slots in core.batches.items() if step <= core.committed_step]
         assert core.uncovered_bytes == sum(core.held_in(slot for slots in trained for slot in slots).values())
@@ -705,7 +705,7 @@ class Both(RuleBasedStateMachine):
                 slot = table.find(entry.task_id)
                 assert slot >= 0
                 assert table.fence[slot] == entry.fence
-                assert table.done[slot]  # every lease has expired: the rest was accepted
+                assert table.done[slot]  # every lease has expired: what stays was accepted
         assert self.machine.core.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted
