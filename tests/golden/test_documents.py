@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import topology_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" / "SPEC.md"])
 README_WORDS = 1200
@@ -62,6 +64,10 @@ def test_index_names_every_document() -> None:
     named = {file.resolve() for file, _ in links(index)}
     unnamed = [name(each) for each in DOCUMENTS if each.resolve() not in named]
     assert unnamed == ["docs/index.md"]
+
+
+def test_list_of_topology_keys_is_written_from_the_schema() -> None:
+    assert topology_keys.DOCUMENT.read_text() == topology_keys.page(), "run: python -m tests.golden.topology_keys"
 
 
 def test_readme_is_short() -> None:
