@@ -74,7 +74,7 @@ def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
         inside = section_of(hints[name])
         if inside is None or inside[0] == "[]":
             values = values_of(hints[name])
-            text = (field.description or "").replace("|", "\\|")
+            text = (field.description or "").replace("|", "\\|").replace("<", "\\<")
             listed = f" ({', '.join(f'`{value}`' for value in values)})" if values else ""
             yield f"| `{key}` | {default_of(field)} | {text}{listed}{refused(key)} |"
         if inside is not None:
