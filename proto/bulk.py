@@ -1,4 +1,4 @@
-"""Messages of the bulk connections between hosts: ranges are asked for one way, their bytes come the other way.
+"""Messages of the bulk connections between hosts: a reader requests ranges, and the store sends their bytes.
 
 A connection is a byte stream of messages. Each begins with a head of 24 bytes, little-endian:
 
@@ -10,7 +10,7 @@ A connection is a byte stream of messages. Each begins with a head of 24 bytes, 
 HELLO (reader to store) is followed by the 16 bytes of the line's id, DATA (store to reader) by the bytes of its range,
 READ and CLOSE (reader to store) by nothing. On a sealed line the tag of 16 bytes comes last and what follows the head
 of DATA is AES-128-GCM ciphertext (SPEC section 11). A receiver ends the connection at the first message that breaks a
-rule: nothing says where the next one begins.
+rule: the beginning of the next one is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """What a bulk message is."""
+    """The kinds of bulk messages."""
 
     HELLO = 1
     READ = 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,16 +17,15 @@ else:  # msgspec passes fields of exactly this class to the guarded msgpack-nump
 
 @message(1)
 class Error(Message, frozen=True, kw_only=True):
-    """The alternative answer to any request. `code` is one of `ErrorCode`; `message` is one line for a person."""
+    """The alternative answer to any request."""
 
-    code: str
-    message: str
-    retry_after_s: float = 0.0
-    names: list[str] = []
-    """The subjects of the error (missing shards, a lost lease): the first 64. `message` gives the number of others."""
+    code: str  # one of `ErrorCode`
+    message: str  # one line for a person
+    retry_after_s: float = 0.0  # seconds after which to ask again; 0 leaves it to the caller
+    names: list[str] = []  # the first subjects of the error; `message` ends with the number of others
 
 
-class ErrorCode:
+class ErrorCode(StrEnum):
     """The closed list of `Error.code`."""
 
     BAD_REQUEST = "bad_request"  # the request can never succeed
@@ -48,16 +48,14 @@ class Ack(Message, frozen=True, kw_only=True):
 
 @message(3)
 class Pong(Message, frozen=True, kw_only=True):
-    """Answer to `Ping`."""
+    """The mailbox is alive."""
 
     service: str
     instance: int
     incarnation: int
-    state: str
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
 
 
-@message(4)
+@message(4, reply=Pong)
 class Ping(Request, frozen=True, kw_only=True):
     """Ask whether the mailbox is alive. Any process may send it to any other."""
-
-    REPLY: ClassVar[type[Message]] = Pong

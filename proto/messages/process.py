@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
 
-@message(10)
+@message(10, reply=Ack)
 class ServiceReport(Request, frozen=True, kw_only=True):
-    """Service to supervisor: its state has changed to STARTING, READY, DRAINING, STOPPED or FAILED."""
+    """A service reports that its state has changed."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     incarnation: int
     pid: int
-    state: str
-    cause: str = ""
-    endpoint: str = ""
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED
+    cause: str = ""  # the reason for STOPPED or FAILED, in one line
+    endpoint: str = ""  # endpoint of the mailbox
 
 
-@message(11)
+@message(11, reply=Ack)
 class RestartService(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: stop and restart one instance (`instance` >= 0) or all instances of a service (-1)."""
+    """Stop and restart one instance of a service, or all of them.
 
-    REPLY: ClassVar[type[Message]] = Ack
+    Errors:
+        bad_request: the run has no such service.
+        draining: the run is ending.
+    """
+
     service: str
-    instance: int = -1
+    instance: int = -1  # number of the instance; -1: all of them
 
 
-@message(12)
+@message(12, reply=Ack)
 class StopRun(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: drain everything and end the run."""
-
-    REPLY: ClassVar[type[Message]] = Ack
+    """Drain everything and end the run."""
 
 
 class ProcessRow(Record, frozen=True, array_like=True):
@@ -43,61 +42,60 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    state: str
+    state: str  # WAITING, BACKOFF, or the state that the service reported last
     pid: int
     incarnation: int
-    restarts: int
-    cause: str = ""
+    restarts: int  # number of restarts so far
+    cause: str = ""  # the reason for its last end, in one line
     rss_bytes: int = 0
 
 
 @message(13)
 class SupervisorState(Message, frozen=True, kw_only=True):
-    """Answer to `GetSupervisorState`."""
+    """The processes of the run."""
 
-    run: str
-    phase: str
-    processes: list[ProcessRow]
+    run: str  # name of the run
+    phase: str  # STARTING, RUNNING, DRAINING or ENDED
+    processes: list[ProcessRow]  # the processes that the supervisor started
 
 
-@message(14)
+@message(14, reply=SupervisorState)
 class GetSupervisorState(Request, frozen=True, kw_only=True):
-    """Operator to supervisor: list the processes."""
-
-    REPLY: ClassVar[type[Message]] = SupervisorState
+    """List the processes of the run."""
 
 
-@message(15)
+@message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
-    """Scheduler to supervisor: SIGKILL a process that hangs on devices for which others wait. Ack: it is dead.
+    """Send SIGKILL to a process that hangs on devices for which others wait. `Ack` says that the process is dead.
 
-    A process of that pid that no longer exists counts as dead. The instance restarts as after any death.
+    If that life of the instance has ended already, the answer is the same. The instance restarts as after any death.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     pid: int
-    cause: str
+    cause: str  # the reason, in one line for the log
 
 
 @message(18)
 class LogLines(Message, frozen=True, kw_only=True):
-    """Answer to `GetLog`: whole lines in order, at most 256 KiB, and the `position` at which to continue."""
+    """Lines of a log."""
 
-    lines: list[str]
-    position: int
+    lines: list[str]  # whole lines in order
+    position: int  # the position at which to continue
 
 
-@message(19)
+@message(19, reply=LogLines)
 class GetLog(Request, frozen=True, kw_only=True):
-    """Get the last `lines` lines of a service's log or, with a `position`, the lines after it.
+    """Get the end of a service's log, or its continuation.
 
     Operators send it to the supervisor, which asks the service itself if its log is on a host that has joined.
+
+    Errors:
+        bad_request: this process has no log of that service.
     """
 
-    REPLY: ClassVar[type[Message]] = LogLines
     service: str
     instance: int
-    lines: int = 50
-    position: int = -1
+    lines: int = 50  # number of last lines
+    position: int = -1  # 0 or more: get the lines from this position (see `LogLines`) instead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
 
 from proto.messages.tasks import WeightsRef
 from proto.registry import Message, Record, Request, message
@@ -11,23 +10,26 @@ from proto.registry import Message, Record, Request, message
 
 @message(20)
 class Registered(Message, frozen=True, kw_only=True):
-    """Answer to `Register`."""
+    """The service is registered."""
 
-    scheduler_incarnation: int
-    heartbeat_s: float
+    scheduler_incarnation: int  # incarnation of the scheduler
+    heartbeat_s: float  # seconds between the heartbeats that the service is to send
 
 
-@message(21)
+@message(21, reply=Registered)
 class Register(Request, frozen=True, kw_only=True):
-    """A service announces this life of itself. An earlier incarnation of the same instance loses its leases."""
+    """A service announces this life of itself. An earlier incarnation of the same instance loses its leases.
 
-    REPLY: ClassVar[type[Message]] = Registered
+    Errors:
+        bad_request: a number is out of range, or a text is too long.
+    """
+
     service: str
     instance: int
     incarnation: int
     pid: int
-    host: str
-    endpoint: str
+    host: str  # name of its host, for people
+    endpoint: str  # endpoint of its mailbox; empty if it has none for others
     limit_bytes: int = 0
     """Memory limit of a batch store, plus its spill limit if it spills; 0 for other services."""
     data_id: str = ""
@@ -37,114 +39,115 @@ class Register(Request, frozen=True, kw_only=True):
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
-    """The progress of the work on one lease. `progress` stops where the work itself hangs, but not while it waits for a
-    peer that may take its time. `untouched`: it only waits for its turn. A lease that ends in this state does not count
-    as an attempt of its tasks.
-    """
+    """The progress of the work on one lease."""
 
     lease_id: int
     progress: int
+    """A counter that stops where the work itself hangs, but not while it waits for a peer that may take its time."""
     untouched: bool = False
+    """The lease waits for its turn. One that ends in this state does not count as an attempt of its tasks."""
 
 
 class TroubleKind(StrEnum):
     """The subject of a `Trouble`."""
 
     REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease were scored without a failure
-    WORKFLOWS = "workflows"  # as REWARDS, for workflows
+    WORKFLOWS = "workflows"  # the same for workflows
     JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
 
 
 class Trouble(Record, frozen=True, array_like=True):
-    """A condition of a service that a person should know. `kind` is a `TroubleKind`; `text` is one line.
+    """A condition of a service that a person should know."""
 
-    `ends_run`: waiting is over, and the scheduler gives the driver no further batch.
-    """
-
-    kind: str
-    text: str
-    ends_run: bool = False
+    kind: str  # a `TroubleKind`
+    text: str  # one line
+    ends_run: bool = False  # waiting is over: the scheduler gives the driver no further batch
 
 
 @message(22)
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """Answer to `Heartbeat`. `registered` false: register again. `lost_leases`: stop working on them.
+    """The scheduler has seen the heartbeat."""
 
-    `weights` is sent only to an engine with an older version than the newest. The engine may load it while it samples.
+    scheduler_incarnation: int  # incarnation of the scheduler
+    registered: bool  # false: register again
+    lost_leases: list[int] = []  # leases that the service no longer holds and on which it stops working
+    weights: WeightsRef | None = None
+    """The newest version, sent only to an engine that holds an older one. It may be loaded under running samples."""
+
+
+@message(23, reply=HeartbeatAck)
+class Heartbeat(Request, frozen=True, kw_only=True):
+    """A service is alive. Leases whose progress advanced are renewed. The mailbox thread sends it.
+
+    Errors:
+        bad_request: a number is out of range, a text is too long, or there are too many troubles.
     """
 
-    scheduler_incarnation: int
-    registered: bool
-    lost_leases: list[int] = []
-    weights: WeightsRef | None = None
-
-
-@message(23)
-class Heartbeat(Request, frozen=True, kw_only=True):
-    """A service is alive. Leases whose progress advanced are renewed. Sent by the mailbox thread."""
-
-    REPLY: ClassVar[type[Message]] = HeartbeatAck
     service: str
     instance: int
     incarnation: int
-    state: str
+    state: str  # STARTING, READY or DRAINING
     rss_bytes: int = 0
     holds_step: int = -1
     """Policy version that an engine has loaded, or -1 if there is none or the service is no engine."""
-    holds_lineage: int = 0
-    leases: list[LeaseProgress] = []
-    store_bytes: int = 0
-    store_shards: int = 0
-    progress: int = 0
-    """Advanced only by the working thread. Renews the process's hold on shared devices."""
-    troubles: list[Trouble] = []
-    """All present troubles."""
+    holds_lineage: int = 0  # lineage of that version
+    leases: list[LeaseProgress] = []  # the leases on which it works
+    store_bytes: int = 0  # bytes that a batch store holds; 0 from other services
+    store_shards: int = 0  # shards that a batch store holds; 0 from other services
+    progress: int = 0  # counter of the working thread; an advance renews the hold on shared devices
+    troubles: list[Trouble] = []  # all present troubles
 
 
 @message(24)
 class Resolved(Message, frozen=True, kw_only=True):
-    """Answer to `Resolve`: the endpoint that the service registered."""
+    """The last registration of the instance."""
 
-    endpoint: str
-    host_id: str
+    endpoint: str  # the endpoint that it registered
+    host_id: str  # processes with the same value use its ipc endpoint instead
     incarnation: int
 
 
-@message(25)
+@message(25, reply=Resolved)
 class Resolve(Request, frozen=True, kw_only=True):
-    """Ask for the endpoint of an instance of a service. Error(missing) while it is not registered."""
+    """Ask for the endpoint of an instance of a service.
 
-    REPLY: ClassVar[type[Message]] = Resolved
+    Errors:
+        missing: no such instance has registered yet.
+    """
+
     service: str
     instance: int
 
 
 @message(26)
 class DeviceOrder(Message, frozen=True, kw_only=True):
-    """Answer to `HoldDevices`: the parts that may be on the devices. `granted`: all `wants` are among them, now in use.
+    """The parts that may be on the shared devices.
 
     Parts that are held and not named have to leave. The next `HoldDevices` confirms that they did.
     """
 
-    parts: list[str]
-    granted: bool = False
+    parts: list[str]  # the parts of this process that may be on the devices
+    granted: bool = False  # all parts that it wants are among them and now count as in use
 
 
-@message(27)
+@message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
     """A colocated process reports its parts on the shared devices. Answered when these must or may change.
 
-    `using` (of `holds`) are the parts in use, which are not taken away. `wants` are the parts it waits for, all at
-    once, while using none. Only the newest `number` of a life counts. A process loads nothing that was not granted to
-    it.
+    A process loads nothing that was not granted to it.
+
+    Errors:
+        bad_request: the process shares no devices, or has no such part.
+        conflict: a newer report of this life has arrived, or the parts contradict each other.
+        lost: this life is not registered.
+        not_ready: there is nothing to change, or a newer report has arrived meanwhile.
     """
 
-    REPLY: ClassVar[type[Message]] = DeviceOrder
     service: str
     instance: int
     incarnation: int
-    number: int
-    holds: list[str] = []
-    using: list[str] = []
-    wants: list[str] = []
+    number: int  # number of the report in this life; only the newest counts
+    holds: list[str] = []  # the parts that are on the devices
+    using: list[str] = []  # those of them that are in use, which are not taken away
+    wants: list[str] = []  # the parts for which it waits, all at once, while it uses none

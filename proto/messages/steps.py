@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack, Array
 from proto.messages.tasks import BatchMeta, WeightsRef
 from proto.registry import Message, Request, message
@@ -11,17 +9,14 @@ from proto.registry import Message, Request, message
 
 @message(40)
 class RunInfo(Message, frozen=True, kw_only=True):
-    """Answer to `GetRunInfo`: the position of the run according to the journal."""
+    """The position of the run according to the journal."""
 
-    steps: int
-    committed_step: int
-    open_step: int
-    """A step whose batch is journaled but not committed, or 0 if there is none."""
-    lineage: int
-    """The lineage under which this driver incarnation must publish."""
-    checkpoint_step: int
-    """Newest verified checkpoint, or -1 if there is none."""
-    stopping: bool = False
+    steps: int  # training steps of the run
+    committed_step: int  # newest committed step, 0 before the first
+    open_step: int  # a step whose batch is journaled but not committed, or 0 if there is none
+    lineage: int  # the lineage under which this driver incarnation publishes
+    checkpoint_step: int  # newest verified checkpoint, or -1 if there is none
+    stopping: bool = False  # the run is complete: nothing is left to do
     checkpoint_now: bool = False
     """As in `StepBatch`, for the steps trained so far: save one as soon as the workers are at the committed step."""
     reference_step: int = 0
@@ -29,11 +24,14 @@ class RunInfo(Message, frozen=True, kw_only=True):
     it: publish it again from its checkpoint, unless the workers are at it anyway. 0: nothing is missing."""
 
 
-@message(41)
+@message(41, reply=RunInfo)
 class GetRunInfo(Request, frozen=True, kw_only=True):
-    """The driver's first call. From here on, older driver incarnations are refused."""
+    """The driver's first call. From here on, older driver incarnations are refused.
 
-    REPLY: ClassVar[type[Message]] = RunInfo
+    Errors:
+        conflict: a newer driver has taken over.
+    """
+
     driver: int
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
@@ -44,87 +42,105 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
 
 @message(42)
 class StepBatch(Message, frozen=True, kw_only=True):
-    """Answer to `NextBatch`: the tasks of `step`, journaled in this order before the message was sent.
-
-    `scalars` are as in `Complete`, in batch order. `dropped` counts tasks lost to filtering and staleness since the
-    last step.
-    """
+    """The tasks of a step, journaled in this order before the message was sent."""
 
     step: int
-    batch: BatchMeta
-    scalars: dict[str, Array]
-    reward_mean_unfiltered: float = 0.0
-    samples_failed: int = 0
-    dropped: int = 0
+    batch: BatchMeta  # the tasks, and where their shards are
+    scalars: dict[str, Array]  # as in `Complete`, in the order of the batch
+    reward_mean_unfiltered: float = 0.0  # mean reward, including the samples of filtered tasks
+    samples_failed: int = 0  # samples that are left out of the groups of the batch
+    dropped: int = 0  # tasks dropped since the last batch
     checkpoint_now: bool = False
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
-    drops: dict[str, int] = {}
-    """The tasks in `dropped`, counted by `DropReason`."""
+    drops: dict[str, int] = {}  # the tasks in `dropped`, counted by `DropReason`
     lost: dict[str, int] = {}
     """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
 
 
-@message(43)
+@message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of `step`. Deferred until it is ready. Asking again returns the same batch."""
+    """The driver asks for the batch of a step. Deferred until it is ready. Asking again returns the same batch.
 
-    REPLY: ClassVar[type[Message]] = StepBatch
+    Errors:
+        bad_data: too many tasks in a row were dropped, or a trouble ended the run.
+        bad_request: the run has no such step, or can no longer produce the bits of an undisturbed run.
+        conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
+        not_ready: the batch was not ready before the deadline.
+    """
+
     driver: int
     step: int
 
 
-@message(44)
+@message(44, reply=Ack)
 class CommitStep(Request, frozen=True, kw_only=True):
-    """The optimizer has taken step `step`: its tasks are TRAINED. `metrics` is the driver's part of the metrics row."""
+    """The optimizer has taken this step: its tasks are trained. Committing again changes nothing.
 
-    REPLY: ClassVar[type[Message]] = Ack
+    Errors:
+        conflict: a newer driver has taken over, or the step is not the open one.
+    """
+
     driver: int
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # the driver's part of the metrics row
 
 
-@message(45)
+@message(45, reply=Ack)
 class PublishWeights(Request, frozen=True, kw_only=True):
-    """Version `ref.step` can be loaded from the stores. The scheduler frees it once nothing names it."""
+    """A version can be loaded from the stores. The scheduler frees it once nothing names it.
 
-    REPLY: ClassVar[type[Message]] = Ack
+    Errors:
+        bad_request: the name of the weights is wrong, or a number is out of range.
+        conflict: a newer driver has taken over, or the lineage or the fence is not the present one.
+    """
+
     driver: int
-    ref: WeightsRef
+    ref: WeightsRef  # the version
 
 
-@message(46)
+@message(46, reply=Ack)
 class CheckpointSaved(Request, frozen=True, kw_only=True):
-    """The checkpoint of `step` is complete, verified and durable. It covers the tasks trained up to that step."""
+    """A checkpoint is complete, verified and durable. It covers the tasks trained up to its step.
 
-    REPLY: ClassVar[type[Message]] = Ack
+    Errors:
+        conflict: a newer driver has taken over, or the step is not committed.
+    """
+
     driver: int
     step: int
-    kept: list[int]
-    """Steps of all present checkpoints, including this one."""
+    kept: list[int]  # steps of all present checkpoints, including this one
     at_stop: bool = False
     """As in `SaveCheckpoint`: recovery may still fall back to as many other checkpoints as before."""
 
 
 @message(47)
 class EvalsDone(Message, frozen=True, kw_only=True):
-    """Answer to `WaitEvals`: mean score of that version on each evaluation set."""
+    """The evaluations of the version are done."""
 
-    step: int
-    accuracy: dict[str, float]
+    step: int  # the policy version
+    accuracy: dict[str, float]  # mean score on each evaluation set
 
 
-@message(48)
+@message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of version `step`. Deferred until they are done."""
+    """The driver waits for the evaluations of a version. Deferred until they are done.
 
-    REPLY: ClassVar[type[Message]] = EvalsDone
+    Errors:
+        bad_data: a trouble ended the run.
+        conflict: a newer driver has taken over.
+        not_ready: the evaluations were not done before the deadline.
+    """
+
     driver: int
-    step: int
+    step: int  # the policy version
 
 
-@message(49)
+@message(49, reply=Ack)
 class FinishRun(Request, frozen=True, kw_only=True):
-    """The driver has exported the model: the run is complete."""
+    """The driver has exported the model: the run is complete.
 
-    REPLY: ClassVar[type[Message]] = Ack
+    Errors:
+        conflict: a newer driver has taken over.
+    """
+
     driver: int

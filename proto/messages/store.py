@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -17,108 +15,119 @@ class PutTask(Record, frozen=True, array_like=True, gc=False):
 
 @message(60)
 class PutGrant(Message, frozen=True, kw_only=True):
-    """Answer to `PutBegin`: write the file of SPEC section 9 at `path`, then seal it."""
+    """The producer may write the file (section 9) and then seal it."""
 
-    path: str
+    path: str  # path of the file
 
 
-@message(61)
+@message(61, reply=PutGrant)
 class PutBegin(Request, frozen=True, kw_only=True):
-    """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
+    """A producer asks for room for one file with the shards of these tasks. Asking again gives the same path.
 
-    `put_id` is 32 hexadecimal digits chosen by the producer. A retry of the whole put uses the same one. `full`: the
-    mount had no room for the previous grant.
+    Errors:
+        bad_request: the put id or a task id is malformed, there is no task or one occurs twice, or `nbytes` is 64 or
+            less, or more than the store's memory.
+        busy: there is no room, no descriptor is left, or the mount is full.
+        collected: tasks (`names`) are tombstoned at these fences. The whole put is refused.
+        conflict: the put id is open with other tasks or another size.
     """
 
-    REPLY: ClassVar[type[Message]] = PutGrant
-    put_id: str
-    nbytes: int
-    tasks: list[PutTask]
-    full: bool = False
+    put_id: str  # 32 lower-case hexadecimal digits, drawn at random; a retry of the whole put uses the same
+    nbytes: int  # size of the file
+    tasks: list[PutTask]  # the tasks in the order of the file
+    full: bool = False  # the mount, or a quota, had no room for the bytes of the previous grant
 
 
 @message(62)
 class PutSealed(Message, frozen=True, kw_only=True):
-    """Answer to `PutSeal`: from here on, the shards survive the death of the store."""
+    """The shards now survive the death of the store."""
 
-    nbytes: int
+    nbytes: int  # size of the file
 
 
-@message(63)
+@message(63, reply=PutSealed)
 class PutSeal(Request, frozen=True, kw_only=True):
-    """The producer has written the file. Sealing twice is one seal; other bytes under a sealed id are a conflict."""
+    """The producer has written the file. Sealing twice is one seal.
 
-    REPLY: ClassVar[type[Message]] = PutSealed
-    put_id: str
+    After bad_request, collected or conflict the grant is gone.
+
+    Errors:
+        bad_request: the file is malformed, or holds other tasks than were granted.
+        busy: the mount has no room, or no descriptor is left. Nothing is sealed: ask again.
+        collected: tasks (`names`) were tombstoned meanwhile. The whole put is refused.
+        conflict: shards (`names`) are sealed with other bytes.
+        missing: no such put (`names`) is open. Begin again.
+    """
+
+    put_id: str  # as in `PutBegin`
 
 
 @message(64)
 class Located(Message, frozen=True, kw_only=True):
-    """Answer to `Locate`. `files[i]` is a path; `places[j]` lists the indices of the `files` that hold task `j`."""
+    """The sealed files that hold the tasks."""
 
-    files: list[str]
-    places: list[list[int]]
+    files: list[str]  # paths
+    places: list[list[int]]  # for each task of the request, the indices of the files that hold it
 
 
-@message(65)
+@message(65, reply=Located)
 class Locate(Request, frozen=True, kw_only=True):
-    """A reader asks which sealed files hold these tasks with these fences. Error: missing, collected."""
+    """A reader asks which sealed files hold these tasks.
 
-    REPLY: ClassVar[type[Message]] = Located
-    tasks: list[PutTask]
-
-
-@message(66)
-class Clear(Request, frozen=True, kw_only=True):
-    """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one is deleted.
-
-    Idempotent. Later puts under a tombstoned fence are refused.
+    Errors:
+        collected: tasks (`names`) are tombstoned at these fences. It is checked before missing.
+        missing: tasks (`names`) were never put with these fences.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
-    tasks: list[PutTask]
+    tasks: list[PutTask]  # the tasks, with the fences that the scheduler accepted
+
+
+@message(66, reply=Ack)
+class Clear(Request, frozen=True, kw_only=True):
+    """The scheduler tombstones tasks: every shard of a task with that fence or a lower one is deleted.
+
+    Clearing twice has the effect of clearing once. Later puts and reads under a tombstoned fence are refused.
+
+    Errors:
+        bad_request: a task id is malformed, or a fence is not in 0 to 2^63 - 1. Nothing is cleared then.
+    """
+
+    tasks: list[PutTask]  # the tasks, each with the highest fence to be cleared
 
 
 @message(67)
 class Inventory(Message, frozen=True, kw_only=True):
-    """Answer to `GetInventory`: one page of the sealed shards. `cursor` 0: this was the last page."""
+    """One page of the tasks whose shards are sealed."""
 
-    tasks: list[PutTask]
-    cursor: int
+    tasks: list[PutTask]  # the tasks with their fences
+    cursor: int  # cursor of the next page; 0: this was the last one
 
 
-@message(68)
+@message(68, reply=Inventory)
 class GetInventory(Request, frozen=True, kw_only=True):
     """The scheduler asks a store for its contents, page by page, to reconcile."""
 
-    REPLY: ClassVar[type[Message]] = Inventory
-    cursor: int = 0
+    cursor: int = 0  # `Inventory.cursor` of the previous page; 0 for the first
 
 
 @message(69)
 class StoreStats(Message, frozen=True, kw_only=True):
-    """Answer to `GetStoreStats`. `bytes`: sealed, granted, collected but mapped (zombies), kept for reuse (spares).
+    """Exact counts of a store."""
 
-    `lent`: puts that were given a spare; `busy`: times that a producer had to wait for room under the limit or on the
-    mount.
-    """
-
-    bytes: int
-    limit_bytes: int
-    shards: int
-    tasks: int
-    files: int
-    zombie_bytes: int
-    tombstones: int
-    puts: int
-    clears: int
-    busy: int
-    spare_bytes: int = 0
-    lent: int = 0
+    bytes: int  # bytes held: sealed, granted, collected but mapped, and kept for reuse
+    limit_bytes: int  # maximum of `bytes`
+    shards: int  # sealed shards
+    tasks: int  # tasks with sealed shards
+    files: int  # sealed files
+    zombie_bytes: int  # bytes of collected files that are still mapped
+    tombstones: int  # tasks with a tombstone
+    puts: int  # puts sealed in this life
+    clears: int  # tasks cleared in this life
+    busy: int  # times that a producer had to wait for room, under the limit or on the mount
+    spare_bytes: int = 0  # bytes of collected files that are kept for later puts
+    lent: int = 0  # puts that were given such a file
 
 
-@message(70)
+@message(70, reply=StoreStats)
 class GetStoreStats(Request, frozen=True, kw_only=True):
-    """Anyone asks a store for exact counts."""
-
-    REPLY: ClassVar[type[Message]] = StoreStats
+    """Ask a store for exact counts."""

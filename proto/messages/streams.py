@@ -2,74 +2,69 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.store import PutTask
 from proto.registry import Message, Request, message
 
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """Answer to `GetStorePlace`: processes that read `token` in the file `path` share memory with the store."""
+    """The means to find out whether a process shares memory with the store."""
 
-    path: str
-    token: str
+    path: str  # path of a file
+    token: str  # its content, as processes read it that share memory with the store
 
 
-@message(76)
+@message(76, reply=StorePlace)
 class GetStorePlace(Request, frozen=True, kw_only=True):
-    """A reader asks how to find out whether it can map the store's files."""
+    """A reader asks how to find out whether it can map the store's files.
 
-    REPLY: ClassVar[type[Message]] = StorePlace
+    Errors:
+        busy: the mount is full.
+    """
 
 
 @message(77)
 class LineOpened(Message, frozen=True, kw_only=True):
-    """Answer to `OpenLine`: connect to `endpoint` and send HELLO with `line_id`, as SPEC section 11 says.
+    """A line is open: connect and send HELLO (section 11). The id is good for one connection."""
 
-    The id is good for one connection, which must be made within 10 s.
-    """
-
-    line_id: str
-    """32 hexadecimal digits."""
-    endpoint: str
-    secret: str = ""
-    """64 hexadecimal digits, drawn for this line only; empty: what it carries travels in clear."""
+    line_id: str  # 32 hexadecimal digits
+    endpoint: str  # where to connect
+    secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel in clear
 
 
-@message(78)
+@message(78, reply=LineOpened)
 class OpenLine(Request, frozen=True, kw_only=True):
-    """A reader on another host asks for a bulk connection. Error: busy (too many lines)."""
+    """A reader on another host asks for a bulk connection.
 
-    REPLY: ClassVar[type[Message]] = LineOpened
+    Errors:
+        busy: the store has as many lines as it can.
+    """
 
 
 @message(102)
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """Answer to `OpenStream`: the ranges of `stream` can be read over the line.
+    """The ranges of a stream can be read over the line. The same head means the same bytes."""
 
-    A stream is one block file of `total_bytes` with exactly the shards asked for. `head_bytes` and `head_checksum`
-    (xxh3-64) are those of its header and table: the same head means the same bytes.
-    """
-
-    stream: int
-    """Its number on the line, 1 or more."""
-    covered: int
-    """Number of tasks in the stream: the first ones of those asked for. Open another stream for the rest."""
-    total_bytes: int
-    head_bytes: int
-    head_checksum: int
+    stream: int  # number of the stream on the line, 1 or more
+    covered: int  # number of tasks in the stream: the first ones of the request; open another stream for the rest
+    total_bytes: int  # size of the block file
+    head_bytes: int  # length of its header and table
+    head_checksum: int  # xxh3-64 of these
 
 
-@message(103)
+@message(103, reply=StreamOpened)
 class OpenStream(Request, frozen=True, kw_only=True):
-    """A reader asks for the shards `keys` (none: all) of these tasks. Error: missing, collected, busy, lost (the line).
+    """A reader asks for a stream with the shards of these tasks.
 
-    Tasks are taken while their shards have `max_bytes` at most; the first task always is.
+    Errors:
+        bad_request: there is no task, or a task or a key occurs twice.
+        busy: the store has as many streams as it can.
+        collected: tasks (`names`) are tombstoned at these fences. It is checked before missing.
+        lost: the line is not open.
+        missing: tasks or shards (`names`) do not exist.
     """
 
-    REPLY: ClassVar[type[Message]] = StreamOpened
-    line_id: str
-    tasks: list[PutTask]
-    keys: list[str] = []
-    max_bytes: int = 1 << 26
+    line_id: str  # the line over which the ranges will travel
+    tasks: list[PutTask]  # the tasks, in the order of the stream
+    keys: list[str] = []  # the keys of each task, in the order of the stream; none: all, in file order
+    max_bytes: int = 1 << 26  # tasks are taken while their shards have at most this size; the first always is

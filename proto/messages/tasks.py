@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import ClassVar
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -12,112 +11,101 @@ from proto.registry import Message, Record, Request, message
 
 
 class TaskHandle(Record, frozen=True, array_like=True):
-    """The facts that a process needs to fetch the shards of a task; no data.
-
-    `stores[p]` is an index into `BatchMeta.stores`, naming the store of this task's part `p` of the batch.
-    """
+    """The facts that a process needs to fetch the shards of a task; no data."""
 
     task_id: str
     fence: int
-    samples: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    stores: list[int] = []
+    samples: int = 0  # number of samples
+    tokens: int = 0  # tokens of all sequences
+    nbytes: int = 0  # bytes of all shards
+    stores: list[int] = []  # for each part of the batch, the index into `BatchMeta.stores` of the store that has it
 
 
 class BatchPart(Record, frozen=True, array_like=True):
     """A group of keys that were made by the same stage."""
 
-    stage: str
-    keys: list[str]
+    stage: str  # name of the stage
+    keys: list[str]  # keys of the shards
 
 
 class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The metadata of a distributed batch, the wire form of `shared.batch.Batch`. Empty fields are omitted."""
+    """The metadata of a distributed batch. Empty fields are omitted."""
 
-    tasks: list[TaskHandle]
-    parts: list[BatchPart] = []
-    stores: list[str] = []
-    """Service names such as `batch-store/0`."""
+    tasks: list[TaskHandle]  # the tasks, in order
+    parts: list[BatchPart] = []  # the shards that exist, by the stage that made them
+    stores: list[str] = []  # names of the stores that have them, such as `batch-store/0`
     scalars: dict[str, Array] = {}
     """Values of the caller for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof of loading: a fixed sequence and the trainer's log-probs of its tokens.
+    """Proof of loading: a fixed sequence and the trainer's log-probs of its tokens."""
 
-    `token_ids` is int32 [T]; `logprobs` is float32 [T - 1], of tokens 1.. at temperature 1. The `quantile` of the
-    absolute differences must be within `tolerance`. With a `floor`, the engine calibrates a narrower tolerance at its
-    start, between `floor` and `tolerance`.
-    `digests` are those of all weights (section 12), in the order of the sorted names. The list is empty if engines use
-    the arrays themselves as their parameters.
-    """
-
-    token_ids: Array
-    logprobs: Array
-    tolerance: float
+    token_ids: Array  # int32 [T]
+    logprobs: Array  # float32 [T - 1], of tokens 1 to T - 1 at temperature 1
+    tolerance: float  # bound of the `quantile` of the absolute differences of log-probs
     digests: list[int] = []
-    quantile: float = 1.0
+    """Digests of all weights (section 12), in the order of the sorted names. Empty if engines use the arrays themselves
+    as their parameters."""
+    quantile: float = 1.0  # share of the tokens whose difference must be within the tolerance
     floor: float = 0.0
+    """If above 0, the engine calibrates a narrower tolerance at its start, between `floor` and `tolerance`."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of policy version (lineage, step) and the means to prove that it was loaded.
-
-    `drill` belongs to the start-up drill: the model directory's weights perturbed with `drill_seed`, the noise of each
-    weight multiplied by its factor in `drill_factors` (in the order of the sorted names; empty: 1).
-    """
+    """The place of policy version (lineage, step) and the means to prove that it was loaded."""
 
     lineage: int
     step: int
-    task_id: str
+    task_id: str  # `weights/<lineage>/<step>`
     fence: int
-    store: str
-    nbytes: int
-    canary: Canary
-    drill: Canary
-    drill_seed: int
+    store: str  # name of the store that holds it
+    nbytes: int  # bytes of all weights
+    canary: Canary  # proof of this version
+    drill: Canary  # proof of the start-up drill: the model directory's weights, perturbed
+    drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
+    """Factor of the noise of each weight, in the order of the sorted names; empty: 1 for all."""
 
 
 @message(30)
 class LeaseGrant(Message, frozen=True, kw_only=True):
-    """Answer to `LeaseRequest`: work on these tasks for `stage`. The lease ends if progress stops for `lease_s`.
-
-    For the rollout stage, `split` names the data and sampling (`train` or an evaluation set) and `weights` is the
-    version to sample with: load it if the engine holds an older one (`exact`: unless it holds this very one). For the
-    reference stage, `weights` is the exact version to score with; None is the model with which the run began.
-    `group_size` is the number of samples per task; `block_rows` is the fixed number of rows to run (including padding),
-    or 0 for any number.
-    """
+    """Work on these tasks."""
 
     lease_id: int
-    stage: str
-    split: str
-    lease_s: float
-    batch: BatchMeta
-    min_step: int = 0
-    exact: bool = False
-    group_size: int = 1
-    block_rows: int = 0
+    stage: str  # the stage of the work
+    split: str  # name of the data and its sampling: `train` or an evaluation set
+    lease_s: float  # seconds without progress after which the lease ends
+    batch: BatchMeta  # the tasks, and the shards of them that exist
+    min_step: int = 0  # oldest policy version that may sample them
+    exact: bool = False  # true: version `min_step` itself, and none that is newer
+    group_size: int = 1  # samples per task
+    block_rows: int = 0  # fixed number of rows to run, including padding; 0: any number
     weights: WeightsRef | None = None
+    """Stage rollout: the version to load if the engine holds an older one. Stage reference: exactly the version to
+    score with; nil is the model with which the run began."""
 
 
-@message(31)
+@message(31, reply=LeaseGrant)
 class LeaseRequest(Request, frozen=True, kw_only=True):
-    """A worker asks for work of `stage`. Deferred until there is some, or Error(not_ready) before the deadline."""
+    """A worker asks for work. The answer is deferred until there is some.
 
-    REPLY: ClassVar[type[Message]] = LeaseGrant
-    stage: str
+    Errors:
+        bad_request: the stage is unknown, or `max_tasks` is below 1.
+        lost: another life of the instance is registered.
+        not_ready: there was no work before the deadline.
+    """
+
+    stage: str  # the stage of the work
     service: str
     instance: int
     incarnation: int
-    max_tasks: int
-    holds_lineage: int = 0
-    holds_step: int = -1
+    max_tasks: int  # maximum number of tasks of the lease, 1 or more
+    holds_lineage: int = 0  # lineage of the version that the engine holds
+    holds_step: int = -1  # policy version that the engine holds, -1 for none
 
 
-class Outcome:
+class Outcome(IntEnum):
     """The closed list of values of `TaskResult.outcome`."""
 
     DONE = 0
@@ -154,59 +142,54 @@ class LossReason(StrEnum):
 
 
 class TaskResult(Record, frozen=True, array_like=True):
-    """The end of one attempt at one task in one stage.
-
-    `content_hash` is xxh3-64 over the checksums of its shards in the order of the stage's keys (SPEC section 8). `why`
-    is a `DropReason` if the outcome is DROP. `lost` counts the lost samples among `samples_failed` by `LossReason`.
-    """
+    """The end of one attempt at one task in one stage."""
 
     task_id: str
     fence: int
-    outcome: int
-    store: str = ""
-    content_hash: int = 0
-    samples: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    reason: str = ""
-    samples_failed: int = 0
-    why: str = ""
-    lost: dict[str, int] = {}
+    outcome: int  # an `Outcome`
+    store: str = ""  # name of the store that has the shards, such as `batch-store/0`
+    content_hash: int = 0  # content hash of the shards (section 8)
+    samples: int = 0  # number of samples
+    tokens: int = 0  # tokens of all sequences
+    nbytes: int = 0  # bytes of all shards
+    reason: str = ""  # the reason for another outcome than done, in one line for a person
+    samples_failed: int = 0  # samples that are left out
+    why: str = ""  # with outcome drop, a `DropReason`
+    lost: dict[str, int] = {}  # the lost ones among `samples_failed`, counted by `LossReason`
 
 
 class Refusal(Record, frozen=True, array_like=True):
-    """The reason for not accepting a result, whose shards are garbage now."""
+    """The reason for not accepting a result. Its shards are garbage now."""
 
     task_id: str
     fence: int
-    code: str
-    message: str
+    code: str  # `collected`, `conflict` or `lost`, as in `Error`
+    message: str  # one line for a person
 
 
 @message(32)
 class CompleteAck(Message, frozen=True, kw_only=True):
-    """Answer to `Complete`: the refused results. All others are accepted and durable."""
+    """All results but the refused ones are accepted and durable."""
 
-    refused: list[Refusal] = []
+    refused: list[Refusal] = []  # the refused results
 
 
-@message(33)
+@message(33, reply=CompleteAck)
 class Complete(Request, frozen=True, kw_only=True):
     """A worker ends a lease or a part of it. Sealed shards become visible with the acceptance, not before.
 
-    `scalars`: per-sample values (`reward` float32, `length` int32, `loss_tokens` int32, `truncated` uint8,
-    `version_min` int32, `sync_error` float32, ...), each [sum of `samples` over the DONE results], in the order of
-    `results`. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
-    (`workflow/<name>`), float32, NaN for a sample that has no such value.
-    `final`: the lease ends, and its tasks that are not in `results` are leased again. `untouched`: no work was done on
-    those tasks, so it counts as no attempt.
+    Errors:
+        bad_request: the stage is unknown, or scalars or numbers are not allowed. No result is accepted then.
     """
 
-    REPLY: ClassVar[type[Message]] = CompleteAck
     lease_id: int
-    stage: str
+    stage: str  # the stage of the work
     incarnation: int
-    results: list[TaskResult]
+    results: list[TaskResult]  # the tasks that are ended
     scalars: dict[str, Array] = {}
-    final: bool = True
-    untouched: bool = False
+    """Values of the samples by name, each [sum of `samples` over the done results] in the order of `results`: `reward`
+    float32, `length` int32, `loss_tokens` int32, `truncated` uint8, `version_min` int32, `sync_error` float32, and
+    others. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
+    (`workflow/<name>`): float32, NaN for a sample without the value."""
+    final: bool = True  # the lease ends; its tasks without a result are leased again
+    untouched: bool = False  # no work was done on those tasks, so this counts as no attempt

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.registry import Message, Record, Request, message
 
 
@@ -12,13 +10,13 @@ class ServiceRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    state: str
+    state: str  # the state in its last heartbeat
     pid: int
-    host: str
+    host: str  # name of its host
     incarnation: int
-    heartbeat_age_s: float
+    heartbeat_age_s: float  # seconds since its last heartbeat
     rss_bytes: int
-    endpoint: str = ""
+    endpoint: str = ""  # the endpoint that it registered
 
 
 class TroubleRow(Record, frozen=True, array_like=True):
@@ -26,55 +24,48 @@ class TroubleRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    kind: str
-    text: str
+    kind: str  # a `TroubleKind`
+    text: str  # one line
 
 
 @message(100)
 class Status(Message, frozen=True, kw_only=True):
-    """Answer to `GetStatus`."""
+    """The status of the run."""
 
-    run: str
-    step: int
-    steps: int
-    lineage: int
-    version: int
-    services: list[ServiceRow]
-    tasks: dict[str, int]
-    store_bytes: int
-    store_limit_bytes: int
-    store_shards: int
-    last_row: dict[str, float]
-    """The newest metrics row that was written."""
-    troubles: list[TroubleRow] = []
-    """The troubles in the latest heartbeats of the services."""
-    dropped: dict[str, int] = {}
-    """Training tasks dropped so far, by `DropReason`."""
-    lost: dict[str, int] = {}
-    """Samples of training tasks lost so far, by `LossReason`."""
-    last_drop: str = ""
-    """The training task that was dropped last, and the reason."""
+    run: str  # name of the run
+    step: int  # newest committed step
+    steps: int  # training steps of the run
+    lineage: int  # lineage of the present weights
+    version: int  # newest published policy version
+    services: list[ServiceRow]  # the registered services
+    tasks: dict[str, int]  # number of tasks in each state
+    store_bytes: int  # bytes that all stores hold
+    store_limit_bytes: int  # sum of their limits
+    store_shards: int  # shards that all stores hold
+    last_row: dict[str, float]  # the newest metrics row that was written
+    troubles: list[TroubleRow] = []  # the troubles in the latest heartbeats of the services
+    dropped: dict[str, int] = {}  # training tasks dropped so far, by `DropReason`
+    lost: dict[str, int] = {}  # samples of training tasks lost so far, by `LossReason`
+    last_drop: str = ""  # the training task that was dropped last, and the reason
 
 
-@message(101)
+@message(101, reply=Status)
 class GetStatus(Request, frozen=True, kw_only=True):
-    """Operator or monitor to scheduler: get the status of the run."""
-
-    REPLY: ClassVar[type[Message]] = Status
+    """Ask for the status of the run."""
 
 
 @message(110)
 class Telemetry(Message, frozen=True, kw_only=True):
-    """One way, may be dropped: `values` of `topic` changed. `sequence` counts all attempts, `dropped` the lost ones."""
+    """The values of a topic changed. The message may be dropped."""
 
     service: str
     instance: int
     incarnation: int
-    sequence: int
-    dropped: int
-    at: float
-    topic: str
-    values: dict[str, float | str]
+    sequence: int  # counts all messages that this process tried to send
+    dropped: int  # counts those of them that were not taken
+    at: float  # time of the change, in seconds since 1970
+    topic: str  # name of the topic
+    values: dict[str, float | str]  # all values of the topic
 
 
 class TopicRow(Record, frozen=True, array_like=True):
@@ -82,32 +73,29 @@ class TopicRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    topic: str
-    at: float
-    values: dict[str, float | str]
+    topic: str  # name of the topic
+    at: float  # time of the change, in seconds since 1970
+    values: dict[str, float | str]  # all values of the topic
 
 
 @message(111)
 class Snapshot(Message, frozen=True, kw_only=True):
-    """Answer to `GetSnapshot`: all that the monitor knows. The stream continues after `sequence`."""
+    """All that the monitor knows."""
 
-    sequence: int
-    rows: list[TopicRow]
-    dropped: int
-    stream: str = ""
-    """Network address of the updates. Empty: they are available on the monitor's host only."""
+    sequence: int  # sequence of the last update in it; the stream continues after it
+    rows: list[TopicRow]  # the last values of every topic
+    dropped: int  # telemetry messages that services dropped, over all their lives
+    stream: str = ""  # tcp endpoint of the updates; empty: they are available on the monitor's host only
 
 
-@message(112)
+@message(112, reply=Snapshot)
 class GetSnapshot(Request, frozen=True, kw_only=True):
     """A subscriber asks for the present state. It subscribes first, so that no update is missed in between."""
-
-    REPLY: ClassVar[type[Message]] = Snapshot
 
 
 @message(113)
 class Update(Message, frozen=True, kw_only=True):
-    """One way, from the monitor's PUB socket: the change with this `sequence`."""
+    """A topic changed."""
 
-    sequence: int
-    row: TopicRow
+    sequence: int  # grows by 1 with each update of one incarnation of the monitor
+    row: TopicRow  # the new values

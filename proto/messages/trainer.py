@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -12,190 +10,187 @@ from proto.registry import Message, Request, message
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss as named functions and numbers, which workers apply to every token. An option of 0 or "" is off.
+    """The loss as named functions and numbers, which workers apply to every token. An option of 0 or "" is off."""
 
-    `name` is a builtin, or the import path in the topology (from which workers take it). `anchor` is "rollout",
-    "proximal", or "present": proximal if the call's gradients make the only update of the step. `ratio_mask` is
-    "token", "sequence" or "geometric", within [mask_low, mask_high]. `clamp` is "upper" or "both" (cispo).
-    """
-
-    name: str
-    clip_low: float
-    clip_high: float
+    name: str  # a builtin, or the import path in the topology, from which workers take it
+    clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float  # as above
     anchor: str
-    temperature: float
-    tis_cap: float = 0.0
-    kl_estimator: str = ""
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    dual_clip: float = 0.0
-    clamp: str = ""
-    gate_positive: float = 0.0
-    gate_negative: float = 0.0
-    ratio_mask: str = ""
-    mask_low: float = 0.0
-    mask_high: float = 0.0
+    """"rollout", "proximal", or "present": proximal, and the call's gradients make the only update of the step."""
+    temperature: float  # temperature of training sampling, by which logits are divided
+    tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
+    kl_estimator: str = ""  # "k1", "k2" or "k3"
+    kl_coef: float = 0.0  # factor of the KL term
+    entropy_coef: float = 0.0  # factor of the entropy bonus
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative (ppo_clip)
+    clamp: str = ""  # "upper" or "both": sides on which the ratio is clamped (cispo)
+    gate_positive: float = 0.0  # gate temperature where the advantage is positive (sapo)
+    gate_negative: float = 0.0  # gate temperature where it is negative (sapo)
+    ratio_mask: str = ""  # "token", "sequence" or "geometric": level of the ratio mask
+    mask_low: float = 0.0  # smallest exp(prox - rollout) that is trained on
+    mask_high: float = 0.0  # largest exp(prox - rollout) that is trained on
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
     """A call to the trainer's model, sent to one rank or to a dispatch that represents all ranks.
 
-    `driver` is the caller's incarnation. Calls run in the order of `order`, each once.
+    Every call may be answered with these errors:
+
+    Errors:
+        bad_data: shards or gradients (of the tasks in `names`) are not finite, or have wrong shapes.
+        conflict: another driver has taken over, or `order` was used.
+        lost: this life of the worker has no driver yet, or an earlier call failed.
     """
 
     driver: int
-    order: int
+    order: int  # number of the call; calls run in this order, each once
 
 
 @message(80)
 class WorkerReady(Message, frozen=True, kw_only=True):
-    """Answer to `InitModel` and `LoadCheckpoint`: the position of the worker."""
+    """The worker is at this step."""
 
-    step: int
-    parameters: int
+    step: int  # number of finished training steps
+    parameters: int  # number of parameters of the model
 
 
-@message(81)
+@message(81, reply=WorkerReady)
 class InitModel(WorkerRequest, frozen=True, kw_only=True):
     """Load the model directory of the topology, at step 0 with fresh optimizer state."""
-
-    REPLY: ClassVar[type[Message]] = WorkerReady
 
 
 @message(82)
 class ForwardDone(Message, frozen=True, kw_only=True):
-    """Answer to `Forward`: one new part for the batch (put into stores under the tasks' fences), token count."""
+    """The results are in the stores, under the fences of the tasks."""
 
-    meta: BatchMeta
+    meta: BatchMeta  # the tasks with one new part
     seconds: float
 
 
-@message(83)
+@message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over `batch` at the temperature of training sampling and put the results named by `keys` as shards
-    `<key>:<driver in hexadecimal>-<order>`. There is one key so far: `prox_logprobs`, per-token log-probs."""
+    """Run the model over a batch at the temperature of training sampling and put the results as shards.
 
-    REPLY: ClassVar[type[Message]] = ForwardDone
-    batch: BatchMeta
-    keys: list[str]
+    The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
+    """
+
+    batch: BatchMeta  # the tasks
+    keys: list[str]  # the results; the only one so far is `prox_logprobs`, log-probs per token
 
 
 @message(84)
 class ForwardBackwardDone(Message, frozen=True, kw_only=True):
-    """Answer to `ForwardBackward`. `sums`: additive over workers and calls (`loss`, `kl`, `clipped`, `tokens`, ...)."""
+    """The gradient is accumulated."""
 
-    sums: dict[str, float]
+    sums: dict[str, float]  # additive over workers and calls: `loss`, `kl`, `clipped`, `tokens` and others
     seconds: float
-    imbalance: float = 1.0
-    """Tokens of the fullest rank divided by the mean of all ranks."""
+    imbalance: float = 1.0  # tokens of the fullest rank divided by the mean of all ranks
 
 
-@message(85)
+@message(85, reply=ForwardBackwardDone)
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
-    """Add the gradient of sum(W * loss) over `batch` to the accumulated gradient.
+    """Add the gradient of sum(W * loss) over a batch to the accumulated gradient.
 
-    `batch.scalars` holds `advantages` and `weights`, float32 [samples]. W of a token is its sample's weight times the
-    token's mask.
+    W of a token is its sample's weight times the token's mask.
     """
 
-    REPLY: ClassVar[type[Message]] = ForwardBackwardDone
-    batch: BatchMeta
-    loss: LossSpec
+    batch: BatchMeta  # the tasks; `scalars` holds `advantages` and `weights`, float32 [samples]
+    loss: LossSpec  # the loss
 
 
 @message(86)
 class OptimStepDone(Message, frozen=True, kw_only=True):
-    """Answer to `OptimStep`. `grad_norm` is the norm before clipping."""
+    """The update is done."""
 
-    grad_norm: float
-    lr: float
+    grad_norm: float  # norm of the gradient before clipping
+    lr: float  # learning rate of the update
     seconds: float
 
 
-@message(87)
+@message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
-    """Clip, step, zero the gradients. `step` is the training step of this update; `last` marks its last update."""
+    """Clip the gradients, take an optimizer step, zero the gradients."""
 
-    REPLY: ClassVar[type[Message]] = OptimStepDone
-    step: int
-    last: bool
+    step: int  # the training step of this update
+    last: bool  # this is the last update of the step
 
 
 @message(88)
 class Published(Message, frozen=True, kw_only=True):
-    """Answer to `Publish`. The rank that put the weights returns `ref`; other ranks return None."""
+    """The version is in the store."""
 
-    ref: WeightsRef | None = None
+    ref: WeightsRef | None = None  # the version, from the rank that put it; nil from other ranks
     seconds: float
 
 
-@message(89)
+@message(89, reply=Published)
 class Publish(WorkerRequest, frozen=True, kw_only=True):
-    """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary.
+    """Put the weights as shards of `weights/<lineage>/<step>` into a store and compute the canary."""
 
-    `fence` is the first one to try. If the store has collected it (an earlier life put it and never announced it), the
-    next one is tried.
-    """
-
-    REPLY: ClassVar[type[Message]] = Published
     lineage: int
-    step: int
-    store: str
+    step: int  # the policy version
+    store: str  # name of the store
     fence: int
+    """The first fence to try. If the store has collected it (an earlier life put it and never announced it), the next
+    one is tried."""
 
 
 @message(90)
 class Saved(Message, frozen=True, kw_only=True):
-    """Answer to `SaveCheckpoint` and `SaveModel`: durable and verified. `kept`: steps of all present checkpoints."""
+    """The files are durable and verified."""
 
-    path: str
+    path: str  # path of the folder
     seconds: float
-    kept: list[int] = []
+    kept: list[int] = []  # steps of all present checkpoints
 
 
-@message(91)
+@message(91, reply=Saved)
 class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
-    """Write a checkpoint of `step` under the run directory and keep the last `keep_last`."""
+    """Write a checkpoint under the run directory and remove old ones."""
 
-    REPLY: ClassVar[type[Message]] = Saved
     step: int
-    keep_last: int
+    keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
     """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
 
 
-@message(92)
+@message(92, reply=WorkerReady)
 class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
-    """Load the checkpoint of `step`."""
+    """Load a checkpoint.
 
-    REPLY: ClassVar[type[Message]] = WorkerReady
+    Errors:
+        conflict: it belongs to another model. Nothing is changed.
+    """
+
     step: int
 
 
-@message(93)
+@message(93, reply=Saved)
 class SaveModel(WorkerRequest, frozen=True, kw_only=True):
-    """Export the model to `path` as a Hugging Face directory (atomically)."""
+    """Export the model as a Hugging Face directory, atomically."""
 
-    REPLY: ClassVar[type[Message]] = Saved
-    path: str
+    path: str  # path of the directory
 
 
 @message(94)
 class WorkerState(Message, frozen=True, kw_only=True):
-    """Answer to `GetWorkerState`. `step` counts finished training steps; -1 before a model is loaded."""
+    """The position of a worker."""
 
-    step: int
-    driver: int
-    order: int
+    step: int  # number of finished training steps; -1 before a model is loaded
+    driver: int  # incarnation of the driver that it serves
+    order: int  # number of the last call that it has begun
     dirty: bool
     """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
 
 
-@message(95)
+@message(95, reply=WorkerState)
 class GetWorkerState(Request, frozen=True, kw_only=True):
-    """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused."""
+    """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused.
 
-    REPLY: ClassVar[type[Message]] = WorkerState
+    Errors:
+        conflict: this driver was replaced.
+    """
+
     driver: int
     at_least: int = 0
     """Calls are numbered from above this and above what the worker has done, so that all ranks of a group agree."""
@@ -203,69 +198,62 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
 @message(96)
 class Moved(Message, frozen=True, kw_only=True):
-    """Answer to `Move`: the bytes moved on this rank."""
+    """The parts are where they should be."""
 
-    nbytes: int
+    nbytes: int  # bytes moved on this rank
     seconds: float
 
 
-@message(97)
+@message(97, reply=Moved)
 class Move(WorkerRequest, frozen=True, kw_only=True):
-    """Move `parts` ("parameters", "gradients", "optimizer") off the device (`to` "host") or back to it ("device").
+    """Move parts off the device or back to it. A later call that needs a part moves it back by itself."""
 
-    A later call that needs a part moves it back by itself.
-    """
-
-    REPLY: ClassVar[type[Message]] = Moved
-    parts: list[str]
-    to: str
+    parts: list[str]  # some of "parameters", "gradients", "optimizer"
+    to: str  # "host" or "device"
 
 
 @message(98)
 class Met(Message, frozen=True, kw_only=True):
-    """Answer to `Meet`: all ranks have joined the round, or one of them (`failures`) cannot, and none continues."""
+    """All ranks have joined the round, or one of them cannot, and none continues."""
 
-    generation: int
-    failures: list[str] = []
+    generation: int  # generation of the group
+    failures: list[str] = []  # the ranks that cannot continue, each with its reason; empty: the round begins
 
 
-@message(99)
+@message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
-    """A rank tells rank 0 that it is ready for collective `round` of group `generation`. Deferred until all are.
+    """A rank tells rank 0 that it is ready for a collective. Deferred until all ranks are.
 
     Round "join" of generation 0 forms the group, and the answer names its generation. Round "end" is deferred until the
-    group has ended (error lost). `failure` is the reason why this rank cannot continue. It may follow an earlier `Meet`
-    of the same round.
+    group has ended.
+
+    Errors:
+        bad_request: the group has no such rank, or the process that was asked is not rank 0.
+        lost: the group has ended.
     """
 
-    REPLY: ClassVar[type[Message]] = Met
-    generation: int
-    round: str
-    rank: int
-    failure: str = ""
+    generation: int  # generation of the group
+    round: str  # name of the collective
+    rank: int  # number of the rank that asks
+    failure: str = ""  # the reason why it cannot continue; may follow an earlier `Meet` of the same round
 
 
-@message(109)
+@message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
-    """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update.
+    """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update."""
 
-    `step` and `last` are as there. With `last`, the worker is at `step` with unchanged weights.
-    """
-
-    REPLY: ClassVar[type[Message]] = WorkerReady
-    step: int
-    last: bool
+    step: int  # as in `OptimStep`
+    last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
 
 
-@message(108)
+@message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
-    """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score
-    `batch` together. They fetch the shards of stage reference, load version `weights` (None: the model directory) and
-    meet in round `score <number>` of group `generation`. Answered when they are done. They put nothing.
+    """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score a
+    batch together. They fetch the shards that stage reference needs, load the version, and meet in round
+    `score <number>`. Answered when they are done. They put nothing.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
-    generation: int
-    number: int
-    batch: BatchMeta
-    weights: WeightsRef | None = None
+    generation: int  # generation of the group (`Meet`)
+    number: int  # number of the scoring
+    batch: BatchMeta  # the tasks
+    weights: WeightsRef | None = None  # the version to score with; nil: the model directory

@@ -5,8 +5,6 @@ The facts that a library would exchange by itself (a meeting place, NCCL's uniqu
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -14,72 +12,66 @@ from proto.registry import Message, Record, Request, message
 
 
 class TransferParameter(Record, frozen=True, array_like=True):
-    """One tensor of a transfer. `dtype` is its name on the wire."""
+    """One tensor of a transfer."""
 
-    name: str
-    dtype: str
-    shape: list[int]
+    name: str  # name of the parameter
+    dtype: str  # name of the element type (section 5)
+    shape: list[int]  # dimensions
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a GPU that another process on the GPU can open: the values of CUDA IPC, as torch names them."""
 
-    gpu: str
-    """The GPU's own id (UUID)."""
-    nbytes: int
-    handle: bytes
-    storage_bytes: int
-    storage_offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    event_sync: bool
+    gpu: str  # the GPU's own id (UUID)
+    nbytes: int  # bytes of the memory that are used
+    handle: bytes  # handle of the storage
+    storage_bytes: int  # bytes of the storage
+    storage_offset: int  # offset of the memory in the storage, in bytes
+    counter: bytes  # handle of the reference counter
+    counter_offset: int  # offset of the reference counter
+    event: bytes  # handle of the event after which the memory may be read
+    event_sync: bool  # whether to wait for that event
 
 
 @message(114)
 class TransferOffer(Message, frozen=True, kw_only=True):
-    """Answer to `AskTransfer`: transfer `number` of `communicator` has begun, with `parameters` in this order.
+    """A transfer has begun. An engine that holds another communicator first joins this one, as rank 1 and up."""
 
-    If the engine holds another `communicator`, it first joins this one as rank 1 and up: at the file `meeting` in the
-    run's private folder (gloo), or with NCCL's `unique_id`. With `memory` (CUDA IPC) nothing is joined or sent: the
-    parameters are there, one after the other. Joining and transfer end within `deadline_s`.
-    """
-
-    communicator: int
-    number: int
-    deadline_s: float
-    parameters: list[TransferParameter]
-    meeting: str = ""
-    unique_id: bytes = b""
+    communicator: int  # number of the communicator
+    number: int  # number of the transfer in the communicator
+    deadline_s: float  # seconds within which joining and transfer end
+    parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
+    meeting: str = ""  # gloo: the file in the run's private folder at which ranks join
+    unique_id: bytes = b""  # NCCL: the id with which ranks join
     memory: DeviceMemory | None = None
+    """CUDA IPC: nothing is joined or sent; the parameters are in this memory, one after the other."""
 
 
-@message(115)
+@message(115, reply=TransferOffer)
 class AskTransfer(Request, frozen=True, kw_only=True):
-    """An engine asks for the weights of version (lineage, step), or, with `drill`, for the start-up drill's.
+    """An engine asks for the weights of a version over a collective.
 
-    `communicator` is that of this life of the engine, or 0 for none; `ranks` is the number of its receiving processes.
-    Error missing: the trainer can no longer send that version. The shards are still available.
+    Errors:
+        conflict: this life of the engine was replaced by a later one.
+        missing: the trainer cannot send that version, or not to this engine. The shards are still available.
     """
 
-    REPLY: ClassVar[type[Message]] = TransferOffer
     instance: int
     incarnation: int
-    communicator: int
-    ranks: int
-    host_id: str
+    communicator: int  # the communicator of this life of the engine, 0 for none
+    ranks: int  # number of its processes that receive
+    host_id: str  # as in `Register`
     lineage: int
-    step: int
-    drill: bool = False
+    step: int  # the policy version
+    drill: bool = False  # send the weights of the start-up drill instead
 
 
-@message(116)
+@message(116, reply=Ack)
 class EndTransfer(Request, frozen=True, kw_only=True):
-    """The engine has all of transfer `number`, or (`failure`) gave it up, which ends the communicator."""
+    """The engine has received the whole transfer or has given it up, which ends the communicator."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     instance: int
     incarnation: int
-    communicator: int
-    number: int
-    failure: str = ""
+    communicator: int  # number of the communicator
+    number: int  # number of the transfer
+    failure: str = ""  # the reason for giving it up; empty: all of it is there

@@ -1,6 +1,7 @@
-"""A coverage-guided target over what reads foreign bytes: `python -m tests.fuzz.fuzz_wire [libFuzzer options]`.
+"""A coverage-guided fuzz target for everything that decodes foreign bytes: `python -m tests.fuzz.fuzz_wire [libFuzzer
+options]`. It needs atheris.
 
-Needs atheris. It must find nothing: whatever the bytes, a decoder raises WireError or gives what encodes again.
+For any bytes, a decoder raises WireError or returns something that can be encoded again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ with atheris.instrument_imports(include=["proto", "shared.dataplane"]):
     from proto.limits import Limits
     from tests.fuzz import stream_inputs
 
-# numpy and msgspec are not instrumented: what they do with the bytes is seen through what proto does with it
+# numpy and msgspec are not instrumented: the target sees their work through the branches of proto
 LIMITS = Limits(body_bytes=1 << 16, frames=32, frame_bytes=1 << 12, total_bytes=1 << 16, tensor_bytes=1 << 14)
 RAW, SEALED, FILE, SEALED_FILE, BULK, SEALED_BULK, ARRIVAL = range(7)
 _LENGTH = struct.Struct("<H")
 
 
 def pack(kind: int, frames: list[bytes]) -> bytes:
-    """An input: which target, then each frame behind its length."""
+    """Return an input: the byte that selects the target, then each frame after its length."""
     return bytes([kind]) + b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
 
 
@@ -40,7 +41,7 @@ def unpack(data: bytes) -> list[bytes]:
 
 
 def sealed(frames: list[bytes]) -> list[bytes]:
-    """With an envelope that tells the truth about them, so that the layers below its checksum are reached."""
+    """Return the frames under an envelope that describes them, so that the layers below its checksum are reached."""
     if len(frames) < 2 or len(frames[0]) < 4:
         return frames
     kind, has_table = _LENGTH.unpack_from(frames[0])[0], bool(frames[0][2] & 1) and len(frames) > 2
@@ -59,12 +60,12 @@ def sealed(frames: list[bytes]) -> list[bytes]:
 
 
 def one_input(data: bytes) -> None:
-    """Raises for a defect only."""
+    """Run one decoder on the input. Raises for a defect only."""
     accepted(data)
 
 
 def accepted(data: bytes) -> bool:
-    """Whether the input is in order. Raises for a defect only."""
+    """Return whether the decoder accepted the input. Raises for a defect only."""
     kind, rest = (data[0], data[1:]) if data else (RAW, b"")
     try:
         if kind in (FILE, SEALED_FILE):
@@ -81,13 +82,13 @@ def accepted(data: bytes) -> bool:
 
 
 def read_message(frames: list[bytes], kind: int) -> None:
-    """What decodes encodes again."""
+    """Check that what was decoded can be encoded again."""
     decoded = codec.decode(sealed(frames) if kind == SEALED else frames, LIMITS)
     codec.encode(decoded.body, request_id=0, incarnation=0, arrays=decoded.tensors, limits=LIMITS)
 
 
 def write_seeds(folder: Path) -> int:
-    """The golden vectors, a small block file and what bulk connections carry, as inputs; returns how many."""
+    """Write the golden vectors, a small block file and bulk messages as first inputs. Return their number."""
     import json
 
     from tests.golden.vectors import INDEX, read

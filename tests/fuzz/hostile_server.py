@@ -1,6 +1,6 @@
 """A mailbox in a process of its own, for peers that try to harm it: `python -m tests.fuzz.hostile_server KEYS IPC`.
 
-Prints its tcp endpoint, then what it counted, one JSON object a line of input.
+It prints its tcp endpoint and then, for each line of input, one JSON object with its counts.
 """
 
 from __future__ import annotations

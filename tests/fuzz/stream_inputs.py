@@ -1,6 +1,6 @@
-"""What hostile stores and readers may send over bulk connections, made of fuzzed bytes: files, messages, whole streams.
+"""Files, messages and streams that hostile stores and readers may send over bulk connections, made of fuzzed bytes.
 
-Each function raises WireError or gives what holds together; anything else is a defect.
+Each function raises WireError or returns a consistent result; anything else is a defect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ REGIONS = Regions()
 
 
 def sealed_file(data: bytes) -> bytes:
-    """With the checksums and the size that belong to these bytes, so that the rules behind them are reached."""
+    """Return the file with the checksums and the size that belong to its bytes, so that the rules behind them are
+    reached."""
     if len(data) < blockfile.HEADER_BYTES:
         return data
     made = bytearray(data)
@@ -39,7 +40,7 @@ def sealed_file(data: bytes) -> bytes:
 
 
 def read_file(data: bytes) -> None:
-    """A block file, header, table and where its rows lie."""
+    """Check a block file: its header, its table and the places of its rows."""
     table = blockfile.parse(data, len(data))
     for task in range(len(table.task_ids)):
         shards = list(table.shards(task))
@@ -52,7 +53,7 @@ def read_file(data: bytes) -> None:
 
 
 def read_bulk(data: bytes) -> None:
-    """Messages of a bulk connection; sealed ones if the first byte says so."""
+    """Check messages of a bulk connection, which are sealed if the first byte says so."""
     tag_bytes, at = bulk.TAG_BYTES * (data[:1] == b"\1"), 1
     while at < len(data):
         packed = data[at : at + bulk.HEAD_BYTES]
@@ -68,7 +69,7 @@ def _size(kind: int, nbytes: int) -> int:
 
 
 def sealed_bulk(data: bytes) -> bytes:
-    """With magic and version where the next head is, as long as heads are in order."""
+    """Return the data with magic and version in every head, as long as the heads are valid."""
     made, at = bytearray(data), 1
     while at + bulk.HEAD_BYTES <= len(made):
         made[at : at + 5] = bulk.MAGIC + bytes([bulk.VERSION])
@@ -78,10 +79,10 @@ def sealed_bulk(data: bytes) -> bytes:
 
 
 def receive(data: bytes) -> None:
-    """A stream: what the store announces, then the lengths of the ranges that come first, then the bytes.
+    """Check a stream: the announcement of the store, the lengths of the first ranges, then the bytes.
 
-    By the first byte: the head's checksum is the truth (1), so is the file's (2); it covers both tasks (8) and two keys
-    were asked for (16).
+    The first byte selects what is true: the checksum of the head (1), those of the file (2), both tasks are covered
+    (8), two keys were requested (16).
     """
     if len(data) < _OPENED.size + 1:
         return
@@ -115,7 +116,7 @@ def receive(data: bytes) -> None:
 
 
 def whole_file(tasks: int = 1) -> tuple[bytes, int]:
-    """A block file of the first of `TASKS`, data included, and where its data begin."""
+    """Return a block file of the first of `TASKS` with its data, and the offset of the data."""
     shards = {"a": as_wire(np.arange(3.0)), "b": as_wire(np.zeros(0, np.int8))}
     layout = blockfile.Layout([(task.task_id, task.fence, shards) for task in TASKS[:tasks]])
     head = layout.head([xxhash.xxh3_64_intdigest(array.tobytes()) for array in layout.arrays])
@@ -127,7 +128,7 @@ def whole_file(tasks: int = 1) -> tuple[bytes, int]:
 
 
 def arrival_seed(flags: int, tasks: int) -> bytes:
-    """A stream in order."""
+    """Return a valid stream."""
     file, head_bytes = whole_file(tasks)
     checksum = xxhash.xxh3_64_intdigest(file[:head_bytes])
     opened = _OPENED.pack(flags, len(file), head_bytes, checksum)
@@ -135,7 +136,7 @@ def arrival_seed(flags: int, tasks: int) -> bytes:
 
 
 def bulk_seed() -> bytes:
-    """A line in clear: hello, a range that is asked for, its bytes, and the end of the stream."""
+    """Return the messages of a line in clear: hello, a requested range, its bytes, and the end of the stream."""
     messages = [
         bulk.pack_head(bulk.Head(bulk.Kind.HELLO)) + bytes(range(16)),
         bulk.pack_head(bulk.Head(bulk.Kind.READ, 3, 5, 7)),

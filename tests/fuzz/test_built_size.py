@@ -1,4 +1,4 @@
-"""What decoding a body builds is a small multiple of its length, for every type of message, whatever it is full of."""
+"""The objects that decoding builds from a body take a small multiple of its length, for every type of message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proto.registry import all_messages
 
 ELEMENTS = 5_000
 TIMES = 50
-"""Of its length, at most (SPEC section 7)."""
+"""Maximum memory of a decoded body, as a multiple of its length (SPEC section 7)."""
 LOCATED_TIMES = 70
 EMPTY_ARRAY = {b"nd": True, b"type": "|u1", b"kind": b"", b"shape": [0], b"data": b""}
 
@@ -28,7 +28,7 @@ def is_struct(hint: Any) -> bool:
 
 
 def least(hint: Any) -> Any:
-    """The value that takes the fewest bytes: what has a default is left out."""
+    """Return the value with the fewest bytes: fields with a default are omitted."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is np.ndarray or origin is np.ndarray:
         return EMPTY_ARRAY
@@ -40,7 +40,7 @@ def least(hint: Any) -> Any:
 
 
 def with_field(kind: type[msgspec.Struct], name: str, value: Any) -> Any:
-    """A struct as it travels, with the field `name` set to `value`."""
+    """Return a struct as it travels, with the field `name` set to `value`."""
     hints, fields = typing.get_type_hints(kind), msgspec.structs.fields(kind)
     if kind.__struct_config__.array_like:
         last = max((i for i, field in enumerate(fields) if field.required or field.name == name), default=-1)
@@ -53,7 +53,7 @@ def with_field(kind: type[msgspec.Struct], name: str, value: Any) -> Any:
 
 
 def heavy(hint: Any) -> Iterator[Any]:
-    """Values of this type, each with one container of many elements."""
+    """Yield values of this type, each with one container of many elements."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
         yield [least(inside[0])] * ELEMENTS
@@ -70,7 +70,7 @@ def heavy(hint: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", sorted(all_messages()))
-def test_a_body_of_many_small_things_builds_a_small_multiple_of_its_length(number: int) -> None:
+def test_a_body_of_many_small_values_takes_a_small_multiple_of_its_length(number: int) -> None:
     kind = all_messages()[number]
     for value in heavy(kind):
         body = msgspec.msgpack.encode(value)

@@ -1,4 +1,5 @@
-"""The coverage-guided target runs for a bounded time and finds nothing; a defect that an input reaches does fail it."""
+"""The coverage-guided target runs for a bounded time and finds nothing, and it fails for a defect that an input
+reaches."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
 BUSY, LAZY = b"code\xa4busy", b"code\xa4lazy"
 SEALED = 1
-"""The kind of input that reaches the bodies, see fuzz_wire."""
+"""The first byte of an input for bodies, as in fuzz_wire."""
 PLANTED = """
 import sys
 import tests.fuzz.fuzz_wire as target
 from proto import codec
 from proto.messages import ErrorCode
-CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
+CODES = set(ErrorCode)
 whole = codec.decode_body
 def broken(kind, data):
     body = whole(kind, data)

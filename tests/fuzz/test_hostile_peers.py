@@ -1,4 +1,4 @@
-"""Peers with a key that try to harm a mailbox over tcp: it answers others all the time, lives, and stays small."""
+"""Peers with a key that try to harm a mailbox over tcp. It keeps answering other peers, survives, and stays small."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def most_rss_bytes(self) -> int:
-        """Since it started."""
+        """Return its largest resident memory so far."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
     def answers(self, cursor: int = 21) -> None:
-        """A well-behaved client is served, over both endpoints."""
+        """Check that a well-behaved client is served, over both endpoints."""
 
         async def ask() -> None:
             for endpoint in (self.ipc, self.tcp):
@@ -109,7 +109,7 @@ def growth(server: Server) -> Iterator[None]:
 
 @contextmanager
 def asking_in_thread(endpoint: str) -> Iterator[Callable[[], None]]:
-    """A client whose connection stays open between its questions."""
+    """A client whose connection stays open between its requests."""
     with asyncio.Runner() as runner:
         client = asking(endpoint)
         asked = runner.run(client.__aenter__())
@@ -132,12 +132,12 @@ def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 def connect(endpoint: str) -> sockets.socket:
-    """Over tcp, without a word."""
+    """Open a tcp connection that sends nothing."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     return sockets.create_connection((host, int(port)), 5)
 
 
-def test_floods_of_empty_frames_are_refused_one_by_one_and_cost_nothing(server: Server) -> None:
+def test_each_flood_of_empty_frames_is_refused_and_costs_no_memory(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for round_ in range(3):
             peer.send_multipart([b""] * 200_000)
@@ -151,7 +151,7 @@ def test_a_message_of_many_small_frames_is_not_kept(server: Server) -> None:
         until(lambda: server.counts()["malformed"] == 1)
 
 
-def test_a_peer_that_goes_on_sending_garbage_is_not_read_and_others_are(server: Server) -> None:
+def test_a_peer_that_keeps_sending_garbage_is_not_read_and_others_are(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for number in range(20_000):
             peer.send_multipart([os.urandom(64), b"body"])
@@ -161,12 +161,12 @@ def test_a_peer_that_goes_on_sending_garbage_is_not_read_and_others_are(server: 
         counts = server.counts()
         assert counts["malformed"] <= STRIKES * (counts["quarantines"] + 1)
         assert counts["quarantines"] >= 1
-        # its valid requests are not read either, until the quarantine ends
+        # valid requests of this peer are not read either, until the quarantine ends
         peer.send_multipart(request(1))
         assert not peer.poll(300)
 
 
-def test_a_peer_of_a_lesser_role_that_insists_is_put_into_quarantine(server: Server) -> None:
+def test_a_peer_of_a_lesser_role_that_keeps_sending_is_put_into_quarantine(server: Server) -> None:
     with raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for number in range(STRIKES + 10):
             peer.send_multipart(request(number + 1))
@@ -175,7 +175,7 @@ def test_a_peer_of_a_lesser_role_that_insists_is_put_into_quarantine(server: Ser
         assert server.counts()["malformed"] == 0
 
 
-def test_a_guest_that_connects_again_is_still_the_same_one_and_others_are_heard(server: Server) -> None:
+def test_a_guest_that_reconnects_stays_in_quarantine_and_others_are_served(server: Server) -> None:
     elsewhere = server.tcp.replace("tcp://", "tcp://127.0.0.2:0;")
     for connection in range(4):
         with raw_dealer(server.tcp, Role.OBSERVER) as peer:
@@ -192,7 +192,7 @@ def test_a_guest_that_connects_again_is_still_the_same_one_and_others_are_heard(
 
 
 def offences(server: Server) -> tuple[int, int]:
-    """What was forbidden, and what was not even looked at."""
+    """Return the number of forbidden messages and of messages dropped unread."""
     counts = server.counts()
     return counts["forbidden"], counts["unread"]
 
@@ -208,13 +208,13 @@ def test_many_connections_with_garbage_leave_a_bounded_table(server: Server) -> 
         assert server.counts()["peers"] <= MAX_PEERS
 
 
-def test_peers_that_connect_and_stay_silent_hold_nobody_up(server: Server) -> None:
+def test_peers_that_connect_and_stay_silent_do_not_delay_others(server: Server) -> None:
     with growth(server), ExitStack() as stack:
         silent = [stack.enter_context(connect(server.tcp)) for _ in range(200)]
         for half in silent[:100]:
-            half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # a greeting that never ends
+            half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # a ZMTP greeting that never ends
         server.answers()
-        # the handshake's time limit ends them
+        # the time limit of the handshake ends them
         for each in silent:
             each.settimeout(30)
             while each.recv(4096):
@@ -231,14 +231,14 @@ def test_a_peer_that_never_reads_loses_its_answers_only(server: Server) -> None:
 
 
 def snapshots(number: int, asker: int = 0) -> Iterator[list[bytes]]:
-    """So many different requests of one sender."""
+    """Yield different requests of one sender."""
     for request_id in range(1, number + 1):
         frames = codec.encode(GetSnapshot(), request_id=request_id, incarnation=1000 + asker, remaining_s=60.0)
         yield [bytes(frame) for frame in frames]
 
 
 async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
-    """All at once, as nobody does on purpose and a burst may."""
+    """Request that many snapshots at once, as a burst may."""
     async with asking(endpoint, CLIENT_INCARNATION + 2 + role, role) as client:
         calls = [client.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S) for _ in range(number)]
         for answer in await asyncio.gather(*calls):
@@ -246,7 +246,7 @@ async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
 
 
 def settled(server: Server, least: int) -> int:
-    """How many answers are lost, more than `least`, once there are no more of them."""
+    """Wait until more than `least` answers are lost and their number no longer grows. Return the number."""
     lost: list[int] = []
 
     def still() -> bool:
@@ -258,8 +258,8 @@ def settled(server: Server, least: int) -> int:
 
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
-def test_large_answers_that_nobody_reads_are_bounded_in_bytes_and_others_get_theirs(server: Server, role: Role) -> None:
-    """1,500 answers of 200 kB each to one peer: what is kept for it and for retries is bounded, the rest is lost."""
+def test_large_unread_answers_are_bounded_in_bytes_and_others_get_their_answers(server: Server, role: Role) -> None:
+    """Of 1,500 answers of 200 kB each to one peer, a bounded number of bytes is kept; the rest is lost."""
     bound = (GUEST_BYTES if role is Role.OBSERVER else SERVICE_BYTES) + CACHED_REPLY_BYTES
     with asking_in_thread(server.tcp) as ask:
         asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))
@@ -278,7 +278,7 @@ def test_large_answers_that_nobody_reads_are_bounded_in_bytes_and_others_get_the
             assert server.rss_bytes() - before < bound + (48 << 20)
 
 
-def test_connections_of_one_observer_share_what_is_kept_unread_and_others_get_theirs(server: Server) -> None:
+def test_connections_of_one_observer_share_a_bound_of_unread_bytes_and_others_get_their_answers(server: Server) -> None:
     before = server.rss_bytes()
     with ExitStack() as stack:
         for asker in range(12):
@@ -291,13 +291,14 @@ def test_connections_of_one_observer_share_what_is_kept_unread_and_others_get_th
         asyncio.run(take_snapshots(server.tcp, Role.OPERATOR, 8))
         asyncio.run(take_snapshots(server.tcp.replace("tcp://", "tcp://127.0.0.2:0;"), Role.OBSERVER, 8))
         assert server.counts()["lost_replies"] == lost
-    # gone, they are forgotten
+    # connections that are gone are forgotten
     until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
-def test_a_body_is_not_built_for_who_may_not_send_it_or_gets_no_answer(server: Server, role: Role) -> None:
-    """8 MiB of empty lists, half a gigabyte of objects, in a message that an observer may not send and nobody takes."""
+def test_a_body_is_not_decoded_if_its_sender_may_not_send_it_or_no_handler_takes_it(server: Server, role: Role) -> None:
+    """The message holds 8 MiB of empty lists, which would be half a gigabyte of objects. An observer may not send it,
+    and the mailbox has no handler for it."""
     head = b"\x82\xa5files\x90\xa6places"
     lists = (8 << 20) - len(head) - 5
     body = head + b"\xdd" + lists.to_bytes(4, "big") + b"\x90" * lists
@@ -312,7 +313,7 @@ def test_a_body_is_not_built_for_who_may_not_send_it_or_gets_no_answer(server: S
     assert server.most_rss_bytes() - before < GROWTH_BYTES
 
 
-def test_large_valid_and_invalid_messages_in_a_row_are_not_piled_up(server: Server) -> None:
+def test_large_valid_and_invalid_messages_in_a_row_do_not_accumulate(server: Server) -> None:
     body = b"\x80" + b"\xc0" * (7 << 20)
     head = codec.envelope.Envelope(
         type=GetSnapshot.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
@@ -322,11 +323,11 @@ def test_large_valid_and_invalid_messages_in_a_row_are_not_piled_up(server: Serv
         for _ in range(60):
             peer.send_multipart([head, body], copy=False)
         until(lambda: (c := server.counts())["malformed"] + c["unread"] == 60)
-        # a few of them are on their way at any time
+        # a few of them are in transit at any time
         assert server.rss_bytes() - before < 3 * GROWTH_BYTES
 
 
-def test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_memory(server: Server) -> None:
+def test_a_message_without_end_loses_its_connection_before_it_fills_the_memory(server: Server) -> None:
     piece = os.urandom(1 << 20)
     before, most = server.rss_bytes(), server.most_rss_bytes()
     with raw_dealer(server.tcp, Role.OBSERVER) as peer:
@@ -337,7 +338,7 @@ def test_a_message_that_does_not_end_ends_its_connection_before_it_fills_the_mem
     until(lambda: server.rss_bytes() - before < GROWTH_BYTES)
 
 
-def test_more_connections_than_allowed_are_ended_at_once_and_the_others_stay(server: Server) -> None:
+def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay(server: Server) -> None:
     with asking_in_thread(server.tcp) as ask, ExitStack() as stack:
         ask()
         for _ in range(MOST_CONNECTIONS + 50):
@@ -346,8 +347,9 @@ def test_more_connections_than_allowed_are_ended_at_once_and_the_others_stay(ser
         ask()
 
 
-def test_a_service_with_few_descriptors_takes_newcomers_whatever_strangers_hold(tmp_path: Path) -> None:
-    """libzmq ends a process that has none left when somebody connects over ipc; strangers without a key use them up."""
+def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers_connect(tmp_path: Path) -> None:
+    """libzmq ends a process that has no descriptor left when a peer connects over ipc. Here strangers without a key try
+    to use them up."""
     raise_descriptor_limit()
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     keys.create(run.keys)
@@ -379,7 +381,7 @@ def test_a_service_with_few_descriptors_takes_newcomers_whatever_strangers_hold(
         run.remove_volatile()
 
 
-def test_a_connection_that_no_descriptor_is_left_to_watch_is_ended_and_counted(server: Server) -> None:
+def test_a_connection_that_cannot_be_watched_for_want_of_descriptors_is_closed_and_counted(server: Server) -> None:
     open_ones = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd")}
     free = next(number for number in range(len(open_ones) + 1) if number not in open_ones)
     before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
@@ -391,7 +393,7 @@ def test_a_connection_that_no_descriptor_is_left_to_watch_is_ended_and_counted(s
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> None:
+def test_a_pump_passes_on_the_beginning_of_a_message_that_is_too_long_and_continues() -> None:
     async def main() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         taker, giver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -405,7 +407,7 @@ def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> No
         giver.send_multipart([b"c" * (9 << 20), b"c" * (8 << 20), b"c", b"c"])
         giver.send_multipart([b"d", b"d"])
         async with asyncio.timeout(20):
-            while len(got) < 4:  # libzmq's thread moves them
+            while len(got) < 4:  # the thread of libzmq moves them
                 await asyncio.sleep(0.01)
         assert [(frames[0][:1], len(frames)) for frames in got] == [
             (b"a", most + 1), (b"b", most + 1), (b"c", 2), (b"d", 2),
@@ -416,7 +418,7 @@ def test_a_pump_hands_over_the_beginning_of_what_is_too_long_and_goes_on() -> No
     asyncio.run(main())
 
 
-def test_quarantine_begins_at_the_limit_ends_in_time_and_forgets_slow_offenders() -> None:
+def test_quarantine_begins_at_the_limit_ends_in_time_and_slow_offenders_are_forgotten() -> None:
     offenders = Offenders()
     bad, good = (0, Role.SERVICE, b"bad"), (1, Role.SERVICE, b"bad")
     assert [offenders.strike(bad, 0.0) for _ in range(STRIKES)] == [False] * (STRIKES - 1) + [True]

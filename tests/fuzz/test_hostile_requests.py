@@ -1,6 +1,5 @@
-"""Well-formed requests with hostile values, from a peer that holds the service key, at live services: every one is
-answered or refused in words, nobody dies, nothing is a defect, and memory does not grow.
-"""
+"""A peer that holds the service key sends well-formed requests with hostile values to live services. Each request is
+answered, or refused with a reason; no service dies, shows a defect or grows."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
 
 @dataclass
 class Attacker:
-    """Makes bodies of any type; `known` are values that get past the first check, by field name."""
+    """Makes bodies of any type. `known` has values by field name that pass the first checks."""
 
     dice: random.Random
     known: dict[str, list[Any]]
@@ -119,7 +118,7 @@ async def attack(bench: Bench) -> None:
 
 
 async def sent(message: Message, client: Client, outcomes: Counter[str], *, deadline_s: float) -> str:
-    """Send `message` and count what became of it; the defect it showed, or ""."""
+    """Send `message` and count its outcome. Return the defect that it showed, or an empty string."""
     try:
         if isinstance(message, Request):
             await client.exchange(message, deadline_s=deadline_s)
@@ -187,7 +186,7 @@ def monitor(path: Path) -> Iterator[None]:
             process.kill()
 
 
-def test_hostile_values_are_refused_in_words_by_every_live_service(tmp_path: Path) -> None:
+def test_hostile_values_are_refused_with_a_reason_by_every_live_service(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 64MiB")
 
     async def main() -> None:

@@ -1,7 +1,5 @@
-"""A whole run under attack: peers that misbehave at the mailbox of every one of its processes, one kind after another.
-
-Nobody dies, everybody counts them and stops listening to those who insist, and the run goes on training.
-"""
+"""A whole run under attack: peers misbehave at the mailbox of every process, in one way after another. No process dies,
+each counts the offences and ignores peers that repeat them, and the run continues to train."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ PROCESSES = (
     "policy-trainer-worker/1", "supervisor",
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, GetWorkerState)
-"""What a peer with the key of a service may ask for, and gets: the end of the run, or of a driver."""
+"""Requests that a peer with a service's key may send and that are granted: they end the run or replace a driver."""
 SILENT = 40
 LIFE = 4711
 ANSWER_S = 30.0
@@ -57,7 +55,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Attack:
-    """On these processes; `requests`: rounds of well-formed messages to each, `flood`: answers that nobody reads."""
+    """The attack on these processes. `requests` is the number of rounds of well-formed messages, `flood` that of unread
+    answers."""
 
     processes: tuple[str, ...]
     requests: int
@@ -90,7 +89,7 @@ def header(kind: int, body: bytes, request_id: int = 1) -> bytes:
 
 
 def garbage() -> Iterator[list[bytes]]:
-    """Messages that no decoder takes, each of another kind."""
+    """Yield messages that no decoder accepts, each of another kind."""
     good, body = message(Ping(), 1)
     nested = b"\x91" * 3000
     yield [os.urandom(64), b"body"]
@@ -123,13 +122,13 @@ def answer_of(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def replay_an_id_and_name_an_unknown_type(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """The same request again gets the same answer, another one under its id none of its own."""
+    """Check that the same request gets the same answer again, and another one under its id gets a conflict."""
     with dealer(context, endpoint) as peer:
         answers = []
         for body in (Ping(), Ping(), GetInventory(cursor=3)):
             peer.send_multipart(message(body, 77))
             answers.append(answer_of(peer))
-        # a number that only a later release may know is refused in words, and is no offence
+        # a number that only a later release may know is refused with a reason, and is no offence
         peer.send_multipart([header(60_000, b"\x80", request_id=78), b"\x80"])
         answers.append(answer_of(peer))
     assert answers[0] == answers[1]
@@ -143,14 +142,14 @@ def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint
         for number in range(2 * STRIKES):
             peer.send_multipart(kinds[number % len(kinds)])
         peer.send_multipart(message(Ping(), 99))
-        heard = [codec.decode(answer_of(peer)).body for _ in range(2)]  # some of them are told what was wrong
+        heard = [codec.decode(answer_of(peer)).body for _ in range(2)]  # some of them are answered with the reason
         while peer.poll(300):
             heard.append(codec.decode(peer.recv_multipart()).body)
     assert not any(isinstance(each, Pong) for each in heard)
 
 
 def send_what_is_too_large(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """One frame over the limit ends the connection; many that are under it are not kept."""
+    """Check that one frame over the limit ends the connection, and that many smaller ones are not kept."""
     with dealer(context, endpoint, SNDHWM=2) as peer:
         peer.send_multipart([header(Ping.TYPE, b""), bytes(CONTROL.total_bytes + 1)])
     with dealer(context, endpoint) as peer:
@@ -160,7 +159,7 @@ def send_what_is_too_large(context: zmq.Context[zmq.Socket[bytes]], endpoint: st
 
 @contextlib.contextmanager
 def peers_that_hang_on(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, flood: int) -> Iterator[None]:
-    """Some say nothing, one half a greeting, one asks `flood` times and never reads an answer."""
+    """Open connections that send nothing, half a greeting, or `flood` requests whose answers are never read."""
     with contextlib.ExitStack() as stack:
         for number in range(SILENT):
             half = stack.enter_context(sockets.socket(sockets.AF_UNIX))
@@ -174,7 +173,7 @@ def peers_that_hang_on(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, f
 
 
 async def send_hostile_values(clients: dict[str, Client], requests: int) -> list[str]:
-    """Well-formed requests of every type with values at random; returns the defects."""
+    """Send well-formed requests of every type with random values. Return the defects."""
     dice = random.Random(11)
     known: dict[str, list[Any]] = {
         "service": ["rollout", "supervisor", "scheduler"],
@@ -235,7 +234,7 @@ async def hurt_all(run: Cluster, attack: Attack) -> None:
 
 
 async def offended(monitor: Client) -> set[str]:
-    """Who has told the monitor that it counted offences and put somebody into quarantine."""
+    """Return the services that reported offences and a quarantine to the monitor."""
     snapshot = await monitor.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S)
     return {
         f"{row.service}/{row.instance}"
@@ -251,7 +250,7 @@ async def offended(monitor: Client) -> set[str]:
 @pytest.mark.parametrize(
     "attack", [pytest.param(LONG, marks=pytest.mark.long, id="long"), pytest.param(SHORT, id="short")]
 )
-def test_peers_that_misbehave_at_every_process_of_a_run_stop_nothing(tmp_path: Path, attack: Attack) -> None:
+def test_peers_that_misbehave_at_every_process_of_a_run_do_not_stop_it(tmp_path: Path, attack: Attack) -> None:
     settings = (
         "run.steps=100000", "algorithm.tasks_per_step=8", "algorithm.group_size=4", "data.eval={}", *attack.settings,
     )  # fmt: skip

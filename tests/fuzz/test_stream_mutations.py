@@ -1,6 +1,6 @@
-"""Damaged files, bulk messages and streams raise WireError or hold together; never anything else, never much memory.
+"""Damaged files, bulk messages and streams raise WireError or are consistent, with little memory.
 
-What is damaged has its checksums made true again, or a checksum would be all that is ever tested.
+The checksums of damaged data are made valid again, because otherwise only checksums would be tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEYS = 16
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bits flipped, numbers replaced, bytes taken out or put in."""
+    """Flip bits, replace numbers, remove or insert bytes."""
     made = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(made))
@@ -61,7 +61,7 @@ def read_bulk(data: bytes) -> None:
         pytest.param(stream_inputs.receive, stream_inputs.arrival_seed(1 | 2 | 4 | 8 | KEYS, 2), 8, id="two tasks"),
     ],
 )
-def test_damage_is_refused_or_what_holds_together(read: Callable[[bytes], None], whole: bytes, reasons: int) -> None:
+def test_damaged_data_is_refused_or_consistent(read: Callable[[bytes], None], whole: bytes, reasons: int) -> None:
     rng = random.Random(7)
     read(whole)
     told: set[str] = set()
@@ -84,8 +84,8 @@ def test_damage_is_refused_or_what_holds_together(read: Callable[[bytes], None],
 
 
 @pytest.mark.parametrize("total_bytes", [1 << 20, 1 << 38, 1 << 46])
-def test_size_that_a_store_announces_takes_no_memory(total_bytes: int) -> None:
-    """One task may be as large as it likes, so the size alone says nothing."""
+def test_an_announced_size_takes_no_memory(total_bytes: int) -> None:
+    """A task may have any size, so the size alone is no reason to refuse it."""
     opened = StreamOpened(stream=1, covered=1, total_bytes=total_bytes, head_bytes=100, head_checksum=0)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Damaged messages raise WireError or decode to a valid message; never anything else, never much memory."""
+"""Damaged messages raise WireError or decode to a valid message, with little memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ LOOSE = Limits(body_bytes=8 << 20, frames=64, frame_bytes=1 << 20, total_bytes=8
 
 
 def attempt(frames: list[bytes], limits: Limits = LOOSE) -> codec.Decoded | None:
-    """Decode; None for WireError. Anything else fails the test. What decodes must encode again."""
+    """Decode the frames. Return None for WireError; any other error fails the test. A decoded message must encode
+    again."""
     try:
         decoded = codec.decode(frames, limits)
     except WireError as error:
@@ -44,7 +45,7 @@ def attempt(frames: list[bytes], limits: Limits = LOOSE) -> codec.Decoded | None
 
 
 def reseal(frames: list[bytes]) -> list[bytes]:
-    """Give mutated frames a header that tells the truth about them, so that the layers below are reached."""
+    """Return mutated frames under an envelope that describes them, so that the layers below are reached."""
     if len(frames) < 2 or len(frames[0]) != envelope.SIZE:
         return frames
     kind, flags = struct.unpack_from("<HH", frames[0], 6)
@@ -131,7 +132,7 @@ def test_mutated_vector_is_refused_or_valid(name: str, mutate: Callable[..., lis
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_every_single_bit_counts_in_the_header(name: str) -> None:
+def test_every_flipped_bit_of_the_header_is_detected(name: str) -> None:
     head, *rest = GOLDEN[name]
     for bit in range(8 * envelope.SIZE):
         damaged = bytearray(head)
@@ -139,7 +140,7 @@ def test_every_single_bit_counts_in_the_header(name: str) -> None:
         assert attempt([bytes(damaged), *rest]) is None
 
 
-def test_every_single_bit_counts_in_the_bytes_of_tensors() -> None:
+def test_every_flipped_bit_of_a_tensor_is_detected() -> None:
     frames = GOLDEN["tensors_shapes"]
     for at in range(3, len(frames)):
         for bit in range(8 * len(frames[at])):
@@ -236,8 +237,8 @@ def test_plausible_inline_maps_are_refused_or_valid(extra: dict[str, Any]) -> No
     assert isinstance(array, np.ndarray)
 
 
-def test_decoding_bounds_memory_by_what_arrived() -> None:
-    """Announced sizes cost nothing; only bytes that are there do."""
+def test_memory_of_decoding_is_bounded_by_the_bytes_that_arrived() -> None:
+    """Announced sizes take no memory; only bytes that have arrived do."""
     announced = [
         (44, b"\x81\xa7metrics\xdf\xff\xff\xff\xff"),
         (67, b"\x81\xa5tasks\xdd\x7f\xff\xff\xff"),

@@ -1,13 +1,20 @@
 """Writes the message catalogue of proto/SPEC.md from the code: `python -m tests.golden.catalogue`.
 
-A test fails while the document and the code differ. It must never describe a message from anywhere but the registry;
-only who sends what to whom is said here.
+Purposes, fields, meanings and errors come from the classes and comments in proto/messages. Only routes, titles and
+meanings that fields of the same name share are written here. A test fails while the document and the code differ.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
 import types
 import typing
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +22,9 @@ import msgspec
 import numpy as np
 
 from proto import messages
+from proto.messages import common, process, registration, steps, store, streams, tasks, telemetry, trainer, transfer
 from proto.registry import Message, Record, Request, all_messages
+from shared.security.roles import LEAST_ROLE, Role
 
 SPEC = Path(__file__).resolve().parents[2] / "proto" / "SPEC.md"
 BEGIN, END = "<!-- catalogue: made by tests/golden/catalogue.py -->\n", "<!-- end of catalogue -->\n"
@@ -73,11 +82,50 @@ ROUTES = {
 }
 """Request or one-way message -> (who sends it, who takes it). Replies go back the same way."""
 
+MODULES = {
+    common: "Every process",
+    process: "Processes and logs",
+    registration: "Registration, heartbeats, devices",
+    tasks: "Tasks, leases and versions of weights",
+    steps: "Training steps",
+    store: "Puts and reads on one host",
+    streams: "Reads from another host",
+    trainer: "Trainer workers and their ranks",
+    transfer: "Weights over collectives",
+    telemetry: "Status and telemetry",
+}
+"""Module of proto/messages -> its title, in the order of the catalogue."""
+
+SHARED = {
+    "service": "name of a service, such as `batch-store`",
+    "instance": "number of the instance, from 0",
+    "incarnation": "incarnation of that instance",
+    "pid": "its process id, on its host",
+    "rss_bytes": "its resident memory",
+    "driver": "incarnation of the driver",
+    "lease_id": "number of the lease",
+    "task_id": "id of the task (section 8)",
+    "fence": "fence of the attempt (section 8)",
+    "lineage": "lineage of the policy version",
+    "step": "number of the training step",
+    "seconds": "duration of the call on the worker",
+}
+"""Field -> its meaning in all classes that do not give one of their own."""
+
+VALUES = {
+    tasks.Outcome: "Values of `TaskResult.outcome`",
+    tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. Read an unknown one as `other`",
+    tasks.LossReason: "Keys of `lost`. Read an unknown one as `other`",
+    registration.TroubleKind: "Values of `Trouble.kind`",
+}
+"""Closed list of values -> where it is used."""
+
+WIDTH = 120
 _NAMES = {str: "str", int: "int", float: "float", bool: "bool", type(None): "nil"}
 
 
 def type_name(hint: Any) -> str:
-    """A field's type in the words of SPEC section 3."""
+    """Return the type of a field as SPEC section 3 writes it."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is np.ndarray or origin is np.ndarray:
         return "inline"
@@ -90,60 +138,157 @@ def type_name(hint: Any) -> str:
     return _NAMES.get(hint) or str(hint.__name__)
 
 
-def fields(cls: type[msgspec.Struct]) -> str:
-    """`name: type` of every field in order, with its default when it may be left out."""
+@cache
+def _notes(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring below each field of the class itself, or the comment beside it."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {
+        each.start[0]: each.string.removeprefix("#").strip() for each in tokens if each.type == tokenize.COMMENT
+    }
+    found: dict[str, str] = {}
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            else:
+                text = comments.get(node.lineno, "")
+            if text[1:2].islower() or text[1:2] == " ":
+                text = text[0].lower() + text[1:]
+            found[ast.unparse(target)] = text.removesuffix(".")
+    return found
+
+
+def meaning(cls: type[Any], field: str) -> str:
+    """Return the meaning of a field. Raises LookupError if neither the class nor `SHARED` gives one."""
+    for each in cls.__mro__:
+        if field in inspect.get_annotations(each):
+            text = _notes(each).get(field) or SHARED.get(field)
+            if text:
+                return text
+    raise LookupError(f"{cls.__name__}.{field}: needs a comment beside it or a docstring below it")
+
+
+def _wrapped(text: str, begin: str = "") -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def fields(cls: type[msgspec.Struct]) -> Iterator[str]:
+    """Yield `name: type = default` and the meaning of every field, in order."""
     hints = typing.get_type_hints(cls)
-    parts = []
     for field in msgspec.structs.fields(cls):
-        text = f"`{field.encode_name}: {type_name(hints[field.name])}"
+        text = f"{field.encode_name}: {type_name(hints[field.name])}"
         if field.default is not msgspec.NODEFAULT:
             text += f" = {'nil' if field.default is None else repr(field.default).replace(chr(39), chr(34))}"
         elif field.default_factory is not msgspec.NODEFAULT:
             text += " = []" if field.default_factory is list else " = {}"
-        parts.append(text.replace("True", "true").replace("False", "false") + "`")
-    return ", ".join(parts) or "none"
+        text = text.replace("True", "true").replace("False", "false")
+        yield _wrapped(f"`{text}`: {meaning(cls, field.name)}.", "- ")
 
 
-def first_sentence(cls: type[Any]) -> str:
-    line = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-    return line.replace("|", "\\|")
+def _doc(cls: type[Any]) -> tuple[list[str], dict[str, str]]:
+    """Return the paragraphs of a class's docstring, and the error codes under `Errors:` with their meanings."""
+    text, _, listed = (inspect.getdoc(cls) or "").partition("Errors:\n")
+    errors: dict[str, str] = {}
+    for line in listed.splitlines():
+        code, colon, rest = line.strip().partition(": ")
+        if colon and line.startswith("    ") and not line.startswith("     "):
+            errors[code] = rest
+        elif line.strip():
+            errors[list(errors)[-1]] += f" {line.strip()}"
+    return [" ".join(each.split()) for each in text.strip().split("\n\n")], errors
 
 
-def _routes(cls: type[Message]) -> tuple[str, str]:
-    if cls.__name__ in ROUTES:
-        sender, taker = ROUTES[cls.__name__]
-        return sender, taker
-    asked = [each for each in all_messages().values() if getattr(each, "REPLY", None) is cls]
-    if cls.__name__ in ("Ack", "Error"):
-        return "whoever was asked", "whoever asked"
-    return ROUTES[asked[0].__name__][1], ROUTES[asked[0].__name__][0]
+def errors(cls: type[Message]) -> dict[str, str]:
+    """Return the errors of a request beside those that any request may have: code -> meaning."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if issubclass(each, Request) and each is not Request and "Errors:" in (each.__doc__ or ""):
+            found |= _doc(each)[1]
+    return dict(sorted(found.items()))
+
+
+def _described(cls: type[msgspec.Struct]) -> list[str]:
+    return ["\n".join(fields(cls)) or "It has no fields."]
+
+
+def _route(cls: type[Message]) -> tuple[str, str]:
+    if cls.__name__ not in ROUTES:
+        raise LookupError(f"{cls.__name__}: add who sends it to whom to ROUTES in tests/golden/catalogue.py")
+    return ROUTES[cls.__name__]
+
+
+def _message(cls: type[Message], shown: set[type[Message]]) -> list[str]:
+    """Return the section of a request with its answer, or of a one-way message, as paragraphs."""
+    title = f"`{cls.__name__}` ({cls.TYPE})"
+    sender, taker = _route(cls)
+    role = LEAST_ROLE.get(cls, Role.SERVICE).label
+    parts = [_wrapped(each) for each in _doc(cls)[0]]
+    if not issubclass(cls, Request):
+        route = f"One way. Sent by: {sender}. Received by: {taker}."
+        return [f"#### {title}", *parts, _wrapped(route), *_described(cls)]
+    reply = cls.REPLY
+    route = f"Sent by: {sender}. Answered by: {taker}. Least role: {role}."
+    lines = [f"#### {title} → `{reply.__name__}` ({reply.TYPE})", *parts, _wrapped(route), *_described(cls)]
+    own = errors(cls)
+    if reply not in shown:
+        shown.add(reply)
+        lines += [_wrapped(f"The answer, `{reply.__name__}`: {' '.join(_doc(reply)[0])}"), *_described(reply)]
+    if own:
+        lines += ["Errors:", "\n".join(_wrapped(f"`{code}`: {text}", "- ") for code, text in own.items())]
+    return lines
+
+
+def _part(cls: type[msgspec.Struct]) -> list[str]:
+    form = "a record" if issubclass(cls, Record) else "a struct"
+    return [f"#### `{cls.__name__}`, {form}", *(_wrapped(each) for each in _doc(cls)[0]), *_described(cls)]
+
+
+def _values(cls: type[Any]) -> list[str]:
+    rows = []
+    for name, note in _notes(cls).items():
+        value = getattr(cls, name)
+        known = f"`{value}`" if isinstance(value, str) else f"`{value}` ({name.lower()})"
+        rows.append(f"- {known}: {note}." if note else f"- {known}.")
+    return [f"#### `{cls.__name__}`", f"{VALUES[cls]}.", "\n".join(rows)]
 
 
 def catalogue() -> str:
-    """The tables of section 6 in Markdown."""
-    lines = ["| no. | message | answered by | from → to | fields |", "|---|---|---|---|---|"]
-    for number, cls in sorted(all_messages().items()):
-        reply = f"`{cls.REPLY.__name__}`" if issubclass(cls, Request) else ""
-        sender, taker = _routes(cls)
-        lines.append(f"| {number} | `{cls.__name__}` | {reply} | {sender} → {taker} | {fields(cls)} |")
-    lines += ["", "Purpose of each message:", ""]
-    lines += [f"- `{cls.__name__}`: {first_sentence(cls)}" for _, cls in sorted(all_messages().items())]
-    parts = [
-        each
-        for each in vars(messages).values()
-        if isinstance(each, type) and issubclass(each, msgspec.Struct) and each.__module__.startswith(messages.__name__)
-        and not issubclass(each, Message)
-    ]  # fmt: skip
-    lines += ["", "Parts of bodies. A *record* is an array by position, a *struct* a map by field name:", ""]
-    lines += ["| part | form | fields | |", "|---|---|---|---|"]
-    for each in parts:
-        form = "record" if issubclass(each, Record) else "struct"
-        lines.append(f"| `{each.__name__}` | {form} | {fields(each)} | {first_sentence(each)} |")
-    return "\n".join(lines) + "\n"
+    """Return the overview and the section of each message, in Markdown."""
+    lines = ["| no. | message | answered by | from → to | errors of its own |", "|---|---|---|---|---|"]
+    everything = {cls: number for number, cls in sorted(all_messages().items())}
+    replies = {cls.REPLY for cls in everything if issubclass(cls, Request)} | {messages.Error}
+    for cls, number in everything.items():
+        if cls not in replies:
+            answer = f"`{cls.REPLY.__name__}`" if issubclass(cls, Request) else ""
+            sender, taker = _route(cls)
+            own = ", ".join(errors(cls)) if issubclass(cls, Request) else ""
+            lines.append(f"| {number} | `{cls.__name__}` | {answer} | {sender} → {taker} | {own} |")
+    paragraphs = ["\n".join(lines)]
+    shown: set[type[Message]] = {messages.Ack}
+    for module, title in MODULES.items():
+        paragraphs.append(f"### {title}")
+        for cls in vars(module).values():
+            if not isinstance(cls, type) or cls.__module__ != module.__name__:
+                continue
+            if cls in VALUES:
+                paragraphs += _values(cls)
+            elif cls in (messages.Error, messages.Ack):
+                paragraphs += [f"#### `{cls.__name__}` ({cls.TYPE})", *(map(_wrapped, _doc(cls)[0])), *_described(cls)]
+            elif cls in everything and cls not in replies:
+                paragraphs += _message(cls, shown)
+            elif issubclass(cls, msgspec.Struct) and not issubclass(cls, Message):
+                paragraphs += _part(cls)
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def split_spec() -> tuple[str, str, str]:
-    """SPEC.md before, inside and after the catalogue's markers."""
+    """Return SPEC.md before, inside and after the catalogue's markers."""
     before, rest = SPEC.read_text().split(BEGIN)
     inside, after = rest.split(END)
     return before, inside, after

@@ -1,22 +1,94 @@
-"""proto/SPEC.md says what the code does: catalogue, tables and numbers are compared, not trusted."""
+"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with it."""
 
 from __future__ import annotations
 
 import re
 
-from proto import blockfile, bulk, dtypes, envelope, inline, tensors
+import zmq
+
+from proto import blockfile, bulk, dtypes, envelope, excerpt, inline, tensors
 from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
+from services.batch_store import server as store_server
+from services.batch_store import state as store_state
 from services.batch_store import stream_places, stream_server
+from services.monitor import server as monitor_server
+from services.monitor import state as monitor_state
+from services.scheduler import plausible
 from services.scheduler.state import RECONCILE_S
-from shared.dataplane import bulk_seal, stream_line
+from shared.actor import log_page
+from shared.dataplane import bulk_seal, stream, stream_line
 from shared.rpc import client, errors, mailbox, offenders, replies, transport, unread
 from shared.rpc.mailbox import Mailbox
 from shared.security import connections, curve
 from shared.security.roles import LEAST_ROLE, Role
 from shared.stages import train_graph
+from tests.golden.block_files import hash_of
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
+from tests.golden.catalogue import errors as errors_of
+from tests.golden.vectors import FOLDER, read
+
+LINE_CHARACTERS = 140
+CODES = list(ErrorCode)
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def seconds(duration: float) -> str:
+    return f"{duration:g} s"
+
+
+def socket_seconds(option: int) -> str:
+    """Return an option in milliseconds of the sockets that peers open, in seconds."""
+    with zmq.Context() as context, transport.open_socket(context, zmq.DEALER, CONTROL) as socket:
+        return seconds(float(str(socket.getsockopt(option))) / 1000)
+
+
+NUMBERS = {
+    "messages in a socket's queue, each way": str(transport.HIGH_WATER_MESSAGES),
+    "interval of ZMTP heartbeats": socket_seconds(zmq.HEARTBEAT_IVL),
+    "timeout of ZMTP heartbeats": socket_seconds(zmq.HEARTBEAT_TIMEOUT),
+    "linger of a socket": seconds(transport.LINGER_MS / 1000),
+    "unread answers of a service": size(unread.SERVICE_BYTES),
+    "unread answers of a connection of an observer or operator": size(unread.GUEST_BYTES),
+    "unread answers of all observers and operators": size(unread.GUESTS_BYTES),
+    "duration of a handshake": seconds(curve.HANDSHAKE_MS / 1000),
+    "names in an error": str(errors.MAX_NAMES),
+    "bytes of a `LogLines`": size(log_page.TAIL_BYTES),
+    "troubles in a heartbeat": str(plausible.MOST_TROUBLES),
+    "requests in progress in a mailbox": str(mailbox.MAX_RUNNING),
+    "`retry_after_s` of a mailbox with too many of them": seconds(mailbox.BUSY_S),
+    "bytes without one whole message": size(connections.UNSEEN_BYTES),
+    "strikes that lead to quarantine": str(offenders.STRIKES),
+    "time within which they count": seconds(offenders.WINDOW_S),
+    "duration of a quarantine": seconds(offenders.QUARANTINE_S),
+    "first wait before a request is sent again": seconds(client.FIRST_RESEND_S),
+    "rate that is assumed for its bytes": f"{size(client.RESEND_BYTES_PER_S)}/s",
+    "longest wait before a request is sent again": seconds(client.LAST_RESEND_S),
+    "stored answers of a role": str(replies.CACHED_REPLIES),
+    "bytes of the stored answers of a role": size(replies.CACHED_REPLY_BYTES),
+    "time after the deadline of a request for which its answer is stored": seconds(replies.GRACE_S),
+    "interval of reconciliation": seconds(RECONCILE_S),
+    "time for a grant to be sealed": seconds(store_state.GRANT_S),
+    "updates in a subscriber's queue": str(monitor_server.SUBSCRIBER_MESSAGES),
+    "bytes of a row of telemetry": size(monitor_state.MAX_ROW_BYTES),
+    "lines of a store": str(stream_server.MAX_LINES),
+    "time for a line to be connected": seconds(stream_server.UNCLAIMED_S),
+    "streams of a store": str(stream_server.MAX_STREAMS),
+    "tasks of a stream": str(store_server.MAX_STREAM_TASKS),
+    "missing shards that are looked for": str(excerpt.MAX_NAMED),
+    "time without requests or sends after which a stream ends": seconds(stream_server.STREAM_IDLE_S),
+    "requests of one stream after mismatches": str(stream.CORRUPT_TRIES),
+    "connections of a store": str(stream_places.MOST),
+    "time for a HELLO": seconds(stream_places.PROVE_S),
+    "time without requests or reads after which a connection ends": seconds(stream_places.IDLE_S),
+    "bytes of a connection that wait to be sent": size(stream_server.READER_BYTES),
+    "ranges of a connection that wait to be sent": str(stream_server.READER_RANGES),
+}
+"""The expected table of section 13."""
 
 
 def section(number: int) -> str:
@@ -24,13 +96,18 @@ def section(number: int) -> str:
 
 
 def prose(number: int) -> str:
-    """A section without its line breaks, for sentences."""
+    """Return a section without its line breaks, to find sentences."""
     return " ".join(section(number).split())
 
 
-def test_catalogue_is_in_step_with_the_code() -> None:
+def test_catalogue_is_generated_from_the_code() -> None:
     _, inside, _ = split_spec()
     assert inside == catalogue(), "run: python -m tests.golden.catalogue"
+
+
+def test_lines_are_short() -> None:
+    lines = SPEC.read_text().splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > LINE_CHARACTERS] == []
 
 
 def test_every_message_has_a_route_or_is_an_answer() -> None:
@@ -39,7 +116,7 @@ def test_every_message_has_a_route_or_is_an_answer() -> None:
     assert set(ROUTES) == names - answers
 
 
-def test_envelope_and_row_tables_add_up() -> None:
+def test_offsets_of_envelope_and_tensor_table_add_up() -> None:
     sizes = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "4 bytes": 4, "8 × u64": 64}
     for number, total in ((2, envelope.SIZE), (4, tensors.ROW_BYTES)):
         rows = re.findall(r"^\| (\d+) \| ([^|]+?) \| ", section(number), re.M)
@@ -50,14 +127,14 @@ def test_envelope_and_row_tables_add_up() -> None:
         assert at == total
 
 
-def test_element_types_are_those_of_the_table() -> None:
+def test_element_types_match_the_code() -> None:
     listed = re.findall(r"(\d+) \| (\w+)(?: \(0 or 1\))? \| (\d+)", section(5))
     assert sorted((int(code), name, int(size)) for code, name, size in listed) == [
         (row.code, row.name, row.itemsize) for row in dtypes.TABLE
     ]
 
 
-def test_flags_versions_and_inline_types_are_the_codes() -> None:
+def test_flags_versions_and_inline_types_match_the_code() -> None:
     assert "1 REPLY, 2 ONE_WAY, 4 TABLE" in section(2)
     assert (envelope.FLAG_REPLY, envelope.FLAG_ONE_WAY, envelope.FLAG_TABLE) == (1, 2, 4)
     assert f"version {envelope.MAJOR}.{envelope.MINOR}" in SPEC.read_text().splitlines()[0]
@@ -66,7 +143,7 @@ def test_flags_versions_and_inline_types_are_the_codes() -> None:
     assert set(listed.group(1).replace("\\|", "|").split()) == inline.INLINE_TYPES
 
 
-def test_limits_are_the_codes() -> None:
+def test_limits_match_the_code() -> None:
     units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
     rows = dict(re.findall(r"^\| ([\w ,]+) \| (\d+ ?\w*) \| .+ \|$", section(7), re.M))
     values = {name: int(text.split()[0]) * units[text.partition(" ")[2]] for name, text in rows.items()}
@@ -82,52 +159,48 @@ def test_limits_are_the_codes() -> None:
     assert (BULK.body_bytes, BULK.frames, BULK.frame_bytes, BULK.total_bytes) == (1 << 20, 1024, 1 << 20, 1 << 30)
 
 
-def test_error_codes_and_outcomes_are_the_codes() -> None:
+def test_error_codes_and_outcomes_match_the_code() -> None:
     listed = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", section(6).split("Codes of `Error.code`")[1], re.M)
-    assert listed == [value for name, value in vars(ErrorCode).items() if name.isupper()]
+    assert listed == list(ErrorCode)
     assert (Outcome.DONE, Outcome.RETRY, Outcome.DROP) == (0, 1, 2)
-    assert "0 done, 1 retry (another attempt may succeed), 2 drop" in section(6)
-    assert f"`names` holds the first {errors.MAX_NAMES} names of what the error is about" in prose(6)
+    assert re.findall(r"^- `(\d)` \((\w+)\)", section(6), re.M) == [("0", "done"), ("1", "retry"), ("2", "drop")]
 
 
-def test_numbers_of_the_rpc_layer_are_the_codes() -> None:
-    assert f"newest {replies.CACHED_REPLIES} answers and at most {replies.CACHED_REPLY_BYTES >> 20} MiB" in prose(8)
-    assert f"at least {replies.GRACE_S:g} s after the deadline" in prose(8)
-    assert f"first after {client.FIRST_RESEND_S:g} s plus" in prose(8)
-    assert f"bytes take at {client.RESEND_BYTES_PER_S >> 20} MiB/s" in prose(8)
-    assert f"up to {client.LAST_RESEND_S:g} s" in prose(8)
-    assert f"({transport.HIGH_WATER_MESSAGES} messages each way)" in prose(1)
-    unread_mib = [each >> 20 for each in (unread.SERVICE_BYTES, unread.GUEST_BYTES, unread.GUESTS_BYTES)]
-    assert unread_mib == [int(each) for each in re.findall(r"(\d+) MiB", section(1))]
-    assert f"linger {transport.LINGER_MS} ms" in prose(1)
+def test_errors_of_requests_have_known_codes() -> None:
+    requests = [cls for cls in all_messages().values() if issubclass(cls, Request)]
+    named = {cls.__name__: own for cls in requests if (own := errors_of(cls))}
+    assert {"PutBegin", "Locate", "LeaseRequest", "NextBatch", "OptimStep"} <= named.keys()
+    for own in named.values():
+        assert own.keys() <= set(CODES)
+        assert all(text.endswith(".") for text in own.values())
 
 
-def test_roles_and_their_messages_are_the_codes() -> None:
+def test_numbers_match_the_code() -> None:
+    listed = re.findall(r"^\| (.+) \| (\d\S*(?: \S+)?) \| (\d+) \|$", section(13), re.M)
+    assert {what: value for what, value, _ in listed} == NUMBERS
+    assert [int(number) for *_, number in listed] == sorted(int(number) for *_, number in listed)
+    assert len(section(13).split("|---|---|---|")[1].strip().splitlines()) == len(NUMBERS)
+    assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
+
+
+def test_roles_and_their_messages_match_the_code() -> None:
     listed = dict(re.findall(r"^\| (observer|operator) \| (?:those, )?(.+) \|$", section(1), re.M))
     assert {label: set(re.findall(r"`(\w+)`", text)) for label, text in listed.items()} == {
         role.label: {kind.__name__ for kind, least in LEAST_ROLE.items() if least == role}
         for role in (Role.OBSERVER, Role.OPERATOR)
     }
-    assert f"end within {curve.HANDSHAKE_MS // 1000} s" in prose(1)
-    assert (
-        f"with {offenders.STRIKES} messages that could not be read or that its role may not send, within "
-        f"{offenders.WINDOW_S:g} s, is in quarantine for {offenders.QUARANTINE_S:g} s"
-    ) in prose(7)
     counted = re.findall(r"^\| [^|]+ \| [^|]+ \| `(\w+)` \| [^|]+ \|$", section(7), re.M)
     assert set(counted) == Mailbox("m", 1).counts().keys() - {"quarantines", "lost_replies"}
-    assert f"{mailbox.MAX_RUNNING} requests in progress | `busy`, with `retry_after_s` {mailbox.BUSY_S:g} |" in prose(7)
-    assert f"{connections.UNSEEN_BYTES >> 20} MiB without one whole message" in prose(7)
 
 
-def test_stages_and_their_keys_are_the_codes() -> None:
+def test_stages_and_their_keys_match_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
     listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
     graph = train_graph(with_reference=True)
     assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
-    assert f"every {RECONCILE_S:g} s" in prose(8)
 
 
-def test_numbers_of_streams_are_the_codes() -> None:
+def test_bulk_messages_match_the_code() -> None:
     text = section(11)
     sentences = prose(11)
     assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
@@ -136,16 +209,9 @@ def test_numbers_of_streams_are_the_codes() -> None:
     assert f"a head of {bulk.HEAD_BYTES} bytes" in sentences
     assert f"1 to {bulk.MAX_RANGE_BYTES};" in text
     assert re.findall(r"^\| (\d) ([A-Z]+) \|", text, re.M) == [(str(kind.value), kind.name) for kind in bulk.Kind]
-    assert f"{stream_server.MAX_LINES} lines at a time" in sentences
-    assert f"{stream_server.MAX_STREAMS} streams are open" in sentences
-    assert f"While {stream_server.READER_BYTES >> 20} MiB or {stream_server.READER_RANGES} ranges" in sentences
-    assert f"asked for or sent for {stream_server.STREAM_IDLE_S:g} s" in sentences
-    assert f"HELLO within {stream_places.PROVE_S:g} s" in sentences
-    assert f"took anything for {stream_places.IDLE_S:g} s" in sentences
-    assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
 
 
-def test_block_file_numbers_are_the_codes() -> None:
+def test_bounds_of_block_files_match_the_code() -> None:
     text = section(9)
     assert f"magic `{blockfile.MAGIC.decode()}`" in text
     assert f"layout, {blockfile.LAYOUT} " in text
@@ -155,3 +221,23 @@ def test_block_file_numbers_are_the_codes() -> None:
         f"2^{powers[0]} tasks, 2^{powers[1]} rows, 2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names"
         in prose(9)
     )
+
+
+def test_worked_exchange_has_the_bytes_of_the_golden_files() -> None:
+    listed = []
+    for dump in re.findall(r"```\n(.+?)```", section(14), re.S):
+        data = b""
+        for line in filter(None, dump.splitlines()):
+            found = re.match(r"([0-9a-f]{2})  ((?:[0-9a-f]{2} ){0,7}[0-9a-f]{2})(?:  |$)", line)
+            assert found is not None, line
+            if found[1] == "00" and data:
+                listed.append(data)
+                data = b""
+            assert int(found[1], 16) == len(data), line
+            data += bytes.fromhex(found[2])
+        listed.append(data)
+    request, answer = (read(name, [64, nbytes]) for name, nbytes in (("put_seal", 42), ("put_sealed", 10)))
+    file = (FOLDER / "block_one_shard.blk").read_bytes()
+    assert listed == [*request, *answer, file]
+    [shard] = blockfile.parse(file, len(file)).shards(0)
+    assert f"`{hash_of([shard.checksum])}`" in prose(14)

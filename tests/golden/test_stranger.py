@@ -1,4 +1,5 @@
-"""proto/SPEC.md is enough: a client written from it alone works with the real store, and ours reads what it wrote."""
+"""proto/SPEC.md is enough: a client written from it alone works with the real store, and our client reads its
+shards."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ LINES = 100
 
 
 def stranger(program: str, *arguments: str) -> None:
-    """Runs a program beside this file, from elsewhere and without this process's environment (-I)."""
+    """Run a program beside this file, in another directory and without this process's environment (-I)."""
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {[program, *arguments]!r}; "
         f"runpy.run_path({str(FOLDER / program)!r}, run_name='__main__')"
@@ -51,17 +52,17 @@ def stranger(program: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What passed between a stranger's rollout, our reference and a stranger's readers. Shards by key."""
+    """The shards that passed between a stranger's rollout, our reference and a stranger's readers, by key."""
 
     put_by_stranger: dict[str, Array]
-    """What our reference got of the task that the stranger completed."""
+    """The shards that our reference read of the task that the stranger completed."""
     put_by_ours: Array
     """The reference's log-probs."""
     mapped: Array
     streamed: Array
-    """The same, as the stranger read them."""
+    """The same log-probs, as the stranger read them."""
     done: int
-    """Samples of that task in the scheduler's journal, as the lease of the reference tells."""
+    """Number of samples of that task in the scheduler's journal, according to the lease of the reference."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         )  # fmt: skip
 
 
-def test_ours_works_on_with_what_the_stranger_put_and_completed(exchange: Exchange) -> None:
+def test_our_reference_reads_the_task_that_the_stranger_completed(exchange: Exchange) -> None:
     found = exchange.put_by_stranger
     assert exchange.done == 2
     np.testing.assert_array_equal(found["token_ids"], np.arange(1, 10, dtype=np.int32))
@@ -115,16 +116,16 @@ def test_ours_works_on_with_what_the_stranger_put_and_completed(exchange: Exchan
     }  # fmt: skip
 
 
-def test_the_stranger_maps_what_ours_put(exchange: Exchange) -> None:
+def test_the_stranger_maps_a_shard_that_our_reference_put(exchange: Exchange) -> None:
     np.testing.assert_array_equal(exchange.mapped, exchange.put_by_ours)
 
 
-def test_the_stranger_of_another_host_streams_what_ours_put(exchange: Exchange) -> None:
+def test_the_stranger_of_another_host_streams_a_shard_that_our_reference_put(exchange: Exchange) -> None:
     np.testing.assert_array_equal(exchange.streamed, exchange.put_by_ours)
 
 
 def test_client_of_a_hundred_lines_puts_a_shard_and_gets_it(tmp_path: Path) -> None:
-    """Its own and ours, which lies among others in a file, each in a process of its own."""
+    """It gets its own shard, and one of ours from a file with others; each call runs in a process of its own."""
     store = StoreProcess(store_process.make_run(tmp_path, memory=16 << 20))
     store.start()
     theirs = np.linspace(0, 1, 3 * 70_001, dtype=np.float32).reshape(3, 70_001)
@@ -163,7 +164,7 @@ def test_client_has_a_hundred_lines_and_needs_four_packages() -> None:
 
 
 @pytest.mark.parametrize("program", STRANGERS)
-def test_the_stranger_knows_nothing_of_ours(program: str) -> None:
+def test_the_stranger_imports_none_of_our_packages(program: str) -> None:
     known = set(sys.stdlib_module_names) | {"zmq", "msgpack", "numpy", "xxhash", "cryptography", "stranger"}
     imported = packages((FOLDER / program).read_text())
     assert {"proto", "shared", "services", "launch", "tests"} <= OURS
@@ -172,7 +173,7 @@ def test_the_stranger_knows_nothing_of_ours(program: str) -> None:
 
 
 def packages(source: str) -> set[str]:
-    """What a program imports, anywhere in it."""
+    """Return the top-level names of all modules that a program imports."""
     imported = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

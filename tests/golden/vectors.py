@@ -1,8 +1,9 @@
-"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`. It must never be run to hide a
-change of the wire: vectors change only together with the protocol's version.
+"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
-Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
-the frames and all values in plain JSON, so that another implementation can check itself without this code.
+Vectors change only together with the version of the protocol, so do not run this to hide a change of the wire. Each
+vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of the
+frames and all values in plain JSON, so that another implementation can check itself without this code. Block files have
+their values in files.json; refused.json has messages that a mailbox refuses.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from proto import codec, dtypes
@@ -32,25 +32,33 @@ from proto.messages import (
     LeaseProgress,
     Outcome,
     Ping,
+    PutSeal,
+    PutSealed,
     Refusal,
     StoreStats,
     TaskHandle,
     TaskResult,
     Telemetry,
+    TopicRow,
+    Update,
     WeightsRef,
 )
 from proto.registry import Message
 from proto.tensors import Array
+from tests.golden import block_files, refusals
+from tests.golden.values import plain, tensor
 
 FOLDER = Path(__file__).resolve().parents[2] / "proto" / "golden"
 INDEX = FOLDER / "index.json"
+FILES = FOLDER / "files.json"
+REFUSED = FOLDER / "refused.json"
 SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=1 << 12)
 """Frames of 16 bytes, so that a tensor of 40 bytes takes three."""
 
 
 @dataclass(frozen=True)
 class Vector:
-    """What is encoded, and under which header and limits."""
+    """A message with its header and limits."""
 
     name: str
     purpose: str
@@ -80,7 +88,7 @@ class Vector:
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
     token_ids = np.arange(length, dtype=np.int32)
-    if length == 3:  # one as an older trainer makes it
+    if length == 3:  # as an older trainer makes it
         return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
     return Canary(
         token_ids=token_ids,
@@ -129,7 +137,7 @@ def _every_dtype() -> tuple[Array, ...]:
 
 
 def vectors() -> list[Vector]:
-    """All vectors, in the order of the index."""
+    """Return all vectors, in the order of the index."""
     matrix = np.arange(12, dtype="<i4").reshape(3, 4)
     results = [
         TaskResult("train/0/7", 3, Outcome.DONE, "batch-store/0", 2**64 - 1, 2, 40, 960),
@@ -209,6 +217,28 @@ def vectors() -> list[Vector]:
             ),
             flags=FLAG_REPLY,
         ),
+        Vector(
+            "update",
+            "the second and third frame of a change that the monitor publishes; the first is the topic, `service`",
+            Update(sequence=2**53 + 1, row=TopicRow("rollout", 0, "service", 1.5, {"state": "READY", "x": -0.0})),
+            flags=FLAG_ONE_WAY,
+            request_id=0,
+        ),
+        Vector(
+            "put_seal",
+            "the request of the worked exchange in section 14",
+            PutSeal(put_id=refusals.PUT_ID),
+            remaining_s=30.0,
+            request_id=258,
+        ),
+        Vector(
+            "put_sealed",
+            "its answer",
+            PutSealed(nbytes=len(block_files.block_files()[1].data())),
+            flags=FLAG_REPLY,
+            request_id=258,
+            incarnation=0x0FEDCBA987654321,
+        ),
         Vector("tensors_every_dtype", "three elements of each dtype code, in order", Ack(), _every_dtype()),
         Vector(
             "tensors_shapes",
@@ -233,33 +263,9 @@ def vectors() -> list[Vector]:
     ]
 
 
-def plain(value: Any) -> Any:
-    """Body values in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}."""
-    if isinstance(value, np.ndarray):
-        return {
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-            "hex": np.ascontiguousarray(value).tobytes().hex(),
-        }
-    if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return value
-
-
-def tensor(array: Array) -> dict[str, Any]:
-    """A decoded tensor in JSON; `hex` are its bytes in C order, little-endian."""
-    row = dtypes.by_numpy(array.dtype)
-    data = np.ascontiguousarray(array).astype(row.numpy, copy=False).tobytes()
-    return {"dtype": row.name, "shape": list(array.shape), "hex": data.hex()}
-
-
 def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
-    """What index.json says about one vector."""
-    return {
+    """Return the entry of one vector in index.json."""
+    values = {
         "name": vector.name,
         "purpose": vector.purpose,
         "file": f"{vector.name}.bin",
@@ -274,10 +280,11 @@ def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
         "body": plain(vector.body),
         "tensors": [tensor(array) for array in vector.arrays],
     }
+    return dict(plain(values))
 
 
 def read(name: str, sizes: list[int]) -> list[bytes]:
-    """The frames of a stored vector."""
+    """Return the frames of a stored vector."""
     data = (FOLDER / f"{name}.bin").read_bytes()
     ends = np.cumsum(sizes).tolist()
     assert ends[-1] == len(data)
@@ -291,7 +298,18 @@ def write() -> None:
         frames = vector.frames()
         (FOLDER / f"{vector.name}.bin").write_bytes(b"".join(frames))
         entries.append(entry(vector, frames))
-    INDEX.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
+    _write(INDEX, entries)
+    files = []
+    for block in block_files.block_files():
+        data = block.data()
+        (FOLDER / f"{block.name}.blk").write_bytes(data)
+        files.append(block_files.entry(block, data))
+    _write(FILES, files)
+    _write(REFUSED, [refusals.entry(each) for each in refusals.refusals()])
+
+
+def _write(index: Path, entries: list[dict[str, Any]]) -> None:
+    index.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The optimizer batches whose gradients every backend must get right, however they are split. Data only."""
+"""The optimizer batches whose gradients every backend must compute, however they are split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_g
 MAX_NEW_TOKENS = 12
 VOCAB = 61
 RUNS = (("float64", 4096), ("float64", 30), ("float32", 30))
-"""Precision and micro-batch size of the passes over all cases; with small micro-batches layers are recomputed too."""
+"""Precision and micro-batch size of each pass over all cases. With small micro-batches, layers are also recomputed."""
 PPO = LossSpec(
     name="ppo_clip",
     clip_low=0.2,
@@ -31,7 +31,7 @@ PPO = LossSpec(
 GSPO = LossSpec(
     name="gspo", clip_low=0.05, clip_high=0.05, anchor="rollout", temperature=1.0, kl_estimator="k2", kl_coef=0.05
 )
-# which tokens count is decided by whole sequences, of which each rank of a context group holds a part
+# the selection of tokens depends on whole sequences, of which each rank of a context group holds a part
 MASKED = LossSpec(
     name="cispo",
     clip_low=0.3,
@@ -62,7 +62,8 @@ SAPO = LossSpec(
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer batch: `flat` as the workers join it, `owner` [S]: whose sequence it is (modulo dp)."""
+    """One optimizer batch. `flat` is the batch as workers join it; `owner` [S] is the rank of each sequence (modulo
+    dp)."""
 
     name: str
     spec: LossSpec
@@ -72,7 +73,7 @@ class Case:
     owner: Array
 
     def of(self, dp_rank: int, dp: int) -> tuple[dict[str, Array], Array, Array]:
-        """flat arrays, advantages [T], weights [T] of one data-parallel rank."""
+        """Return the flat arrays, advantages [T] and weights [T] of one data-parallel rank."""
         mine = (self.owner >= 0) & (self.owner % dp == dp_rank)
         lengths = self.flat["lengths"]
         tokens = np.repeat(mine, lengths)
@@ -85,9 +86,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Four aggregations over ragged, unevenly masked samples; a rank all masked; an empty rank; sequence ratios and
-    sequence masks; answers of a single token.
-    """
+    """Return cases with four aggregations over ragged, unevenly masked samples, a rank whose tokens are all masked, an
+    empty rank, sequence ratios, sequence masks and answers of a single token."""
     for index, aggregation in enumerate(AGGREGATIONS):
         yield _case(aggregation, PPO, aggregation, seed=index, owner=np.arange(9), masked_rows=())
     yield _case("rank-all-masked", PPO, "token_mean", seed=7, owner=np.arange(9), masked_rows=(1, 3, 5, 7))
@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
 
 
 def nothing_trained() -> Iterator[Case]:
-    """A batch whose samples are all masked, and one without a sample."""
+    """Return a batch whose samples are all masked, and one without a sample."""
     yield _case("all-masked", PPO, "token_mean", seed=13, owner=np.arange(9), masked_rows=tuple(range(9)))
     yield _case("empty", PPO, "token_mean", seed=13, owner=np.full(9, -1), masked_rows=tuple(range(9)))
 

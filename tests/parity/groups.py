@@ -1,7 +1,7 @@
-"""Runs one function on every rank of a real process group, each rank a process of its own.
+"""Runs one function on every rank of a real process group, with one process per rank.
 
-A function is named `module:function`, takes (place, folder) and leaves what it found as `<folder>/rank-<r>/...`.
-Ranks are forked from a server that has imported torch, transformers and megatron-core once: seven seconds a rank saved.
+A function is named `module:function`, takes (place, folder) and writes its results to `<folder>/rank-<r>/...`. Ranks
+are forked from a server that has imported torch, transformers and megatron-core, which saves seven seconds per rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLI
 
 
 def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """What all ranks counted, as the driver puts it together; `parts` by rank, with entries named `sum/<name>`."""
+    """Return the sums over all ranks, as the driver computes them. `parts` has an entry per rank, with names
+    `sum/<name>`."""
     totals: dict[str, float] = {}
     for part in parts:
         add_up(totals, {name.removeprefix(SUM): value for name, value in part.items() if name.startswith(SUM)})
@@ -37,7 +38,7 @@ def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def run_group(function: str, layout: Layout, folder: Path, device: str = "cpu") -> None:
-    """Start `layout.world_size` processes and wait for them; a rank that fails fails the test with its output."""
+    """Start `layout.world_size` processes and wait for them. A rank that fails fails the test with its output."""
     folder.mkdir(parents=True)
     context = _server()
     processes = []
@@ -90,4 +91,4 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as the worker ends: the interpreter's teardown may meet threads of gloo that still run, and abort
+    os._exit(code)  # as the worker ends: at the interpreter's teardown, threads of gloo may abort

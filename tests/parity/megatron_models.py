@@ -1,4 +1,4 @@
-"""Tiny models of the families that backend megatron knows, saved as folders, and backends over them. No assertion."""
+"""Tiny models of the families that backend megatron supports, saved as folders, and backends over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def hf_model(family: str, dtype: str = "float32") -> Any:
-    """The same weights for the same family; biases are not zero."""
+    """Return the same weights for the same family. Biases are not zero."""
     model = make_model(**FAMILIES[family], dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def hf_model(family: str, dtype: str = "float32") -> Any:
 
 
 def save(family: str, folder: Path, dtype: str = "float32") -> Path:
-    """The model's folder; each weight exactly as in `hf_model`."""
+    """Return the folder of the model, with exactly the weights of `hf_model`."""
     target = folder / f"{family}-{dtype}"
     target.mkdir(parents=True, exist_ok=True)
     model = hf_model(family, dtype)
@@ -61,7 +61,7 @@ def megatron(
 
 
 def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32", **given: Any) -> TorchBackend:
-    """The torch backend of one process over the same weights."""
+    """Return the torch backend of one process over the same weights."""
     settings = Optimizer(**{"lr": 1e-3, **given})
     return TorchBackend(
         folder, dtype, settings, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name)
@@ -69,13 +69,13 @@ def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32", **
 
 
 def prefixes(seed: int = 3) -> list[Array]:
-    """Token ids of a few beginnings of several lengths."""
+    """Return token ids of prefixes of several lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, VOCAB, size=size) for size in (1, 5, 14)]
 
 
 def every_next_token() -> Sequences:
-    """Sequences that ask for the whole next-token distribution after `prefixes`, in the order of the vocabulary."""
+    """Return sequences for the whole next-token distribution after `prefixes`, in the order of the vocabulary."""
     rows = [np.append(prefix, token) for prefix in prefixes() for token in range(VOCAB)]
     mask = [np.eye(1, len(row), len(row) - 1, dtype=np.uint8)[0] for row in rows]
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -84,7 +84,7 @@ def every_next_token() -> Sequences:
 
 @torch.no_grad()
 def plain_distributions(model: Any, temperature: float) -> Array:
-    """[prefixes * VOCAB] log-probs by the Hugging Face model's own forward."""
+    """Return the log-probs [prefixes * VOCAB] of the Hugging Face model's own forward pass."""
     rows = [model(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, -1] for each in prefixes()]
     found: Array = torch.cat([(row / temperature).log_softmax(-1) for row in rows]).numpy()
     return found

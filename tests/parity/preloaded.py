@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports, once; it must start no thread."""
+"""The modules that the server imports from which ranks are forked. They must not start threads."""
 
 import torch.distributed.tensor  # noqa: F401
 import transformers.models.llama.modeling_llama

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the export of every backend and layout, loaded and scored by transformers."""
+"""The exports of every backend and layout are loaded and scored by transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parity.test_megatron_gradients import TRAINING, back
 pytestmark = pytest.mark.timeout(300)
 
 LIMITS = {"float32": 1e-5, "bfloat16": 0.1}
-"""Largest difference of a log-prob; weights are compared bit for bit, so this bounds the two forward passes only."""
+"""Largest difference of a log-prob. Weights are compared bit for bit, so this bounds the two forward passes only."""
 LAYOUTS = {
     "torch": {"1": Layout(1), "2 workers": Layout(2), "cp2": Layout(2, cp=2), "4 workers, cp2": Layout(4, cp=2)},
     "megatron": {
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 def work(backend: str, place: Place, folder: Path) -> None:
-    """Train twice, export, score; for every family and dtype that the test has saved."""
+    """Train twice, export and score, for every family and dtype that the test has saved."""
     for model in sorted((folder.parent / "models").iterdir()):
         dtype = model.name.rpartition("-")[2]
         trained: TorchBackend | MegatronBackend

@@ -1,4 +1,5 @@
-"""The reference in pieces: log-probs of one rank's torch model, before and after it took other weights."""
+"""A reference whose model is split over ranks returns the log-probs of one rank's torch model, before and after it
+loads other weights."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
 LIMIT = 1e-5
 MAX_TOKENS = 10
-"""Several micro-batches, that is."""
+"""Tokens of a micro-batch, which make several micro-batches."""
 
 
 def other_weights(model: Path) -> dict[str, Array]:
-    """Those of the folder, moved."""
+    """Return the weights of the folder, perturbed."""
     return {name: (each * 1.1).numpy() for name, each in load_file(model / "model.safetensors").items()}
 
 
 def both(frozen: Frozen, model: Path) -> Array:
-    """[2, T] log-probs of the model's folder and of `other_weights`, at two temperatures."""
+    """Return log-probs [2, T] under the weights of the folder and under `other_weights`, at two temperatures."""
     given = every_next_token()
     counted: list[None] = []
 

@@ -1,4 +1,4 @@
-"""Gradients of the torch backend, not only losses: every split gives those of one process and one micro-batch."""
+"""Gradients and losses of the torch backend: every split gives those of one process and one micro-batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
 
 
 def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
-    """Whole gradients (rank 0), this rank's sums, and the log-probs of a forward pass."""
+    """Return the whole gradients (on rank 0), the sums of this rank, and the log-probs of a forward pass."""
     flat, _, _ = case.of(backend.place.dp_rank, backend.place.layout.dp)
     sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
     logprobs = backend.forward(sequences, case.spec.temperature)
@@ -51,7 +51,7 @@ def back(backend: TorchBackend, case: Case) -> dict[str, float]:
 
 
 def work(place: Place, folder: Path) -> None:
-    """What each rank does: every case, micro-batch size and precision; rank 0 keeps the gradients."""
+    """Run every case, micro-batch size and precision on this rank. Rank 0 keeps the gradients."""
     for dtype, max_tokens in RUNS:
         backend = backend_of(dtype, place, folder, max_tokens, "layers" if max_tokens == 30 else "none")
         for case in cases():

@@ -1,6 +1,5 @@
-"""The rest of the backend contract for megatron, on ranks that are both tensor- and data-parallel: bfloat16 with
-float32 masters, resuming, moving memory, refusing, exporting.
-"""
+"""The rest of the backend contract for megatron, on ranks that are tensor- and data-parallel: bfloat16 with float32
+masters, resuming, moving memory, refusing and exporting."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def train(backend: MegatronBackend, steps: range) -> None:
 
 
 def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Path) -> None:
-    """Rank 0 hands its state to everybody through a file, as a checkpoint does."""
+    """Pass the state of rank 0 to all ranks through a file, as a checkpoint does."""
     backend = megatron(model, place, dtype=dtype, **TRAINING)
     train(backend, range(1, 3))
     state = backend.state()

@@ -1,6 +1,5 @@
-"""Gradients of the megatron backend, not only losses: every split gives those of the torch backend's one process and
-one micro-batch. And what is done with them: norms, updates, states.
-"""
+"""Gradients and losses of the megatron backend: every split gives those of the torch backend with one process and one
+micro-batch. The same holds for norms, updates and optimizer states."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ LAYOUTS = {
 }
 FAMILY = "qwen3-tied"
 ALONE = Layout(1).place(0)
-# eps: without one AdamW's first updates have their full size however small a gradient is, rounding included
+# eps: without it AdamW's first updates have full size however small a gradient is, including rounding errors
 TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3, "eps": 1e-5}
 
 
@@ -49,7 +48,7 @@ def back(backend: MegatronBackend | TorchBackend, case: Case) -> dict[str, float
 
 
 def work(place: Place, folder: Path) -> None:
-    """What each rank does: every case in both precisions, whole and in small micro-batches; then three updates."""
+    """Run every case in both precisions, whole and in small micro-batches, and then three updates."""
     models, mine = folder.parent / "models", folder / f"rank-{place.rank}"
     for dtype, max_tokens in RUNS:
         recompute = "layers" if max_tokens == 30 else "none"

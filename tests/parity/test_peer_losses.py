@@ -1,4 +1,5 @@
-"""Advantages, losses, KL and their gradients against what TRL and verl computed on the same batch (vectors/*.npz).
+"""Advantages, losses, KL and their gradients against the values that TRL and verl computed for the same batch
+(vectors/*.npz).
 
 See README.md for how the vectors were made and where conventions differ.
 """
@@ -43,7 +44,7 @@ def counts(vectors: Vectors) -> Array:
 
 
 def tokens(vectors: Vectors, aggregation: str) -> tuple[Tensor, TokenData, Tensor]:
-    """The masked-in tokens as a worker has them: `cur`, data, entropy; weights as the driver makes them."""
+    """Return the unmasked tokens of a worker (`cur`, data, entropy), with the weights that the driver makes."""
     mask, lengths = vectors["input/mask"].astype(bool), counts(vectors)
     weights = sample_weights(aggregation, lengths, max_new_tokens=inputs.MAX_NEW_TOKENS).astype(np.float64)
 
@@ -84,7 +85,7 @@ def spec(name: str, **options: Any) -> LossSpec:
 def check(
     vectors: Vectors, case: str, loss: LossSpec, aggregation: str, *, corrected: bool = False, with_value: bool = True
 ) -> None:
-    """Our loss and gradient against the peer's `case`. Without `corrected` the engine is taken to be the trainer."""
+    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer are the same."""
     cur, data, entropy = tokens(vectors, aggregation)
     if not corrected:
         data = TokenData(**{**vars(data), "rollout": data.prox})
@@ -101,7 +102,7 @@ def check(
         np.testing.assert_allclose(entropy_grad.numpy(), vectors[f"{case}/entropy_grad"][mask], rtol=RTOL)
 
 
-def test_the_recorded_batch_is_the_one_that_is_compared(peer: str) -> None:
+def test_the_recorded_batch_is_the_compared_one(peer: str) -> None:
     vectors = load(peer)
     for name, values in inputs.batch().items():
         assert np.array_equal(vectors[f"input/{name}"], values), name
@@ -125,7 +126,7 @@ def test_gspo(peer: str) -> None:
     check(load(peer), "gspo/seq_mean_token_mean", loss, "seq_mean_token_mean")
 
 
-def test_cispo_with_the_clamp_of_each() -> None:
+def test_cispo_with_the_clamp_of_each_peer() -> None:
     upper = spec("cispo", clamp="upper", clip_high=inputs.CISPO_UPPER - 1.0)
     both = spec("cispo", clamp="both")
     check(load("trl"), "cispo/token_mean", upper, "token_mean")
@@ -174,8 +175,9 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
         assert np.array_equal(found, ratio > 0)
 
 
-def test_sequence_mask_of_trl_once_its_weight_is_put_in() -> None:
-    """TRL multiplies by the sequence's ratio where we keep the token's: the quotient is the whole difference."""
+def test_sequence_mask_of_trl_when_its_weight_is_applied() -> None:
+    """TRL multiplies by the ratio of the sequence where we keep that of the token. The quotient is the whole
+    difference."""
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)
     sequence_ratio = np.broadcast_to(trl["is_ratio/sequence_mask"], mask.shape)[mask]

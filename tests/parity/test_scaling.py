@@ -1,6 +1,5 @@
-"""Scaling the loss by 1/N and scaling its gradient by 1/N afterwards are the same, and nothing overflows on the way:
-both backends, float32, and bfloat16 with float32 masters, on one rank and on two.
-"""
+"""Scaling the loss by 1/N equals scaling its gradient by 1/N afterwards, and no intermediate value overflows. This
+holds for both backends, in float32 and in bfloat16 with float32 masters, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -25,17 +24,19 @@ pytestmark = pytest.mark.timeout(300)
 
 FAMILY = "qwen3-tied"
 LIMITS = {"float32": 2e-6, "bfloat16": 2**-6}
-"""Largest difference over the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass rounds."""
+"""Largest difference as a share of the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass
+rounds."""
 SURE = {"float32": 1.0, "bfloat16": 0.4}
-"""Least share of the weights whose gradient is larger than that, so that its sign is certain. float32: of all."""
+"""Smallest share of weights whose gradient exceeds that difference, so that its sign is certain. In float32: all."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Several micro-batches: what is added up is scaled too."""
+"""Tokens of a micro-batch, which make several micro-batches, so that accumulated gradients are scaled, too."""
 
 
 def case() -> tuple[Case, int]:
-    """A batch of token_mean, W = 1/N, and its N, which is no power of two: scaling by one would round nothing."""
+    """Return a batch of token_mean, with W = 1/N, and its N, which is no power of two, because scaling by one would
+    round nothing."""
     made = next(cases())
     count = int(made.flat["loss_mask"].sum())
     assert count & (count - 1)
@@ -43,7 +44,7 @@ def case() -> tuple[Case, int]:
 
 
 def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[str, torch.Tensor]:
-    """Whole gradients, on rank 0, of `factor` times the loss."""
+    """Return the whole gradients of `factor` times the loss, on rank 0."""
     made, _ = case()
     back(backend, replace(made, weights=(made.weights * np.float32(factor)).astype(np.float32)))
     if isinstance(backend, MegatronBackend):
@@ -57,7 +58,8 @@ def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[st
 
 
 def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tensor]:
-    """Gradients of the loss by 1/N, of its sum, of 10^4 times it; and an update by the first and by the last."""
+    """Compute the gradients of the loss times 1/N, of its sum, and of 10^4 times it; then an update by the first and by
+    the last."""
     _, count = case()
     out: dict[str, torch.Tensor] = {}
     for name, factor in (("loss", 1.0), ("sum", float(count)), ("large", LARGE)):
@@ -85,8 +87,8 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
         loss = found[f"loss/{name}"]
         for other in (found[f"sum/{name}"] / count, found[f"large/{name}"] / LARGE):
             assert float((other - loss).abs().max()) <= LIMITS[dtype] * scale, name
-        # clipped to the same norm, both make the same update of the (master) weights. The first update of Adam sees of
-        # a gradient little more than its sign, which rounding to bfloat16 may turn where the gradient is small
+        # clipped to the same norm, both make the same update of the (master) weights; the first update of Adam depends
+        # on little more than the sign of a gradient, which rounding to bfloat16 may flip where the gradient is small
         is_sure = loss.abs() > (LIMITS[dtype] * scale if dtype == "bfloat16" else -1.0)
         sure += int(is_sure.sum())
         moved = (found[f"large-step/{name}"] - found[f"step/{name}"]).abs() * is_sure
@@ -98,7 +100,7 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
 
 
 def work(place: Place, folder: Path) -> None:
-    """Two ranks: torch divides samples and weights among them, megatron tensors."""
+    """On two ranks, torch divides samples and weights between them, and megatron tensors."""
     for dtype in LIMITS:
         model = folder.parent / "models" / f"{FAMILY}-{dtype}"
         shards = alone(FAMILY, model, Layout(2).place(place.rank), dtype=dtype, **TRAINING)
@@ -109,7 +111,7 @@ def work(place: Place, folder: Path) -> None:
                 save_file(found, folder / f"{name}-{dtype}.safetensors")
 
 
-def test_scaling_the_loss_is_scaling_the_gradient_and_nothing_overflows(tmp_path: Path) -> None:
+def test_scaling_the_loss_equals_scaling_the_gradient_and_nothing_overflows(tmp_path: Path) -> None:
     for dtype in LIMITS:
         model = save(FAMILY, tmp_path / "models", dtype)
         judged(everything(alone(FAMILY, model, Layout(1).place(0), dtype=dtype, **TRAINING)), dtype)

@@ -1,6 +1,5 @@
-"""Colocated processes that want, work, die and hang at any moment: nothing forbidden ever lies on the devices together,
-and everybody's work is done in the end.
-"""
+"""Colocated processes that request devices, work, die and hang at any moment. No forbidden combination of parts is
+ever on the devices, and all processes finish their work."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ POLL_S = 20.0
 
 @dataclass
 class Process:
-    """One process with turns to take. `there`: what really lies on the device of it, also while it leaves."""
+    """One process with turns to take. `there` are its parts that are really on the device, also while they leave."""
 
     holder: Holder
     turns: list[list[Parts]]
@@ -70,7 +69,7 @@ class Process:
 
 
 class World:
-    """The turns, the processes and a supervisor, with messages that take any time and a scheduler that may restart."""
+    """The turns, the processes and a supervisor. Messages take any time, and the scheduler may restart."""
 
     def __init__(self, seed: int, services: dict[str, int]) -> None:
         self.chance = random.Random(seed)
@@ -78,9 +77,9 @@ class World:
         self.lives = 1
         self.killed = 0
         self.told: list[tuple[str, Parts]] = []
-        """Every change of the ledger: holder, what it has from then on."""
+        """Every change of the ledger: the holder, and its parts from then on."""
         self.fair = False
-        """Everybody who does not hang gets on with it: then only who hangs may be killed."""
+        """Every process that does not hang makes progress, so that only hanging ones may be killed."""
         holders = [(service, i) for service, count in services.items() for i in range(count)]
         self.limits = dict.fromkeys(holders, LIMIT_S)
         self.turns = DeviceTurns(self.limits)
@@ -93,7 +92,7 @@ class World:
     # ---- what the scheduler is told
 
     def send(self, process: Process) -> None:
-        """A report arrives, or a registration before it."""
+        """Deliver the report of a process, or the registration that precedes it."""
         if not process.registered:
             request = Register(
                 service=process.holder[0],
@@ -146,7 +145,7 @@ class World:
                 case Fail(ref):
                     holder, life, number = ref
                     if self.processes[holder].life == life and self.processes[holder].sent == number:
-                        self.processes[holder].sent = 0  # asked again
+                        self.processes[holder].sent = 0  # the call is sent again
                 case TellDevices(name, parts):
                     self.told.append((name, frozenset(parts)))
                 case KillProcess():
@@ -160,7 +159,7 @@ class World:
     # ---- what processes do
 
     def act(self, process: Process) -> None:
-        """One step of a process's own: take an answer, finish leaving, work, or begin its next turn."""
+        """Let a process take one step: take an answer, finish leaving, work, or begin its next turn."""
         own = process.holding
         process.progress += 1
         if process.leaving:
@@ -189,7 +188,7 @@ class World:
             own.done()
 
     def die(self, process: Process) -> None:
-        """Its memory is gone with it; the next life begins the turn anew."""
+        """End the process. Its memory is gone, and its next life begins the turn from the start."""
         self.lives += 1
         self.processes[process.holder] = Process(process.holder, process.turns, self.lives)
 
@@ -223,7 +222,7 @@ class World:
         self.check()
 
     def any_timing(self) -> None:
-        """Somebody does its next thing, or what it said arrives; nobody is late."""
+        """Let one process act, or deliver one of its messages. Nothing is late."""
         self.chance.choice((self.send, self.act))(self.chance.choice(list(self.processes.values())))
         self.settle()
         self.check()
@@ -255,7 +254,7 @@ class World:
     engines=st.integers(0, 2),
     hurt=st.sampled_from([0.0, 0.02, 0.1]),
 )
-def test_nothing_forbidden_lies_together_and_all_work_is_done(
+def test_no_forbidden_parts_are_on_the_devices_together_and_all_work_is_done(
     seed: int, workers: int, scorers: int, engines: int, hurt: float
 ) -> None:
     world = World(seed, {WORKER: workers, SCORER: scorers, ENGINE: engines})
@@ -271,10 +270,10 @@ def test_nothing_forbidden_lies_together_and_all_work_is_done(
 
 
 @given(seed=st.integers(0, 2**32))
-def test_a_step_has_one_order_whatever_the_timing(seed: int) -> None:
-    """The optimizer leaves, the engine wakes with weights, parameters leave, the key/value memory wakes, it sleeps, the
-    reference scores, the trainer comes back. Only who has work, and in what order the work becomes possible, is given.
-    """
+def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
+    """The optimizer leaves, the engine wakes with weights, parameters leave, the key/value memory wakes, the engine
+    sleeps, the reference scores, the trainer returns. The test gives only which process has work, and in what order
+    the work becomes possible."""
     world = World(seed, {WORKER: 1, SCORER: 1, ENGINE: 1})
     for process in world.processes.values():
         process.turns = []
@@ -289,7 +288,7 @@ def test_a_step_has_one_order_whatever_the_timing(seed: int) -> None:
     work(WORKER, train)
     for _ in range(2):
         del world.told[:]
-        work(WORKER, publish)  # the parameters are there: nothing moves
+        work(WORKER, publish)  # the parameters are there already: nothing moves
         work(ENGINE, sampling)
         work(SCORER, scoring)
         work(WORKER, train)
@@ -307,13 +306,13 @@ def test_a_step_has_one_order_whatever_the_timing(seed: int) -> None:
         ]
 
 
-def test_who_hangs_at_work_is_killed_and_who_hangs_idle_once_it_is_in_the_way() -> None:
+def test_a_process_that_hangs_is_killed_at_work_at_once_and_idle_when_others_need_the_device() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]
     while engine.turns or engine.sent != engine.holding.number:
         world.round()
-    engine.hung = True  # idle, its weights still there
+    engine.hung = True  # it is idle, and its weights are still there
     assert engine.there
     for _ in range(50):
         world.round()
@@ -326,7 +325,7 @@ def test_who_hangs_at_work_is_killed_and_who_hangs_idle_once_it_is_in_the_way() 
     world.processes[(ENGINE, 0)].turns = [TURNS[ENGINE][1]]
     while not world.processes[(ENGINE, 0)].holding.using:
         world.round()
-    world.processes[(ENGINE, 0)].hung = True  # nobody waits, but its own work does
+    world.processes[(ENGINE, 0)].hung = True  # no process waits, but its own work continues
     for _ in range(30):
         world.round()
     assert world.killed == 2
@@ -349,7 +348,7 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
 
 
 class Desk:
-    """Reports by hand, for what must hold in one exact situation."""
+    """Sends reports by hand, for conditions that must hold in one exact situation."""
 
     def __init__(self, *holders: Holder) -> None:
         self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))
@@ -384,12 +383,14 @@ class Desk:
 RANK_0, RANK_1, SCORER_0, ENGINE_0 = (WORKER, 0), (WORKER, 1), (SCORER, 0), (ENGINE, 0)
 
 
-def test_a_later_one_does_not_overtake_who_waits_for_what_it_would_bar() -> None:
+def test_a_later_request_does_not_overtake_one_that_it_would_block() -> None:
     desk = Desk(RANK_0, SCORER_0, ENGINE_0)
     desk.report(SCORER_0, set(), wants={REFERENCE})
     desk.report(SCORER_0, {REFERENCE}, using={REFERENCE})
     desk.report(ENGINE_0, set(), wants={WEIGHTS, KV_CACHE})
-    desk.report(RANK_0, set(), wants={PARAMETERS})  # goes beside the reference, but would bar the engine
+    desk.report(
+        RANK_0, set(), wants={PARAMETERS}
+    )  # it may be there together with the reference, but not with the engine
     assert desk.granted == [SCORER_0]
     desk.report(SCORER_0, {REFERENCE})
     assert desk.recalled[SCORER_0] == {REFERENCE}
@@ -397,7 +398,7 @@ def test_a_later_one_does_not_overtake_who_waits_for_what_it_would_bar() -> None
     assert desk.granted == [SCORER_0, ENGINE_0]
 
 
-def test_a_rank_follows_the_one_that_waits_for_it_in_a_collective() -> None:
+def test_a_rank_is_admitted_while_another_waits_for_it_in_a_collective() -> None:
     desk = Desk(RANK_0, RANK_1, ENGINE_0)
     desk.report(ENGINE_0, set(), wants={WEIGHTS})
     desk.report(ENGINE_0, {WEIGHTS}, using={WEIGHTS})
@@ -408,7 +409,7 @@ def test_a_rank_follows_the_one_that_waits_for_it_in_a_collective() -> None:
     assert desk.granted == [ENGINE_0, RANK_0, RANK_1]
 
 
-def test_a_report_of_what_may_not_be_there_is_refused_with_both_parts() -> None:
+def test_a_report_of_forbidden_parts_is_refused_and_names_both() -> None:
     desk = Desk(RANK_0, ENGINE_0)
     desk.report(RANK_0, {OPTIMIZER})
     with pytest.raises(RpcError, match=r"engine\.weights of rollout/0 .* policy\.optimizer of policy-trainer-worker/0"):

@@ -1,5 +1,5 @@
-"""Evaluations and training share the engines: however many there are and however fast the trainer is, generation for
-training goes on, the evaluation ends, and engines seldom load weights to and fro."""
+"""Evaluations and training share the engines. For any number of evaluations and any speed of the trainer, generation
+for training continues, the evaluation ends, and engines seldom switch between versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRAIN = "train"
 
 
 class Engine:
-    """Holds a lease that it samples and one ahead, and loads weights as `services.rollout.weights_sync` does."""
+    """Holds the lease that it samples and the next one, and loads weights as `services.rollout.weights_sync` does."""
 
     def __init__(self, bench: Bench, instance: int) -> None:
         self.bench = bench
@@ -67,7 +67,7 @@ class Engine:
         return grant
 
     def end(self) -> None:
-        """The lease that is sampled is done."""
+        """Complete the lease that is being sampled."""
         grant = self.grants.popleft()
         samples = grant.group_size
         results = [
@@ -106,9 +106,9 @@ class Run:
         self.engines = [Engine(self.bench, instance) for instance in range(engines)]
         self.paces = [self.chance.choice([1, 1, 4]) for _ in self.engines]
         self.trained_in_a_row = 0
-        """Leases of training that were given one after another while an evaluation waited ..."""
+        """Number of consecutive leases for training while an evaluation waited."""
         self.measured_in_a_row = 0
-        """... and of the evaluation while training waited."""
+        """Number of consecutive leases for the evaluation while training waited."""
 
     @property
     def core(self) -> Core:
@@ -148,7 +148,7 @@ class Run:
 
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000), st.sampled_from([0.0, 0.5, 0.95]))
-def test_neither_waits_for_more_than_a_step_s_leases_and_an_engine_goes_back_once_a_step_at_most(
+def test_neither_waits_for_more_leases_than_a_step_has_and_an_engine_reloads_old_weights_at_most_once_a_step(
     engines: int, staleness: int, seed: int, lazy: float
 ) -> None:
     run = Run(engines=engines, staleness=staleness, rows=120, every=1000, seed=seed, lazy=lazy)
@@ -167,8 +167,8 @@ def test_neither_waits_for_more_than_a_step_s_leases_and_an_engine_goes_back_onc
     assert snapshot.dump(copy) == snapshot.dump(run.core)
 
 
-def test_an_engine_that_holds_the_measured_version_samples_both_with_it_as_long_as_a_step_may() -> None:
-    """Version 1 is there when the first step is trained, and of no use before version 0 is too old for a step."""
+def test_an_engine_samples_both_with_the_evaluated_version_as_long_as_a_step_allows_it() -> None:
+    """Version 1 is published when the first step is trained. It is not needed until version 0 is too old for a step."""
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     splits: list[str] = []
@@ -182,8 +182,9 @@ def test_an_engine_that_holds_the_measured_version_samples_both_with_it_as_long_
     assert engine.loads == [0]
 
 
-def test_evaluations_never_pile_up_however_many_versions_are_measured() -> None:
-    """Every version is, on more rows than a step has: once two wait, nothing is sampled for a third."""
+def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> None:
+    """Every version is evaluated, on more rows than a step has. Once two versions wait, nothing is sampled for a
+    third."""
     run = Run(engines=2, staleness=1, rows=60, every=1, seed=0, lazy=0.0)
     for _ in range(600):
         before = run.measured()
@@ -194,7 +195,7 @@ def test_evaluations_never_pile_up_however_many_versions_are_measured() -> None:
     assert run.core.committed_step > 5
 
 
-def test_an_engine_that_is_about_to_measure_is_not_told_of_newer_weights() -> None:
+def test_an_engine_that_is_about_to_evaluate_is_not_offered_newer_weights() -> None:
     run = Run(engines=1, staleness=1, rows=8, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     run.bench.register("rollout", 0, 7)

@@ -1,4 +1,5 @@
-"""Deterministic mode: whatever is lost when, a block is always the same tasks with the same version; so is a step."""
+"""Deterministic mode: a block always has the same tasks and the same version, and a step the same blocks, whatever
+is lost and when."""
 
 from __future__ import annotations
 
@@ -53,11 +54,12 @@ WORK = ("lease", "finish", "finish", "train", "clear")
 ROUND = 25
 LAST = 1000
 EMPTY_STEP = 3
-"""All of its tasks fail."""
+"""A step all of whose tasks fail."""
 
 
 class Run:
-    """A machine with two engines, a reference and a driver. Rows 2 and 5 can never be sampled, nor EMPTY_STEP's."""
+    """A machine with two engines, a reference and a driver. Rows 2 and 5, and those of EMPTY_STEP, can never be
+    sampled."""
 
     def __init__(self, staleness: int, seed: int, *, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -83,7 +85,7 @@ class Run:
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.clears: list[SendClear] = []
         self.tombstones: dict[str, int] = {}
-        """What the store refuses: the highest fence by task."""
+        """The highest tombstoned fence of each task, at or below which the store refuses puts."""
         self.checkpoints: list[int] = []
         self.holds = 0
         """The version that the trainer's workers hold."""
@@ -102,7 +104,7 @@ class Run:
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        self.take(self.machine.handle(Tick(), self.now))  # nothing is held back here
+        self.take(self.machine.handle(Tick(), self.now))  # nothing is delayed here
         return answer
 
     def register(self, service: str, instance: int, life: int, data_id: str = "") -> None:
@@ -122,7 +124,7 @@ class Run:
     # ---- what must always be so
 
     def task_ids(self, first: int, end: int) -> list[str]:
-        """Those of these admission numbers whose rows can be sampled."""
+        """Return the tasks with these admission numbers whose rows can be sampled."""
         places = [self.order.at(each) for each in range(first, end) if each // TASKS != EMPTY_STEP - 1]
         return [make_task_id("train", *place) for place in places if place[1] not in (2, 5)]
 
@@ -141,7 +143,7 @@ class Run:
         first = self.admission(ids[0]) // BLOCK * BLOCK
         if grant.stage == ROLLOUT.name:
             everything = [make_task_id("train", *self.order.at(each)) for each in range(first, first + BLOCK)]
-            # a row that cannot be sampled is there until its first lease has said so
+            # a row that cannot be sampled is known after its first lease only
             assert ids in (everything, self.task_ids(first, first + BLOCK))
             assert grant.weights is not None
             assert grant.weights.step == grant.min_step == max(0, first // TASKS - self.plan.staleness)
@@ -172,7 +174,7 @@ class Run:
             self.grants.append((grant, self.lives[worker]))
 
     def finish(self, *, keep: bool = False, missing: int = 0) -> None:
-        """A lease is done; `missing`: the reference finds the shards of so many of its tasks gone."""
+        """Complete a lease. `missing` is the number of its tasks whose shards the reference cannot find."""
         chosen = [each for each in self.grants if not missing or each[0].stage == REFERENCE.name]
         if not chosen:
             return
@@ -199,7 +201,7 @@ class Run:
             )
         )
         refused = {each.task_id for each in reply.refused}
-        for each in results:  # what was accepted could be put before
+        for each in results:  # shards that were accepted could be put before
             if each.task_id not in refused and each.outcome == Outcome.DONE and not keep:
                 assert each.fence > self.tombstones.get(each.task_id, 0)
 
@@ -263,7 +265,7 @@ class Run:
         self.finish(keep=True)
 
     def new_driver(self) -> None:
-        """The workers stand where they stood; what their versions are is published again."""
+        """Start a new driver. The workers keep their position, and the versions that they hold are published again."""
         self.driver += 1
         info: RunInfo = self.ask(GetRunInfo(driver=self.driver))
         self.checkpoints = [step for step in self.checkpoints if step <= info.committed_step]
@@ -273,7 +275,7 @@ class Run:
             self.resume(info.committed_step)
 
     def reload(self) -> None:
-        """The workers were lost; sometimes their newest checkpoint is damaged, or all are."""
+        """Lose the workers. Sometimes their newest checkpoint, or all of them, are damaged."""
         known = [0, *self.checkpoints]
         self.holds = self.chance.choices([known[-1], known[-2 % len(known)], 0], [7, 2, 1])[0]
         self.checkpoints = [step for step in self.checkpoints if step <= self.holds]
@@ -281,7 +283,7 @@ class Run:
         while self.holds < info.committed_step:
             before = self.holds
             self.train()
-            assert self.holds == before + 1  # a step that is replayed is there at once
+            assert self.holds == before + 1  # a step that is replayed is ready at once
         self.resume(info.committed_step)
 
     def resume(self, version: int) -> None:
@@ -302,7 +304,7 @@ class Run:
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_blocks_versions_and_steps_are_the_same_in_any_history(
+def test_blocks_versions_and_steps_are_the_same_after_any_history(
     actions: list[str], staleness: int, seed: int, collect_at_commit: bool
 ) -> None:
     run = Run(staleness, seed, collect_at_commit=collect_at_commit)

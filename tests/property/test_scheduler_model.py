@@ -1,4 +1,4 @@
-"""Whatever the order of leases, losses, results, commits and acknowledgements: the promises of a task's life hold."""
+"""The promises about a task hold for any order of leases, losses, results, commits and acknowledgements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HOME, AWAY = "batch-store/0", "batch-store/1"
 
 
 class Model:
-    """Drives the machine at random and checks every promise as it goes."""
+    """Drives the machine at random and checks every promise after each event."""
 
     def __init__(self, staleness: int, seed: int, *, by_completion: bool, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -93,18 +93,18 @@ class Model:
         self.fences: dict[str, int] = {}
         self.trained: list[str] = []
         self.dropped: set[str] = set()
-        """Training tasks that nobody will ever train on."""
+        """Training tasks that will never be trained."""
         self.rows: list[tuple[int, int]] = []
-        """Step and making of each row that the journal holds."""
+        """Step of each row in the journal, and the number of the commit that made it."""
         self.makings = 0
-        """Commits so far: the row of a step says which of them made it."""
+        """Number of commits so far. The row of a step names the commit that made it."""
         self.sampled: dict[str, int] = {}
         self.saved: list[int] = []
-        """Steps that the trainer can load."""
+        """Steps whose checkpoints the trainer can load."""
         self.lineage = 0
         self.clears: list[SendClear] = []
         self.away = False
-        """Whether a host with a store of its own takes part now."""
+        """Whether a host with a store of its own takes part at present."""
         self.take(self.machine.begin(Configure(1000, 50, 2, collect_at_commit), 0.0))
         self.register("batch-store", 1)
         self.register("rollout", self.life)
@@ -128,7 +128,7 @@ class Model:
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        self.take(self.machine.handle(Tick(), self.now))  # nothing is held back in this model
+        self.take(self.machine.handle(Tick(), self.now))  # nothing is delayed in this model
         return answer
 
     def register(self, service: str, life: int, instance: int = 0, data_id: str = "") -> None:
@@ -146,7 +146,7 @@ class Model:
         )
 
     def publish(self, step: int, *, spare: int = 0) -> None:
-        """`spare`: room for a version of the lineage before a reload, as `weight_versions` keeps."""
+        """Publish a version. `spare` is the room for a version of the former lineage, as `weight_versions` keeps it."""
         written = 1  # its shards are put before it is published
         assert len(self.machine.core.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = WeightsRef(
@@ -236,7 +236,8 @@ class Model:
         self.away = True
 
     def away_is_gone(self) -> None:
-        """For good, or until `away_joins`: nothing waits for it, and what waits was never only there."""
+        """End the other host, for good or until `away_joins`. No task waits for it, and no waiting task existed only
+        there."""
         self.now += STORE_GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
@@ -268,11 +269,11 @@ class Model:
             self.ask(CheckpointSaved(driver=1, step=step, kept=self.saved))
 
     def reload(self) -> None:
-        """The trainer lost its weights: it loads the newest checkpoint and replays, or trains the same tasks again."""
+        """The trainer lost its weights. It loads the newest checkpoint and replays, or trains the same tasks again."""
         self.load(self.saved[-1] if self.saved else 0)
 
     def fall_back(self) -> None:
-        """As `reload`, and the newest checkpoint is damaged; before the oldest one there is nothing to fall back to."""
+        """Reload while the newest checkpoint is damaged. There is nothing to return to before the oldest one."""
         if len(self.saved) > 1:
             self.saved.pop()
             self.load(self.saved[-1])
@@ -292,10 +293,10 @@ class Model:
         assert loaded <= info.committed_step
         del self.trained[info.committed_step * self.plan.tasks_per_step :]
         self.lineage = info.lineage
-        self.publish(info.committed_step, spare=1)  # as the driver does: none of a step that is replayed
+        self.publish(info.committed_step, spare=1)  # like the driver: none of a step that is replayed
 
     def step(self) -> None:
-        """What leads to a trained step when nothing goes wrong."""
+        """Do what leads to a trained step when nothing goes wrong."""
         for _ in range(2):
             self.lease()
             self.finish()

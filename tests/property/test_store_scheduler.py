@@ -1,10 +1,10 @@
-"""Store and scheduler together, whatever happens between them: promises 1 to 4 as invariants, against a plain model.
+"""Store and scheduler together, with any events between them: promises 1 to 4 as invariants, against a plain model.
 
-Both state machines are the real ones; the bus between them (clears, inventories) is a set of messages that are
-delivered late, twice or not at all, and either side may be killed, in the middle of a put, too: the scheduler comes
-back from its journal, or from a snapshot and the rest of it, the store from its files (sealed, granted, on their way
-out, kept for their pages) and tombstones. A producer may be killed between its grant and its seal. Everything may be
-killed at once, and the stores' memory goes too: the run then goes on from its newest checkpoint.
+Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
+delivered late, twice or not at all. Either side may be killed, also in the middle of a put: the scheduler returns from
+its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
+kept for their pages) and tombstones. A producer may be killed between its grant and its seal. Everything may be killed
+at once, together with the stores' memory: the run then continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Writing:
 
 
 class Both(RuleBasedStateMachine):
-    """`accepted`: what the scheduler has accepted and not collected: promise 1 is about these shards."""
+    """`accepted` are the shards that the scheduler has accepted and not collected. Promise 1 is about these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Both(RuleBasedStateMachine):
         self.kept: bytes | None = None
         self.life = 100
         self.data_id = "first"
-        """Of what the store holds: another one when all of it is lost."""
+        """Identity of the store's data. It changes when all data is lost."""
         self.workers = {"rollout": 1, "reference": 1}
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
@@ -173,7 +173,7 @@ class Both(RuleBasedStateMachine):
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        # a call that is held back is answered at once: its deadline is now
+        # a call that is deferred is answered at once: its deadline is now
         held = self.take(self.machine.handle(Tick(), self.now))
         return answer if answer is not None else held
 
@@ -204,10 +204,10 @@ class Both(RuleBasedStateMachine):
             self.zombies[effect.target] = (place, held_bytes(nbytes))
 
     def put(self, tasks: list[tuple[str, int]], key: str) -> str:
-        """Begin, unless that was done, and seal; the code of the refusal, or nothing."""
+        """Begin the put if that was not done, and seal it. Return the code of the refusal, or an empty string."""
         put_id = self.open_put(tasks, key) or self.new_put(tasks, key)
         code = self.finish(put_id)
-        self.writing.pop(put_id, None)  # its deadline, if there was no room
+        self.writing.pop(put_id, None)  # the deadline, if there was no room
         return code
 
     def open_put(self, tasks: list[tuple[str, int]], key: str) -> str | None:
@@ -220,7 +220,8 @@ class Both(RuleBasedStateMachine):
         return put_id
 
     def finish(self, put_id: str) -> str:
-        """Write and seal; begin where there is no grant, because nobody asked yet or the store died. The last code."""
+        """Write and seal. Begin if there is no grant, because none was requested yet or the store died. Return the
+        last code."""
         code = self.seal(put_id)
         if code == ErrorCode.MISSING:
             code = self.begin(put_id) or self.seal(put_id)
@@ -238,7 +239,7 @@ class Both(RuleBasedStateMachine):
             spare = self.store.spare(put_id, put.nbytes)
             new = self.store.begin(put_id, put.nbytes, put.names, self.now, spare)
             if spare is not None:
-                del self.spares[spare]  # the grant has its pages; if there will be none, it was deleted
+                del self.spares[spare]  # the grant has its pages; if it is to have none, it was deleted
         except RpcError as error:
             return error.code
         assert new == (put_id not in self.granted)
@@ -267,13 +268,13 @@ class Both(RuleBasedStateMachine):
         return ""
 
     def delete(self, spares: list[str]) -> None:
-        """The index has given them up."""
+        """Delete the files of spares that the index has given up."""
         for name in spares:
             del self.spares[name]
             self.store.reaped(name)
 
     def take_back(self, now: float) -> None:
-        """Grants that are old and whose producer holds no lock any more."""
+        """Withdraw old grants whose producers hold no lock."""
         for put_id in self.store.overdue(now):
             if put_id not in self.writing:
                 self.retire([self.store.abandon(put_id)])
@@ -291,7 +292,7 @@ class Both(RuleBasedStateMachine):
     def publish(self, step: int) -> None:
         name = f"weights/{self.machine.core.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
-            self.deliver_all()  # BUSY ends once what was ordered is cleared and nobody maps it
+            self.deliver_all()  # BUSY ends once the ordered tasks are cleared and no reader maps them
             assert self.put([(name, 1)], "w") == ""
         ref = WeightsRef(
             lineage=self.machine.core.lineage,
@@ -307,7 +308,8 @@ class Both(RuleBasedStateMachine):
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:
-        """Who writes has written, the dead give their room back, every clear is acknowledged, every reader ends."""
+        """Let producers finish writing, dead ones return their room, every clear be acknowledged and every reader
+        end."""
         for put_id in list(self.writing):
             self.finish(put_id)
         self.writing.clear()
@@ -334,8 +336,8 @@ class Both(RuleBasedStateMachine):
             self.grants.append((grant, life))
             for task in grant.batch.tasks:
                 self.newest[task.task_id] = task.fence
-                assert (task.task_id, task.fence) not in self.cleared  # never leased again once collected
-                if stage == "reference":  # what it is to read is there
+                assert (task.task_id, task.fence) not in self.cleared  # never leased again after its collection
+                if stage == "reference":  # the shards that it is to read are there
                     self.store.locate([PutTask(task.task_id, task.fence)])
 
     @precondition(lambda self: self.grants)
@@ -360,11 +362,11 @@ class Both(RuleBasedStateMachine):
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, key) if outcome == Outcome.DONE else ""
         if code == ErrorCode.BUSY and grant.stage != "rollout":
-            self.deliver_all()  # only of what was ordered and is not cleared or not unmapped yet: never of live tasks
+            self.deliver_all()  # room returns with ordered clears and unmapped files, never from live tasks
             code = self.put(tasks, key)
             assert code != ErrorCode.BUSY
         if code:
-            outcome = Outcome.RETRY  # refused: a zombie's, or the store is full of zombies
+            outcome = Outcome.RETRY  # refused: the lease was lost, or the store is full of mapped collected files
         samples = 2 if grant.stage == "rollout" and outcome == Outcome.DONE else 0
         results = [TaskResult(*task, outcome, STORE, 7, samples, 1, 900) for task in tasks]
         reply = self.ask(
@@ -416,7 +418,7 @@ class Both(RuleBasedStateMachine):
         if not isinstance(batch, StepBatch):
             return
         tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
-        assert self.batches.setdefault(step, tasks) == tasks  # the same whenever it is asked for
+        assert self.batches.setdefault(step, tasks) == tasks  # the same at any time
         self.store.locate([PutTask(*task) for task in tasks])  # promise 1: all of it can be read
         self.forward(tasks)
         for _ in range(2):  # the answer may be lost: it is sent again
@@ -428,7 +430,7 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forward(self, tasks: list[tuple[str, int]]) -> None:
-        """The trainer's own log-probs: they never wait for room that cannot come, however often they are made."""
+        """Put the trainer's own log-probs. They never wait for room that cannot come, however often they are made."""
         self.life += 1
         key = f"prox:{self.life}"
         if self.put(tasks, key) == ErrorCode.BUSY:
@@ -466,7 +468,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.mail)
     @rule(data=st.data(), twice=st.booleans(), answered=st.booleans())
     def clear(self, data: st.DataObject, twice: bool, answered: bool) -> None:
-        """A clear arrives; its acknowledgement may be lost, then it is sent again."""
+        """Deliver a clear. Its acknowledgement may be lost; then it is sent again."""
         sent = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
         if twice or not answered:
             self.deliver(sent, answered=False)
@@ -478,7 +480,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), listed=st.booleans())
     def put_and_say_nothing(self, data: st.DataObject, listed: bool) -> None:
-        """A worker is between its put and its result; or it is a zombie, and then it is refused."""
+        """A worker puts and does not complete. If it has lost its lease, it is refused."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, KEYS[grant.stage])
@@ -491,7 +493,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
     def begin_a_put(self, data: st.DataObject) -> None:
-        """Its producer writes now; whatever comes before the seal may come."""
+        """A producer begins a put. Any event may come before the seal."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         if self.open_put(tasks, KEYS[grant.stage]):
@@ -507,7 +509,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def seal_a_put(self, data: st.DataObject) -> None:
-        """Of a live lease, of a zombie's, or of a grant that went with the store's former life."""
+        """Seal a put: of a live lease, of a lost one, or of a grant that was lost with a former life of the store."""
         put_id = data.draw(st.sampled_from(sorted(self.writing)))
         tasks = set(self.writing[put_id].tasks)
         code = self.finish(put_id)
@@ -518,7 +520,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule()
     def a_lease_is_lost_between_begin_and_seal(self) -> None:
-        """The store hears of it first: the zombie's seal is refused."""
+        """The store learns of the loss first, so the late seal is refused."""
         grant, _ = self.grants[-1]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         put_id = self.open_put(tasks, KEYS[grant.stage]) or self.new_put(tasks, KEYS[grant.stage])
@@ -533,7 +535,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def a_producer_is_killed(self, data: st.DataObject) -> None:
-        """Nobody ever hears of that put; its room comes back when its grant is overdue."""
+        """Kill a producer. Its put is never sealed, and its room returns when its grant is overdue."""
         del self.writing[data.draw(st.sampled_from(sorted(self.writing)))]
 
     @rule(at_once=st.booleans())
@@ -590,8 +592,8 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def everything_is_killed(self) -> None:
-        """The run is resumed with empty stores: it goes back to its checkpoint, and the steps after that are trained
-        again, on the same tasks before any other."""
+        """Resume the run with empty stores. It returns to its checkpoint and trains the steps after it again, on the
+        same tasks and before any others."""
         loaded = self.checkpoints[-1] if self.checkpoints else 0
         again = [task_id for step, tasks in self.batches.items() if step > loaded for task_id, _ in tasks]
         self.life += 1
@@ -621,7 +623,7 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def a_worker_of_another_run_puts(self) -> None:
-        """An orphan: nobody leased it."""
+        """Put shards of a task that this scheduler never leased."""
         code = self.put([("train/9/9", 1)], "tokens")
         assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
 
@@ -629,20 +631,20 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def accepted_shards_can_be_read(self) -> None:
-        """Promise 1, and the first half of promise 3."""
+        """Check promise 1 and the first half of promise 3."""
         for task_id, (fence, keys) in self.accepted.items():
             assert self.keys_of(task_id, fence) >= keys
 
     @invariant()
     def what_was_cleared_stays_away(self) -> None:
-        """The second half of promise 3, and late puts are refused: in any life of the store."""
+        """Check the second half of promise 3, and that late puts are refused in every life of the store."""
         for task in [PutTask(*each) for each in self.cleared]:
             with pytest.raises(RpcError, match="were collected"):
                 self.store.locate([task])
 
     @invariant()
     def the_store_holds_nothing_that_was_cleared_or_collected(self) -> None:
-        """COLLECTED is what the store has let go of, not what it was told to."""
+        """Check that the store holds nothing of a collected task: COLLECTED means that it has deleted the shards."""
         page, _ = self.store.inventory(0)
         for entry in page:
             assert self.tombs.get(entry.task_id, 0) < entry.fence
@@ -651,7 +653,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def every_task_is_trained_once(self) -> None:
-        """Promise 2: no task stands in two steps, and committed steps stay as they are."""
+        """Check promise 2: no task is in two steps, and committed steps do not change."""
         trained = [task_id for tasks in self.batches.values() for task_id, _ in tasks]
         assert len(trained) == len(set(trained))
         assert len(self.batches) >= self.machine.core.committed_step
@@ -674,7 +676,8 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_files(self) -> None:
-        """Sealed, being written, mapped although collected, kept for their pages: in any life of the store."""
+        """Check that bytes are those of sealed, written, mapped collected and kept files, in every life of the
+        store."""
         stats = self.store.stats()
         assert stats.files == len(self.files)
         assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
@@ -691,7 +694,7 @@ class Both(RuleBasedStateMachine):
         assert core.uncovered_bytes == sum(core.held_in(slot for slots in trained for slot in slots).values())
 
     def teardown(self) -> None:
-        """With everybody alive again nothing is left that the scheduler does not want."""
+        """Check at the end, when all processes are alive, that only shards are left that the scheduler wants."""
         self.expire()
         self.deliver_all()
         self.reconcile(at_once=True)

@@ -1,4 +1,5 @@
-"""The store's index under any sequence of events: bytes never pass a limit, nothing is lost, nothing comes back."""
+"""The store's index under any sequence of events: bytes never exceed a limit, no data is lost, and no deleted data
+returns."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> 
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives StoreState beside a plain model of what files exist and which shards they hold."""
+    """Drives StoreState beside a plain model of the files that exist and the shards that they hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
     def granted(
         self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int, *, room: bool, claimed: bool, made: bool
     ) -> str | None:
-        """The put that was begun, or None: it was refused, or its file could not be made."""
+        """Begin a put and return its id, or None if it was refused or its file could not be made."""
         table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
@@ -129,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         full = used + held_bytes(nbytes) > LIMIT
         assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
         if code:
-            return None  # and what was a spare is one still
+            return None  # a file that was a spare is still one
         if spare is not None:
             del self.spares[spare]
         if not made:
@@ -145,13 +146,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tasks=TASKS, keys=KEYS, value=st.integers(0, 1))
     def put(self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> None:
-        """All of a put at once: most puts are so, and what follows them needs some that are sealed."""
+        """Do a whole put at once, as most puts happen, so that later rules find sealed ones."""
         put_id = self.granted(tasks, keys, value, room=True, claimed=True, made=True)
         if put_id is not None:
             self.end(put_id, renamed=True)
 
     def make_room(self, put_id: str, nbytes: int) -> None:
-        """Spares never keep a put out, and no more of them go than it needs."""
+        """Check that spares never block a put, and that no more of them are freed than it needs."""
         before = dict(self.spares)
         names = self.state.make_room(put_id, nbytes)
         self.given_up(names)
@@ -180,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted(self.open))), renamed=renamed)
 
     def end(self, put_id: str, *, renamed: bool) -> None:
-        """Its producer asks for the seal; not `renamed`: the store died on the way."""
+        """The producer requests the seal. Without `renamed`, the store dies in the middle of it."""
         table, nbytes = self.open[put_id]
         mine = {
             (task_id, fence, key): digest
@@ -213,7 +214,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.retire([self.state.abandon(put_id)])
 
     def supersede(self, put_id: str) -> None:
-        """Of a key with a revision, a task has the last one only: what no file holds any more is gone."""
+        """Check that a task keeps only the last shard of a key with revisions, and that files without shards are
+        gone."""
         self.retire(self.state.supersede(put_id))
         table = self.sealed[put_id][0]
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
@@ -295,11 +297,11 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.life += 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
-        self.given_up(list(self.spares))  # of the files of the former life that nobody finds none is lent
+        self.given_up(list(self.spares))  # no file of the former life that cannot be found is lent
         self.lendable.clear()
         self.lent = 0
         self.recovering = True
-        self.moving.clear()  # what was half copied is deleted before anything is counted
+        self.moving.clear()  # files that were copied in part are deleted before anything is counted
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
         for put_id, (table, nbytes) in list(self.sealed.items()):
@@ -311,7 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
         self.recovering = False
-        # and the shards are those of before: nothing lost, nothing cleared or superseded is back
+        # and the shards are the same as before: nothing is lost, and nothing cleared or superseded returns
 
     @invariant()
     def bytes_are_exact_and_within_the_limit(self) -> None:
@@ -340,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_living_shards_are_found(self) -> None:
-        for task_id, fence in self.tombs.items():  # and nobody waits for the others: they are told that it is over
+        for task_id, fence in self.tombs.items():  # and all of them are told that it is over
             with pytest.raises(RpcError, match="were collected"):
                 self.state.locate([PutTask(task_id, fence)])
         living = {(task_id, fence) for task_id, fence, _ in self.shards}

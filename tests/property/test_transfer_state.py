@@ -1,6 +1,5 @@
-"""Engines that ask, die, hang and come back, in any order: communicators are never shared, mended or forgotten, and
-nobody's trouble reaches another engine.
-"""
+"""Engines that request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
+leaked, and trouble of one engine never reaches another."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ ENGINES = st.integers(0, 2)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """`holds`, `life`: what each engine believes; `open`: communicators as the trainer's threads see them."""
+    """`holds` and `life` are what each engine believes; `open` has the communicators of the trainer's threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,16 +36,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.life = {engine: next(self.lives) for engine in range(3)}
         self.holds = dict.fromkeys(range(3), 0)
         self.known: set[int] = set()
-        """Lives that have asked."""
+        """Lives that have requested a transfer."""
         self.earlier: dict[int, list[int]] = {engine: [] for engine in range(3)}
         self.open: dict[int, tuple[int, int]] = {}
         """Communicator -> (engine, life)."""
         self.closed: set[int] = set()
         self.sending: dict[int, tuple[int, float]] = {}
-        """Communicator -> (number of the transfer that it carries, when it must be over)."""
+        """Communicator -> (number of its present transfer, time by which it must be over)."""
 
     def take(self, event: Event, *, only: int | None = None) -> list[Grant | Refuse]:
-        """Do what is said; `only`: the engine that anything may happen to."""
+        """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
         answers: list[Grant | Refuse] = []
         for effect in self.transfers.handle(event, self.now):
             if only is not None and not isinstance(effect, Refuse):
@@ -75,7 +74,7 @@ class AnyOrder(RuleBasedStateMachine):
         (grant,) = self.take(Asked(engine, self.life[engine], held), only=engine)
         assert isinstance(grant, Grant)
         self.known.add(self.life[engine])
-        assert grant.new != healthy  # one is kept exactly as long as nothing went wrong with it
+        assert grant.new != healthy  # a communicator is kept exactly as long as nothing went wrong with it
         if heard:
             self.holds[engine] = grant.communicator
 
@@ -91,7 +90,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(engine=ENGINES)
     def begin_a_new_life(self, engine: int) -> None:
-        """Killed and started again. The trainer hears of it with the first question."""
+        """Kill an engine and start it again. The trainer learns of it with the engine's first request."""
         old = self.life[engine]
         self.life[engine] = next(self.lives)
         self.holds[engine] = 0

@@ -1,4 +1,4 @@
-"""Whatever can be encoded comes back equal: every message type, every dtype, every shape."""
+"""Every message, dtype and shape that can be encoded is equal after decoding."""
 
 from __future__ import annotations
 

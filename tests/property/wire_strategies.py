@@ -22,7 +22,7 @@ INTEGERS = st.integers(-(2**63), 2**64 - 1)
 
 @st.composite
 def arrays(draw: st.DrawFn, dtype: np.dtype[Any], max_bytes: int = 4096) -> Array:
-    """Any bytes as `dtype` in any shape of up to 8 dimensions; sometimes not contiguous."""
+    """Draw any bytes as `dtype` in any shape of up to 8 dimensions, sometimes not contiguous."""
     shape = draw(st.lists(st.integers(0, 4), max_size=8))
     while int(np.prod(shape)) * dtype.itemsize > max_bytes:
         shape.pop()
@@ -43,7 +43,7 @@ def inline_array() -> st.SearchStrategy[Array]:
 
 
 def of_type(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's annotated type."""
+    """Return a strategy for values of a field's annotated type."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is np.ndarray or origin is np.ndarray:
         return inline_array()
@@ -69,7 +69,7 @@ def any_message() -> st.SearchStrategy[Message]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality that takes NaN for equal to itself and looks into arrays and structs."""
+    """Return whether two values are equal, where NaN equals NaN, and arrays and structs are compared by content."""
     if isinstance(left, np.ndarray):
         return (
             isinstance(right, np.ndarray)

@@ -1,1 +1,1 @@
-"""Recorders of what other libraries compute. Run in those libraries' own environments, never by a test."""
+"""Recorders of what other libraries compute. They run in the environments of those libraries, and no test runs them."""

@@ -1,4 +1,4 @@
-"""The random batch that every peer is recorded on: numpy only, so that it runs in any environment. Computes no loss."""
+"""The random batch on which every peer is recorded. It needs numpy only, so that it runs in any environment."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ GROUPS, GROUP_SIZE, LONGEST = 4, 4, 12
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
 GSPO_CLIP = 0.05
 CISPO_UPPER = 1.6
-"""TRL's epsilon_high: the greatest ratio itself, 1 + our clip[1]."""
+"""TRL's epsilon_high: the greatest ratio itself, which is 1 + our clip[1]."""
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
 KL_COEF, ENTROPY_COEF = 0.04, 0.02
 TIS_CAP, MASK_LOW, MASK_HIGH = 1.5, 0.6, 1.8
 GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
-"""A geometric mean strays less than a token: tighter bounds, so that something is left out."""
+"""Bounds of the geometric mean, which varies less than a token's ratio: they are narrow enough to mask something."""
 MAX_NEW_TOKENS = 16
 
 
 def batch(seed: int = 20) -> dict[str, np.ndarray[Any, Any]]:
-    """16 samples of up to 12 tokens, float64 [16, 12] with a `mask`; rewards [16], four samples a group."""
+    """Return 16 samples of up to 12 tokens, float64 [16, 12] with a `mask`, and rewards [16] in groups of four."""
     rng = np.random.default_rng(seed)
     samples = GROUPS * GROUP_SIZE
     lengths = rng.integers(1, LONGEST + 1, size=samples)

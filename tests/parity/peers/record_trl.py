@@ -1,8 +1,8 @@
 """Records TRL's losses, gradients and advantages: `.venv-trl/bin/python -m tests.parity.peers.record_trl`.
 
-TRL computes its loss in a method of the trainer: it is called on an object that has what the method reads and nothing
-else, with log-probs in place of a model. Its advantages stand in the middle of long methods: these very statements are
-cut out of TRL's source and run.
+TRL computes its loss in a method of the trainer. The method is called on an object that has only the attributes that it
+reads, with log-probs in place of a model. The statements that compute advantages are in the middle of long methods:
+they are cut out of TRL's source and run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAME: dict[str, Any] = {"reduce": lambda x, reduction: x, "gather": lambda x: x,
 
 
 def trainer(loss_type: str, **options: Any) -> Any:
-    """What `GRPOTrainer._compute_loss` reads of a trainer; one process, no accumulation."""
+    """The attributes of a trainer that `GRPOTrainer._compute_loss` reads, for one process without accumulation."""
     fields: dict[str, Any] = {
         "loss_type": loss_type,
         "model": SimpleNamespace(training=True),
@@ -64,7 +64,7 @@ def trainer(loss_type: str, **options: Any) -> Any:
 
 
 def loss(batch: dict[str, Any], loss_type: str, is_ratio: Any = None, **options: Any) -> dict[str, Any]:
-    """TRL's loss and its gradients with respect to log-probs and entropies."""
+    """Return TRL's loss and its gradients with respect to log-probs and entropies."""
     cur = torch.tensor(batch["cur"], requires_grad=True)
     entropy = torch.tensor(batch["entropy"], requires_grad=True)
     made = trainer(loss_type, **options)
@@ -91,7 +91,7 @@ def loss(batch: dict[str, Any], loss_type: str, is_ratio: Any = None, **options:
 
 
 def statements(function: Any, first: str, last: str) -> Any:
-    """The statements of a method from the one that begins with `first` up to the one with `last`, compiled."""
+    """Compile the statements of a method from the one that begins with `first` to the one that begins with `last`."""
     body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
     texts = [ast.unparse(each) for each in body]
     begin = next(i for i, text in enumerate(texts) if text.startswith(first))
@@ -149,7 +149,7 @@ def advantages(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_ratio(batch: dict[str, Any], mode: str) -> torch.Tensor:
-    """The importance-sampling ratio as `_generate_and_score_completions` makes it."""
+    """Return the importance-sampling ratio as `_generate_and_score_completions` computes it."""
     source = ast.parse(textwrap.dedent(inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)))
     wanted = "if self.use_vllm and self.vllm_importance_sampling_correction:"
     block = next(

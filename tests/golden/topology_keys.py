@@ -1,0 +1,102 @@
+"""Writes docs/keys.md, the list of all topology keys, from the schema: `python -m tests.golden.topology_keys`."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from shared.topology.fields import Section, format_size, parse_size
+from shared.topology.schema import Topology
+from shared.topology.supported import UNSUPPORTED
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
+HEAD = """# Topology keys
+
+The keys of a topology with their defaults. `<name>` stands for a name of your choice, and `[]` for the items of a list.
+[configuration.md](configuration.md) says what has run. This page is written from
+[shared/topology/](../shared/topology) by `python -m tests.golden.topology_keys`.
+"""
+
+
+def section_of(hint: Any) -> tuple[str, type[Section]] | None:
+    """Return the section that a field of this type holds, and what comes between the field's key and its keys."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return "", hint
+    if origin is Annotated or origin in (typing.Union, types.UnionType):
+        return next(filter(None, map(section_of, inside)), None)
+    if origin in (dict, tuple):
+        found = section_of(inside[1 if origin is dict else 0])
+        return (("." + "<name>" if origin is dict else "[]"), found[1]) if found else None
+    return None
+
+
+def values_of(hint: Any) -> list[str]:
+    """Return the allowed values of a field that has a closed list of them."""
+    if typing.get_origin(hint) is Literal:
+        return [str(value) for value in typing.get_args(hint)]
+    return [value for each in typing.get_args(hint) for value in values_of(each)]
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default of a field as a topology would write it, empty if the description has it or there is none."""
+    if field.is_required():
+        return "*required*"
+    if "default" in (field.description or ""):
+        return ""
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ((), {}) or isinstance(value, Section):
+        return ""
+    if any(getattr(each, "func", None) is parse_size for each in field.metadata):
+        return f"`{format_size(value).replace(' ', '')}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def refused(key: str) -> str:
+    """Return a sentence if this version refuses the key or some of its values."""
+    found = [each for each in UNSUPPORTED if fnmatch(key, each.path) or key.startswith(f"{each.path}.")]
+    return "".join(f". *Not available in this version; use {each.use}.*" for each in found)
+
+
+def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the table row of every key of a section, and of the sections in it."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inside = section_of(hints[name])
+        if inside is None or inside[0] == "[]":
+            values = values_of(hints[name])
+            text = (field.description or "").replace("|", "\\|").replace("<", "\\<")
+            listed = f" ({', '.join(f'`{value}`' for value in values)})" if values else ""
+            yield f"| `{key}` | {default_of(field)} | {text}{listed}{refused(key)} |"
+        if inside is not None:
+            yield from rows(inside[1], f"{key}{inside[0]}.")
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [HEAD]
+    for name, field in Topology.model_fields.items():
+        key = field.alias or name
+        inside = section_of(typing.get_type_hints(Topology, include_extras=True)[name])
+        if inside is None:
+            continue
+        parts.append(f"## `{key}`: {field.description}\n")
+        parts.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows(inside[1], f"{key}.")) + "\n")
+    alone = [name for name in Topology.model_fields if section_of(Topology.model_fields[name].annotation) is None]
+    parts.append("## Keys outside of a section\n")
+    listed = [row for row in rows(Topology) if row.split("`")[1] in alone]
+    parts.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(listed) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(page())
