@@ -47,7 +47,7 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
     try:
         if isinstance(run, Access):
             where, endpoint = f"run {run.name}", run.endpoints[service]
-            await knock(context, run, service, deadline_s)
+            await verify_access(context, run, service, deadline_s)
         elif run.socket_file(service, 0).exists():
             where, endpoint = f"run {run.path}", run.endpoint(service, 0)
         else:
@@ -64,7 +64,7 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
-async def knock(
+async def verify_access(
     context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str, deadline_s: float = DEADLINE_S
 ) -> None:
     """Return once `service` admits this access.

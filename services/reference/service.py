@@ -176,7 +176,7 @@ class ReferenceWorker:
         self._refreshed = refreshed
         self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
-        self.leases.stands = lambda: self._turns.waiting
+        self.leases.blocked_on_devices = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),

@@ -41,10 +41,16 @@ from shared.dataplane.landing import WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.reread import ReadMappingPool
-from shared.dataplane.stream import INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
+from shared.dataplane.stream import (
+    INFLIGHT_BYTES,
+    OnProgress,
+    StreamReader,
+    ignore_progress,
+    missing_shards,
+    with_shard_names,
+)
 from shared.dataplane.write import copy_block, write_block
 from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
-from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name
@@ -174,18 +180,19 @@ class DataClient:
             grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store has deleted the unsealed file
 
     async def fetch(
-        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
+        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, on_progress: OnProgress = ignore_progress
     ) -> list[dict[str, Array]]:
         """Return the shards `keys` of every task of `meta`, one dict per task, private to the caller.
 
         Shards in stores of this host are mapped copy-on-write. Others are streamed, and every byte is verified.
         Without keys, all shards in the tasks' stores are returned in put order, as for the weights of a version.
         Raises DeadlineExceeded and RpcError: missing (`names` holds `task_id#key`), collected. Arriving data calls
-        `moved` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is slow.
+        `on_progress` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is
+        slow.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
-        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline_s, moved)) for wants in wanted]
+        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline_s, on_progress)) for wants in wanted]
         try:
             await asyncio.gather(*jobs)
         finally:
@@ -265,13 +272,13 @@ class DataClient:
     # ---- fetch
 
     async def _fetch(
-        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, moved: Moved
+        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
-            moved()
-            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, moved)
+            on_progress()
+            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
         else:
             found = await self._map(client, wants, deadline)
             _check_whole(found, wants)

@@ -24,7 +24,6 @@ from proto.tensors import Array
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import Counts, Incoming, Outcome, StreamLine, Window
 from shared.dataplane.stream_memory import Regions
-from shared.moved import Moved, nobody
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
@@ -44,6 +43,12 @@ AGAIN_S, AGAIN_MAX_S = 0.05, 2.0
 nothing, so that a peer that causes streams to be lost costs little.
 """
 R = TypeVar("R", bound=Message)
+OnProgress = Callable[[], None]
+"""Called each time a long operation has progressed, so that its caller can extend a time limit."""
+
+
+def ignore_progress() -> None:
+    """An `OnProgress` that does nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,25 +118,30 @@ class StreamReader:
         self._regions.close()
 
     async def fetch(
-        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], stall_s: float, moved: Moved = nobody
+        self,
+        store: str,
+        tasks: Sequence[PutTask],
+        keys: tuple[str, ...],
+        stall_s: float,
+        on_progress: OnProgress = ignore_progress,
     ) -> list[dict[str, Array]]:
         """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
 
-        `moved` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected have
-        `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
+        `on_progress` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected
+        have `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
         """
         load = _Load(store, self._client_of(store), _once(tasks), keys)
         work = asyncio.create_task(self._load(load))
         self._works.add(work)
         since = time.monotonic()
-        moved()
+        on_progress()
         try:
             while not work.done():
                 left_s = max(0.0, since + stall_s - time.monotonic())
                 await asyncio.wait([work], timeout=left_s)
                 if load.last_range_at > since:
                     since = load.last_range_at
-                    moved()
+                    on_progress()
                 elif not left_s and not work.done():
                     raise DeadlineExceeded(
                         f"fetch from {store}: nothing came for {stall_s:g} s and {len(load.tasks)} tasks are not "
