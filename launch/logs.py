@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.supervisor.plan import Key
-from shared.actor.log_page import TAIL_BYTES
+from shared.actor.logging import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 
 _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})

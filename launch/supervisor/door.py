@@ -11,8 +11,7 @@ import structlog
 import zmq
 
 from launch.supervisor.plan import SUPERVISOR
-from shared.actor.refusals import report_refusals
-from shared.actor.telemetry import TelemetrySender
+from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir

@@ -65,7 +65,7 @@ from proto.messages import (
     StopRun,
 )
 from proto.messages import SupervisorState as SupervisorStateReply
-from shared.actor.log_page import page
+from shared.actor.logging import log_page
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
@@ -392,7 +392,7 @@ class Supervisor:
         if key not in self.state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
             ring = self._door.keys if self._door is not None else None
             return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
-        lines, position = page(self._run.log_file(*key), request.lines, request.position)
+        lines, position = log_page(self._run.log_file(*key), request.lines, request.position)
         return LogLines(lines=lines, position=position)
 
     # ---- the end

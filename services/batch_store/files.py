@@ -26,7 +26,7 @@ from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
 from services.batch_store.room import Place, Retire, held_bytes
 from shared.dataplane.mapping import lock_named
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"

@@ -13,7 +13,7 @@ import structlog
 from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
 from services.batch_store.state import StoreState
-from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
+from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
 """Maximum number of files that are renamed (and as many reopened) before the next round of deletions, and the divisor

@@ -46,10 +46,9 @@ from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import Kept, pin
 from shared import topology
 from shared.actor.service import Service
-from shared.dataplane.full import DISK_FULL_ERRNOS
 from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir

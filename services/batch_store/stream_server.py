@@ -28,7 +28,7 @@ from services.batch_store.stream_places import Place, Places
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20

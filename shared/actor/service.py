@@ -23,9 +23,8 @@ from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, Ping, Pong, ServiceReport
-from shared.actor.log_page import page
-from shared.actor.refusals import report_refusals
-from shared.actor.telemetry import TelemetrySender
+from shared.actor.logging import log_page
+from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.directory import Directory
 from shared.rpc.errors import RpcError
@@ -376,7 +375,7 @@ class Service:
         if (request.service, request.instance) != (self.NAME, self.instance):
             name = service_name(request.service, request.instance)
             raise RpcError(messages.ErrorCode.BAD_REQUEST, f"{self.name} has no log of {name}")
-        lines, position = page(self.run.log_file(self.NAME, self.instance), request.lines, request.position)
+        lines, position = log_page(self.run.log_file(self.NAME, self.instance), request.lines, request.position)
         return messages.LogLines(lines=lines, position=position)
 
 

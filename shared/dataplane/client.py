@@ -36,7 +36,6 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.full import DISK_FULL_ERRNOS
 from shared.dataplane.landing import WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
@@ -50,7 +49,7 @@ from shared.dataplane.stream import (
     with_shard_names,
 )
 from shared.dataplane.write import copy_block, write_block
-from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
+from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR, raise_descriptor_limit
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name

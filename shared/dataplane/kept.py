@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 
 MIN_BYTES = 256 << 10
 """Minimum size of a file whose mapping is kept. Smaller files are mapped each time, or written without a mapping."""

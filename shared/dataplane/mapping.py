@@ -23,7 +23,7 @@ from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
 from shared.dataplane.reread import ReadMappingPool
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from proto.messages import StorePlace
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import NO_DESCRIPTOR
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

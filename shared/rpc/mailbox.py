@@ -23,7 +23,7 @@ from proto.limits import CONTROL, Limits
 from proto.messages import ErrorCode
 from proto.registry import Message, Request, all_messages, by_type
 from proto.tensors import Array, Buffer
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders

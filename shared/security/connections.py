@@ -18,7 +18,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.transport import Pump
 
 MOST_CONNECTIONS = 1024

@@ -6,6 +6,7 @@ It uses no file, process or network. The description of a field is its documenta
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +15,6 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
-from shared.topology.plan import ServiceSpec
 from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -159,6 +159,19 @@ class Sampling(Section):
     )
     max_new_tokens: Count = Field(description="maximum tokens of a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """A process `service/instance` of a run, and its host in `placement.hosts` (None: this machine)."""
+
+    service: str
+    instance: int
+    host: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}/{self.instance}"
 
 
 class Topology(Section):

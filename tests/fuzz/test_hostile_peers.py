@@ -21,7 +21,7 @@ import zmq
 
 from proto import codec
 from proto.messages import Error, GetInventory, GetSnapshot, Inventory, Located, Snapshot
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
 from shared.rpc.transport import EXTRA_FRAMES, SKIP_FRAMES, Pump

@@ -23,7 +23,7 @@ from services.batch_store.state import StoreState
 from services.batch_store.stream_source import STREAM_SHARE, Kept, pin
 from shared.dataplane.mapping import MappingCache, lock_named
 from shared.dataplane.write import write_block
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from tests.descriptors import descriptors_left
 
 
