@@ -10,7 +10,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from proto.ids import new_incarnation
-from proto.limits import CONTROL
 from proto.messages import ErrorCode
 from proto.registry import Message, Request
 from shared.rpc.client import Client
@@ -79,7 +78,7 @@ async def verify_access(
         if not outcome.done():
             outcome.set_result(parse_monitor_message(frames)["event"])
 
-    socket = open_socket(context, zmq.DEALER, CONTROL)
+    socket = open_socket(context, zmq.DEALER)
     unlock(socket, access.keys)
     events = Pump(socket.get_monitor_socket(_OUTCOMES), on_event)
     socket.connect(endpoint)

@@ -14,6 +14,7 @@ from launch import functions, gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.topology import Topology, model_files
+from shared.topology.services import DEVICE_SERVICE
 
 SHOWN_ROWS = 3
 MIB = 1 << 20
@@ -48,12 +49,8 @@ def shm_root(topology: Topology) -> Path:
 
 def threads_of(topology: Topology, service: str) -> int:
     """Return the number of CPU threads of each process of a service."""
-    section = {
-        "policy-trainer-worker": topology.services.policy_trainer,
-        "reference": topology.services.reference,
-        "rollout": topology.services.rollout,
-    }.get(service)
-    return section.threads or 1 if section is not None else 1
+    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
+    return (sections[service].threads or 1) if service in sections else 1
 
 
 def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:

@@ -32,12 +32,16 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 _BY_TYPE: dict[int, type[Message]] = {}
 
 
-def message(number: int) -> Callable[[type[M]], type[M]]:
-    """Return a class decorator that assigns a type number to a message."""
+def message(number: int, *, reply: type[Message] | None = None) -> Callable[[type[M]], type[M]]:
+    """Return a class decorator that assigns a message its type number and a request its `reply`."""
 
     def register(cls: type[M]) -> type[M]:
         if number in _BY_TYPE or not 0 < number < 65536:
             raise ValueError(f"message type {number}: taken by {_BY_TYPE.get(number)} or outside 1..65535")
+        if issubclass(cls, Request) != (reply is not None):
+            raise ValueError(f"message type {number}: a request, and only a request, has a reply")
+        if issubclass(cls, Request) and reply is not None:
+            cls.REPLY = reply
         cls.TYPE = number
         _BY_TYPE[number] = cls
         return cls

@@ -23,7 +23,7 @@ from shared.security.zap import Gate
 REPORT_S = 1.0
 
 
-class Door:
+class SupervisorDoor:
     """The socket and its keys. Belongs to the event loop on which it was made. `close` it after the mailbox."""
 
     def __init__(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Error(Message, frozen=True, kw_only=True):
     """The subjects of the error (missing shards, a lost lease): the first 64. `message` gives the number of others."""
 
 
-class ErrorCode:
+class ErrorCode(StrEnum):
     """The closed list of `Error.code`."""
 
     BAD_REQUEST = "bad_request"  # the request can never succeed
@@ -56,8 +57,6 @@ class Pong(Message, frozen=True, kw_only=True):
     state: str
 
 
-@message(4)
+@message(4, reply=Pong)
 class Ping(Request, frozen=True, kw_only=True):
     """Ask whether the mailbox is alive. Any process may send it to any other."""
-
-    REPLY: ClassVar[type[Message]] = Pong

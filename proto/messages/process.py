@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
 
-@message(10)
+@message(10, reply=Ack)
 class ServiceReport(Request, frozen=True, kw_only=True):
     """Service to supervisor: its state has changed to STARTING, READY, DRAINING, STOPPED or FAILED."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     incarnation: int
@@ -22,20 +19,17 @@ class ServiceReport(Request, frozen=True, kw_only=True):
     endpoint: str = ""
 
 
-@message(11)
+@message(11, reply=Ack)
 class RestartService(Request, frozen=True, kw_only=True):
     """Operator to supervisor: stop and restart one instance (`instance` >= 0) or all instances of a service (-1)."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int = -1
 
 
-@message(12)
+@message(12, reply=Ack)
 class StopRun(Request, frozen=True, kw_only=True):
     """Operator to supervisor: drain everything and end the run."""
-
-    REPLY: ClassVar[type[Message]] = Ack
 
 
 class ProcessRow(Record, frozen=True, array_like=True):
@@ -60,21 +54,18 @@ class SupervisorState(Message, frozen=True, kw_only=True):
     processes: list[ProcessRow]
 
 
-@message(14)
+@message(14, reply=SupervisorState)
 class GetSupervisorState(Request, frozen=True, kw_only=True):
     """Operator to supervisor: list the processes."""
 
-    REPLY: ClassVar[type[Message]] = SupervisorState
 
-
-@message(15)
+@message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
     """Scheduler to supervisor: SIGKILL a process that hangs on devices for which others wait. Ack: it is dead.
 
     A process of that pid that no longer exists counts as dead. The instance restarts as after any death.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     service: str
     instance: int
     pid: int
@@ -89,14 +80,13 @@ class LogLines(Message, frozen=True, kw_only=True):
     position: int
 
 
-@message(19)
+@message(19, reply=LogLines)
 class GetLog(Request, frozen=True, kw_only=True):
     """Get the last `lines` lines of a service's log or, with a `position`, the lines after it.
 
     Operators send it to the supervisor, which asks the service itself if its log is on a host that has joined.
     """
 
-    REPLY: ClassVar[type[Message]] = LogLines
     service: str
     instance: int
     lines: int = 50

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
 
 from proto.messages.tasks import WeightsRef
 from proto.registry import Message, Record, Request, message
@@ -17,11 +16,10 @@ class Registered(Message, frozen=True, kw_only=True):
     heartbeat_s: float
 
 
-@message(21)
+@message(21, reply=Registered)
 class Register(Request, frozen=True, kw_only=True):
     """A service announces this life of itself. An earlier incarnation of the same instance loses its leases."""
 
-    REPLY: ClassVar[type[Message]] = Registered
     service: str
     instance: int
     incarnation: int
@@ -80,11 +78,10 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     weights: WeightsRef | None = None
 
 
-@message(23)
+@message(23, reply=HeartbeatAck)
 class Heartbeat(Request, frozen=True, kw_only=True):
     """A service is alive. Leases whose progress advanced are renewed. Sent by the mailbox thread."""
 
-    REPLY: ClassVar[type[Message]] = HeartbeatAck
     service: str
     instance: int
     incarnation: int
@@ -111,11 +108,10 @@ class Resolved(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-@message(25)
+@message(25, reply=Resolved)
 class Resolve(Request, frozen=True, kw_only=True):
     """Ask for the endpoint of an instance of a service. Error(missing) while it is not registered."""
 
-    REPLY: ClassVar[type[Message]] = Resolved
     service: str
     instance: int
 
@@ -131,7 +127,7 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
     granted: bool = False
 
 
-@message(27)
+@message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
     """A colocated process reports its parts on the shared devices. Answered when these must or may change.
 
@@ -140,7 +136,6 @@ class HoldDevices(Request, frozen=True, kw_only=True):
     it.
     """
 
-    REPLY: ClassVar[type[Message]] = DeviceOrder
     service: str
     instance: int
     incarnation: int

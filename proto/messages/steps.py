@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack, Array
 from proto.messages.tasks import BatchMeta, WeightsRef
 from proto.registry import Message, Request, message
@@ -29,11 +27,10 @@ class RunInfo(Message, frozen=True, kw_only=True):
     it: publish it again from its checkpoint, unless the workers are at it anyway. 0: nothing is missing."""
 
 
-@message(41)
+@message(41, reply=RunInfo)
 class GetRunInfo(Request, frozen=True, kw_only=True):
     """The driver's first call. From here on, older driver incarnations are refused."""
 
-    REPLY: ClassVar[type[Message]] = RunInfo
     driver: int
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
@@ -64,39 +61,35 @@ class StepBatch(Message, frozen=True, kw_only=True):
     """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
 
 
-@message(43)
+@message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
     """The driver asks for the batch of `step`. Deferred until it is ready. Asking again returns the same batch."""
 
-    REPLY: ClassVar[type[Message]] = StepBatch
     driver: int
     step: int
 
 
-@message(44)
+@message(44, reply=Ack)
 class CommitStep(Request, frozen=True, kw_only=True):
     """The optimizer has taken step `step`: its tasks are TRAINED. `metrics` is the driver's part of the metrics row."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     step: int
     metrics: dict[str, float]
 
 
-@message(45)
+@message(45, reply=Ack)
 class PublishWeights(Request, frozen=True, kw_only=True):
     """Version `ref.step` can be loaded from the stores. The scheduler frees it once nothing names it."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     ref: WeightsRef
 
 
-@message(46)
+@message(46, reply=Ack)
 class CheckpointSaved(Request, frozen=True, kw_only=True):
     """The checkpoint of `step` is complete, verified and durable. It covers the tasks trained up to that step."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int
     step: int
     kept: list[int]
@@ -113,18 +106,16 @@ class EvalsDone(Message, frozen=True, kw_only=True):
     accuracy: dict[str, float]
 
 
-@message(48)
+@message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
     """The driver waits for the evaluations of version `step`. Deferred until they are done."""
 
-    REPLY: ClassVar[type[Message]] = EvalsDone
     driver: int
     step: int
 
 
-@message(49)
+@message(49, reply=Ack)
 class FinishRun(Request, frozen=True, kw_only=True):
     """The driver has exported the model: the run is complete."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     driver: int

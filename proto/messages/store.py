@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -22,7 +20,7 @@ class PutGrant(Message, frozen=True, kw_only=True):
     path: str
 
 
-@message(61)
+@message(61, reply=PutGrant)
 class PutBegin(Request, frozen=True, kw_only=True):
     """A producer asks for `nbytes` of room for one file with the shards of these tasks. Error: busy, collected.
 
@@ -30,7 +28,6 @@ class PutBegin(Request, frozen=True, kw_only=True):
     mount had no room for the previous grant.
     """
 
-    REPLY: ClassVar[type[Message]] = PutGrant
     put_id: str
     nbytes: int
     tasks: list[PutTask]
@@ -44,11 +41,10 @@ class PutSealed(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-@message(63)
+@message(63, reply=PutSealed)
 class PutSeal(Request, frozen=True, kw_only=True):
     """The producer has written the file. Sealing twice is one seal; other bytes under a sealed id are a conflict."""
 
-    REPLY: ClassVar[type[Message]] = PutSealed
     put_id: str
 
 
@@ -60,22 +56,20 @@ class Located(Message, frozen=True, kw_only=True):
     places: list[list[int]]
 
 
-@message(65)
+@message(65, reply=Located)
 class Locate(Request, frozen=True, kw_only=True):
     """A reader asks which sealed files hold these tasks with these fences. Error: missing, collected."""
 
-    REPLY: ClassVar[type[Message]] = Located
     tasks: list[PutTask]
 
 
-@message(66)
+@message(66, reply=Ack)
 class Clear(Request, frozen=True, kw_only=True):
     """The scheduler tombstones each (task, fence): every shard of the task with that fence or a lower one is deleted.
 
     Idempotent. Later puts under a tombstoned fence are refused.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     tasks: list[PutTask]
 
 
@@ -87,11 +81,10 @@ class Inventory(Message, frozen=True, kw_only=True):
     cursor: int
 
 
-@message(68)
+@message(68, reply=Inventory)
 class GetInventory(Request, frozen=True, kw_only=True):
     """The scheduler asks a store for its contents, page by page, to reconcile."""
 
-    REPLY: ClassVar[type[Message]] = Inventory
     cursor: int = 0
 
 
@@ -117,8 +110,6 @@ class StoreStats(Message, frozen=True, kw_only=True):
     lent: int = 0
 
 
-@message(70)
+@message(70, reply=StoreStats)
 class GetStoreStats(Request, frozen=True, kw_only=True):
     """Anyone asks a store for exact counts."""
-
-    REPLY: ClassVar[type[Message]] = StoreStats

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.messages.store import PutTask
 from proto.registry import Message, Request, message
 
@@ -16,11 +14,9 @@ class StorePlace(Message, frozen=True, kw_only=True):
     token: str
 
 
-@message(76)
+@message(76, reply=StorePlace)
 class GetStorePlace(Request, frozen=True, kw_only=True):
     """A reader asks how to find out whether it can map the store's files."""
-
-    REPLY: ClassVar[type[Message]] = StorePlace
 
 
 @message(77)
@@ -37,11 +33,9 @@ class LineOpened(Message, frozen=True, kw_only=True):
     """64 hexadecimal digits, drawn for this line only; empty: what it carries travels in clear."""
 
 
-@message(78)
+@message(78, reply=LineOpened)
 class OpenLine(Request, frozen=True, kw_only=True):
     """A reader on another host asks for a bulk connection. Error: busy (too many lines)."""
-
-    REPLY: ClassVar[type[Message]] = LineOpened
 
 
 @message(102)
@@ -61,14 +55,13 @@ class StreamOpened(Message, frozen=True, kw_only=True):
     head_checksum: int
 
 
-@message(103)
+@message(103, reply=StreamOpened)
 class OpenStream(Request, frozen=True, kw_only=True):
     """A reader asks for the shards `keys` (none: all) of these tasks. Error: missing, collected, busy, lost (the line).
 
     Tasks are taken while their shards have `max_bytes` at most; the first task always is.
     """
 
-    REPLY: ClassVar[type[Message]] = StreamOpened
     line_id: str
     tasks: list[PutTask]
     keys: list[str] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import ClassVar
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -103,11 +102,10 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     weights: WeightsRef | None = None
 
 
-@message(31)
+@message(31, reply=LeaseGrant)
 class LeaseRequest(Request, frozen=True, kw_only=True):
     """A worker asks for work of `stage`. Deferred until there is some, or Error(not_ready) before the deadline."""
 
-    REPLY: ClassVar[type[Message]] = LeaseGrant
     stage: str
     service: str
     instance: int
@@ -117,7 +115,7 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
     holds_step: int = -1
 
 
-class Outcome:
+class Outcome(IntEnum):
     """The closed list of values of `TaskResult.outcome`."""
 
     DONE = 0
@@ -190,7 +188,7 @@ class CompleteAck(Message, frozen=True, kw_only=True):
     refused: list[Refusal] = []
 
 
-@message(33)
+@message(33, reply=CompleteAck)
 class Complete(Request, frozen=True, kw_only=True):
     """A worker ends a lease or a part of it. Sealed shards become visible with the acceptance, not before.
 
@@ -202,7 +200,6 @@ class Complete(Request, frozen=True, kw_only=True):
     those tasks, so it counts as no attempt.
     """
 
-    REPLY: ClassVar[type[Message]] = CompleteAck
     lease_id: int
     stage: str
     incarnation: int

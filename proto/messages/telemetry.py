@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from proto.registry import Message, Record, Request, message
 
 
@@ -56,11 +54,9 @@ class Status(Message, frozen=True, kw_only=True):
     """The training task that was dropped last, and the reason."""
 
 
-@message(101)
+@message(101, reply=Status)
 class GetStatus(Request, frozen=True, kw_only=True):
     """Operator or monitor to scheduler: get the status of the run."""
-
-    REPLY: ClassVar[type[Message]] = Status
 
 
 @message(110)
@@ -98,11 +94,9 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """Network address of the updates. Empty: they are available on the monitor's host only."""
 
 
-@message(112)
+@message(112, reply=Snapshot)
 class GetSnapshot(Request, frozen=True, kw_only=True):
     """A subscriber asks for the present state. It subscribes first, so that no update is missed in between."""
-
-    REPLY: ClassVar[type[Message]] = Snapshot
 
 
 @message(113)

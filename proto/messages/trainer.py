@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -55,11 +53,9 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     parameters: int
 
 
-@message(81)
+@message(81, reply=WorkerReady)
 class InitModel(WorkerRequest, frozen=True, kw_only=True):
     """Load the model directory of the topology, at step 0 with fresh optimizer state."""
-
-    REPLY: ClassVar[type[Message]] = WorkerReady
 
 
 @message(82)
@@ -70,12 +66,11 @@ class ForwardDone(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(83)
+@message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
     """Run the model over `batch` at the temperature of training sampling and put the results named by `keys` as shards
     `<key>:<driver in hexadecimal>-<order>`. There is one key so far: `prox_logprobs`, per-token log-probs."""
 
-    REPLY: ClassVar[type[Message]] = ForwardDone
     batch: BatchMeta
     keys: list[str]
 
@@ -90,7 +85,7 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     """Tokens of the fullest rank divided by the mean of all ranks."""
 
 
-@message(85)
+@message(85, reply=ForwardBackwardDone)
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     """Add the gradient of sum(W * loss) over `batch` to the accumulated gradient.
 
@@ -98,7 +93,6 @@ class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     token's mask.
     """
 
-    REPLY: ClassVar[type[Message]] = ForwardBackwardDone
     batch: BatchMeta
     loss: LossSpec
 
@@ -112,11 +106,10 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(87)
+@message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
     """Clip, step, zero the gradients. `step` is the training step of this update; `last` marks its last update."""
 
-    REPLY: ClassVar[type[Message]] = OptimStepDone
     step: int
     last: bool
 
@@ -129,7 +122,7 @@ class Published(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(89)
+@message(89, reply=Published)
 class Publish(WorkerRequest, frozen=True, kw_only=True):
     """Put the weights as shards of `weights/<lineage>/<step>` into `store` and compute the canary.
 
@@ -137,7 +130,6 @@ class Publish(WorkerRequest, frozen=True, kw_only=True):
     next one is tried.
     """
 
-    REPLY: ClassVar[type[Message]] = Published
     lineage: int
     step: int
     store: str
@@ -153,30 +145,27 @@ class Saved(Message, frozen=True, kw_only=True):
     kept: list[int] = []
 
 
-@message(91)
+@message(91, reply=Saved)
 class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     """Write a checkpoint of `step` under the run directory and keep the last `keep_last`."""
 
-    REPLY: ClassVar[type[Message]] = Saved
     step: int
     keep_last: int
     at_stop: bool = False
     """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
 
 
-@message(92)
+@message(92, reply=WorkerReady)
 class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     """Load the checkpoint of `step`."""
 
-    REPLY: ClassVar[type[Message]] = WorkerReady
     step: int
 
 
-@message(93)
+@message(93, reply=Saved)
 class SaveModel(WorkerRequest, frozen=True, kw_only=True):
     """Export the model to `path` as a Hugging Face directory (atomically)."""
 
-    REPLY: ClassVar[type[Message]] = Saved
     path: str
 
 
@@ -191,11 +180,10 @@ class WorkerState(Message, frozen=True, kw_only=True):
     """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
 
 
-@message(95)
+@message(95, reply=WorkerState)
 class GetWorkerState(Request, frozen=True, kw_only=True):
     """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused."""
 
-    REPLY: ClassVar[type[Message]] = WorkerState
     driver: int
     at_least: int = 0
     """Calls are numbered from above this and above what the worker has done, so that all ranks of a group agree."""
@@ -209,14 +197,13 @@ class Moved(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-@message(97)
+@message(97, reply=Moved)
 class Move(WorkerRequest, frozen=True, kw_only=True):
     """Move `parts` ("parameters", "gradients", "optimizer") off the device (`to` "host") or back to it ("device").
 
     A later call that needs a part moves it back by itself.
     """
 
-    REPLY: ClassVar[type[Message]] = Moved
     parts: list[str]
     to: str
 
@@ -229,7 +216,7 @@ class Met(Message, frozen=True, kw_only=True):
     failures: list[str] = []
 
 
-@message(99)
+@message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
     """A rank tells rank 0 that it is ready for collective `round` of group `generation`. Deferred until all are.
 
@@ -238,33 +225,30 @@ class Meet(Request, frozen=True, kw_only=True):
     of the same round.
     """
 
-    REPLY: ClassVar[type[Message]] = Met
     generation: int
     round: str
     rank: int
     failure: str = ""
 
 
-@message(109)
+@message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
     """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update.
 
     `step` and `last` are as there. With `last`, the worker is at `step` with unchanged weights.
     """
 
-    REPLY: ClassVar[type[Message]] = WorkerReady
     step: int
     last: bool
 
 
-@message(108)
+@message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
     """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score
     `batch` together. They fetch the shards of stage reference, load version `weights` (None: the model directory) and
     meet in round `score <number>` of group `generation`. Answered when they are done. They put nothing.
     """
 
-    REPLY: ClassVar[type[Message]] = Ack
     generation: int
     number: int
     batch: BatchMeta

@@ -5,8 +5,6 @@ The facts that a library would exchange by itself (a meeting place, NCCL's uniqu
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from proto.messages.common import Ack
@@ -54,7 +52,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
     memory: DeviceMemory | None = None
 
 
-@message(115)
+@message(115, reply=TransferOffer)
 class AskTransfer(Request, frozen=True, kw_only=True):
     """An engine asks for the weights of version (lineage, step), or, with `drill`, for the start-up drill's.
 
@@ -62,7 +60,6 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     Error missing: the trainer can no longer send that version. The shards are still available.
     """
 
-    REPLY: ClassVar[type[Message]] = TransferOffer
     instance: int
     incarnation: int
     communicator: int
@@ -73,11 +70,10 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     drill: bool = False
 
 
-@message(116)
+@message(116, reply=Ack)
 class EndTransfer(Request, frozen=True, kw_only=True):
     """The engine has all of transfer `number`, or (`failure`) gave it up, which ends the communicator."""
 
-    REPLY: ClassVar[type[Message]] = Ack
     instance: int
     incarnation: int
     communicator: int

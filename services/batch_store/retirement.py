@@ -11,8 +11,7 @@ from typing import TypeVar
 import structlog
 
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire
-from services.batch_store.state import StoreState
+from services.batch_store.room import Retire, Room
 from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
@@ -28,10 +27,10 @@ T = TypeVar("T")
 class Retirement:
     """Carries out the removals that the index of one store decided. Belongs to the store's event loop."""
 
-    def __init__(self, name: str, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""
         self._log = structlog.get_logger(name)
-        self._index = index
+        self._room = room
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
@@ -80,7 +79,7 @@ class Retirement:
                 begin(one)
             except FileNotFoundError as error:
                 self._log.error("a file was deleted by another process", error=str(error))
-                self._index.reaped(name_of(one))
+                self._room.reaped(name_of(one))
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR:
                     due.appendleft(one)
@@ -95,7 +94,7 @@ class Retirement:
     def _reap(self) -> int:
         count = 0
         for name in self._files.unmapped():
-            if self._index.keep(name, self._now()):
+            if self._room.keep(name, self._now()):
                 self._files.keep(name)
                 continue
             try:
@@ -104,7 +103,7 @@ class Retirement:
                 self._log_failure(name, error)
                 continue
             self._logged.discard(name)
-            self._index.reaped(name)
+            self._room.reaped(name)
             count += 1
         return count
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
 from proto.messages import (
@@ -36,10 +36,9 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.landing import WriteMappingPool
+from shared.dataplane.lent_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
-from shared.dataplane.reread import ReadMappingPool
 from shared.dataplane.stream import (
     INFLIGHT_BYTES,
     OnProgress,
@@ -237,7 +236,7 @@ class DataClient:
     # ---- put
 
     async def _write(
-        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
+        self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
         """Return the descriptor, whose lock shows a live producer, and the receipts. None if the file is gone."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
@@ -248,7 +247,7 @@ class DataClient:
             raise
 
     def _fill(
-        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
+        self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
         descriptor = self._with_descriptors(lambda: lock_named(path, os.O_RDWR), f"to write {path}")
         if descriptor is None:
@@ -259,7 +258,7 @@ class DataClient:
             os.close(descriptor)
             raise
 
-    def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
+    def _checksums(self, descriptor: int, layout: BlockLayout) -> list[int]:
         """Write the file and return the checksum of every row."""
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
@@ -360,8 +359,8 @@ def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
         raise missing_shards(wants.store, names)
 
 
-def _plan(tasks: Sequence[TaskShards]) -> Layout:
-    return Layout([(task.task_id, task.fence, _writable(task)) for task in tasks])
+def _plan(tasks: Sequence[TaskShards]) -> BlockLayout:
+    return BlockLayout([(task.task_id, task.fence, _writable(task)) for task in tasks])
 
 
 def _writable(task: TaskShards) -> dict[str, Array]:
@@ -394,7 +393,7 @@ def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> Non
             os.close(written[0])
 
 
-def _receipts(tasks: Sequence[TaskShards], layout: Layout, checksums: list[int], store: str) -> list[Receipt]:
+def _receipts(tasks: Sequence[TaskShards], layout: BlockLayout, checksums: list[int], store: str) -> list[Receipt]:
     return [
         Receipt(task.task_id, task.fence, store, digest, nbytes)
         for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)

@@ -22,7 +22,7 @@ from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask,
 from proto.registry import Message, Request
 from proto.tensors import Array
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, Outcome, StreamLine, Window
+from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamLine, StreamOutcome
 from shared.dataplane.stream_memory import Regions
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
@@ -96,7 +96,7 @@ class StreamReader:
         self.counts = Counts()
         """What was received and refused so far."""
         self._regions = Regions()
-        self._window = Window(inflight_bytes, self.counts)
+        self._window = RequestWindow(inflight_bytes, self.counts)
         self._checker = ThreadPoolExecutor(1, "stream-checker")
         self._lines: dict[str, StreamLine] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -203,18 +203,18 @@ class StreamReader:
                 arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
             received = arrival.received
             outcome, why = await self._receive(load, line, arrival, opened.stream)
-            if outcome is Outcome.COMPLETE:
+            if outcome is StreamOutcome.COMPLETE:
                 load.pieces[first] = arrival.arrays()
                 return
             self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
             pause = AGAIN_S if arrival.received > received else min(AGAIN_MAX_S, 2 * pause)
-            if outcome is Outcome.CORRUPT:
+            if outcome is StreamOutcome.CORRUPT:
                 arrival = None
                 corrupt += 1
                 if corrupt >= CORRUPT_TRIES:
                     names = [f"{task.task_id}#{key}" for task in tasks for key in load.keys or ("*",)]
                     raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
-            if outcome is Outcome.FAILED:
+            if outcome is StreamOutcome.FAILED:
                 raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
             await asyncio.sleep(pause)  # paces the retries
             line, opened = await self._open(load, tasks, 1 << 62)
@@ -226,12 +226,12 @@ class StreamReader:
                     retry_after_s=AGAIN_S,
                 )
 
-    async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[Outcome, str]:
+    async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[StreamOutcome, str]:
         """Receive `arrival` over the line and return the outcome. If cancelled, wait until the line has released it."""
         loop = asyncio.get_running_loop()
-        settled: asyncio.Future[tuple[Outcome, str]] = loop.create_future()
+        settled: asyncio.Future[tuple[StreamOutcome, str]] = loop.create_future()
 
-        def settle(outcome: Outcome, why: str) -> None:
+        def settle(outcome: StreamOutcome, why: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_set, settled, (outcome, why))
 
@@ -316,7 +316,7 @@ def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
     return list({(task.task_id, task.fence): task for task in tasks}.values())
 
 
-def _set(future: asyncio.Future[tuple[Outcome, str]], value: tuple[Outcome, str]) -> None:
+def _set(future: asyncio.Future[tuple[StreamOutcome, str]], value: tuple[StreamOutcome, str]) -> None:
     if not future.done():
         future.set_result(value)
 

@@ -14,7 +14,7 @@ from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
-from shared.dataplane.stream_memory import Lease, Regions
+from shared.dataplane.stream_memory import RegionHold, Regions
 
 _HASH_BYTES = 4 << 20
 """Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""
@@ -47,7 +47,7 @@ class Arrival:
         self._partial: xxhash.xxh3_64 | None = None
         self._arrays: list[dict[str, Array]] | None = None
         try:
-            self._lease = Lease(regions, self.total_bytes)
+            self._lease = RegionHold(regions, self.total_bytes)
         except OSError as error:
             raise WireError(f"stream of {self.total_bytes} bytes: no memory for it ({error.strerror})") from None
         self._view = self._lease.region.view[: self.total_bytes]

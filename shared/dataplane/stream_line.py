@@ -41,7 +41,7 @@ _TICK_S = 0.2
 _JOIN_S = 1.0
 
 
-class Outcome(StrEnum):
+class StreamOutcome(StrEnum):
     """How the line finished with a stream."""
 
     COMPLETE = "complete"
@@ -62,7 +62,7 @@ class Counts:
     inflight_peak_bytes: int = 0
 
 
-class Window:
+class RequestWindow:
     """Bounds the requested bytes that have not arrived, over all lines of a reader. Thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
@@ -114,7 +114,7 @@ class Incoming:
     group: object
     """Streams of one group are requested one after the other. Groups take turns."""
     number: int
-    settle: Callable[[Outcome, str], None]
+    settle: Callable[[StreamOutcome, str], None]
     asked: int = 0
     """Offset of the first byte that was not requested yet."""
     checking: int = 0
@@ -127,7 +127,7 @@ class Incoming:
 class StreamLine:
     """A bulk connection with a thread of its own. `add`, `cancel` and `close` may be called on any thread."""
 
-    def __init__(self, opened: LineOpened, window: Window, checker: Executor, counts: Counts) -> None:
+    def __init__(self, opened: LineOpened, window: RequestWindow, checker: Executor, counts: Counts) -> None:
         """`checker` has one thread, on which received bytes are checked.
 
         Raises WireError if the line id or the secret are not hexadecimal digits of the right length.
@@ -166,7 +166,7 @@ class StreamLine:
             if not self._has_ended:
                 self._orders.put(("add", incoming))
                 return
-        incoming.settle(Outcome.LOST, "its line had ended")
+        incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
         """Stop receiving `incoming` and settle it as LOST unless it is settled. Nothing is written to it after that."""
@@ -184,7 +184,7 @@ class StreamLine:
     # ---- the thread
 
     def _run(self) -> None:
-        outcome, why = Outcome.LOST, "the line was closed"
+        outcome, why = StreamOutcome.LOST, "the line was closed"
         self._window.enter()
         try:
             line = self._connect()
@@ -201,7 +201,7 @@ class StreamLine:
             why = f"{self._endpoint}: {error}"
         except Exception as error:
             self._log.error("line ended", exc_info=error)
-            outcome, why = Outcome.FAILED, f"the receiving thread ended with {error!r} (see the log)"
+            outcome, why = StreamOutcome.FAILED, f"the receiving thread ended with {error!r} (see the log)"
         finally:
             with self._ordering:
                 self._has_ended = True
@@ -260,7 +260,7 @@ class StreamLine:
         if self._socket is not None:
             message = bulk.pack_head(Head(Kind.CLOSE, incoming.number))
             self._socket.sendall(message + self._tag(message))
-        incoming.settle(Outcome.LOST, "cancelled")
+        incoming.settle(StreamOutcome.LOST, "cancelled")
 
     def _tag(self, message: bytes) -> bytes:
         return self._sealer.tag(message) if self._sealer is not None else b""
@@ -359,13 +359,13 @@ class StreamLine:
         try:
             incoming.arrival.check(upto)
         except WireError as error:
-            incoming.settle(Outcome.CORRUPT, str(error))
+            incoming.settle(StreamOutcome.CORRUPT, str(error))
         except Exception as error:
             self._log.error("check ended", exc_info=error)
-            incoming.settle(Outcome.FAILED, f"received bytes could not be checked: {error!r} (see the log)")
+            incoming.settle(StreamOutcome.FAILED, f"received bytes could not be checked: {error!r} (see the log)")
         else:
             if upto == incoming.arrival.total_bytes:
-                incoming.settle(Outcome.COMPLETE, "")
+                incoming.settle(StreamOutcome.COMPLETE, "")
             return
         self.cancel(incoming)
 

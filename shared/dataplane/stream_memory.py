@@ -99,7 +99,7 @@ class Regions:
         return capacity
 
 
-class Lease:
+class RegionHold:
     """Keeps a region in use until the last reference to this object goes. Arrays over it hold one as their `base`."""
 
     def __init__(self, regions: Regions, nbytes: int) -> None:

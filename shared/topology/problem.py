@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
+Found = Iterator[tuple[Path, str]]
+"""What a check yields: the path of a key, and the value, the limit and the remedy in one line."""
 
 
 def dotted(path: Path) -> str:

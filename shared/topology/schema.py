@@ -15,7 +15,7 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
-from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
+from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, LeaseSettings, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
@@ -195,7 +195,7 @@ class Topology(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
     placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
-    lease: Lease = Field(default_factory=Lease, description="how long work may make no progress")
+    lease: LeaseSettings = Field(default_factory=LeaseSettings, description="how long work may make no progress")
     transport: Transport = Field(default_factory=Transport, description="how hosts communicate")
 
     @property
@@ -215,10 +215,7 @@ class Topology(Section):
 
     def store_hosts(self) -> list[str | None]:
         """One host for each batch-store. None is the machine on which the run was started."""
-        placed = [self.services.policy_trainer, self.services.rollout]
-        if self.services.reference is not None:
-            placed.append(self.services.reference)
-        return sorted({service.host for service in placed}, key=lambda host: host or "")
+        return sorted({service.host for service in self.services.placed.values()}, key=lambda host: host or "")
 
     def services_plan(self) -> list[ServiceSpec]:
         """Return every process of the run, each after those that it needs to start."""
