@@ -153,7 +153,7 @@ class Screen:
                 print(text, flush=True)
 
 
-def starting_text(states: dict[str, str], status: Status | None) -> str:
+def starting_text(states: Mapping[str, str], status: Status | None) -> str:
     """Return the line shown before the first metrics: services that are not ready, or the state of the first tasks."""
     waiting = [f"{name} {state}" for name, state in states.items() if state != ProcessState.READY]
     if waiting:

@@ -191,7 +191,9 @@ class ReferenceWorker:
             return await self.leases.persist(
                 lease,
                 "fetch",
-                lambda moved: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S, moved=moved),
+                lambda on_progress: self._data.fetch(
+                    meta, self._needs, deadline_s=DATA_CALL_S, on_progress=on_progress
+                ),
                 DATA_CALL_S,
             )
         except RpcError as error:
