@@ -22,7 +22,7 @@ from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask,
 from proto.registry import Message, Request
 from proto.tensors import Array
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamLine, StreamOutcome
+from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.dataplane.stream_memory import Regions
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
@@ -61,19 +61,7 @@ class _Load:
     keys: tuple[str, ...]
     pieces: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
     """Index of the first task of a stream -> one dict of arrays per task of the stream."""
-    coming: set[Incoming] = field(default_factory=set)
-    """The streams of this fetch that are being received."""
-    arrived_at: float = 0.0
-    """Time of `time.monotonic` at which the last range of its ended streams arrived."""
-
-    def end(self, incoming: Incoming) -> None:
-        self.coming.discard(incoming)
-        self.arrived_at = max(self.arrived_at, incoming.arrived_at)
-
-    @property
-    def last_range_at(self) -> float:
-        """Return the time of `time.monotonic` at which its last range arrived, 0 if none did."""
-        return max([self.arrived_at, *(incoming.arrived_at for incoming in self.coming)])
+    group: StreamGroup = field(default_factory=StreamGroup)
 
 
 class StreamReader:
@@ -139,8 +127,8 @@ class StreamReader:
             while not work.done():
                 left_s = max(0.0, since + stall_s - time.monotonic())
                 await asyncio.wait([work], timeout=left_s)
-                if load.last_range_at > since:
-                    since = load.last_range_at
+                if load.group.arrived_at > since:
+                    since = load.group.arrived_at
                     on_progress()
                 elif not left_s and not work.done():
                     raise DeadlineExceeded(
@@ -235,8 +223,7 @@ class StreamReader:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_set, settled, (outcome, why))
 
-        incoming = Incoming(arrival, load, number, settle)
-        load.coming.add(incoming)
+        incoming = Incoming(arrival, load.group, number, settle)
         line.add(incoming)
         try:
             return await asyncio.shield(settled)
@@ -244,8 +231,6 @@ class StreamReader:
             line.cancel(incoming)
             await settled  # until then the line may write to the memory
             raise
-        finally:
-            load.end(incoming)
 
     # ---- requests to a store
 

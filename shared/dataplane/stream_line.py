@@ -107,20 +107,25 @@ class RequestWindow:
 
 
 @dataclass(slots=True, eq=False)
+class StreamGroup:
+    """Streams that are requested one after the other. Groups take turns."""
+
+    arrived_at: float = 0.0
+    """Time of `time.monotonic` at which a range last arrived. Other threads read it."""
+
+
+@dataclass(slots=True, eq=False)
 class Incoming:
     """An opened stream on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
 
     arrival: Arrival
-    group: object
-    """Streams of one group are requested one after the other. Groups take turns."""
+    group: StreamGroup
     number: int
     settle: Callable[[StreamOutcome, str], None]
     asked: int = 0
     """Offset of the first byte that was not requested yet."""
     checking: int = 0
     """Number of bytes submitted to the checking thread."""
-    arrived_at: float = 0.0
-    """Time of `time.monotonic` at which its last range arrived. Other threads read it."""
     is_over: bool = False
 
 
@@ -147,7 +152,7 @@ class StreamLine:
         self._orders: queue.SimpleQueue[tuple[str, Incoming] | None] = queue.SimpleQueue()
         self._ordering = threading.Lock()
         self._has_ended = False
-        self._turns: OrderedDict[object, deque[Incoming]] = OrderedDict()
+        self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
         """Group -> its streams that were not requested to their end."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
         """Stream, offset and length of each range that was requested and has not arrived."""
@@ -317,7 +322,7 @@ class StreamLine:
             return
         self._counts.chunks += 1
         self._counts.received_bytes += nbytes
-        incoming.arrived_at = time.monotonic()
+        incoming.group.arrived_at = time.monotonic()
         incoming.arrival.received += nbytes
         here = incoming.arrival.received
         if here - incoming.checking >= CHECK_BYTES or here == incoming.arrival.total_bytes:

@@ -34,7 +34,7 @@ from shared.dataplane import mapping, stream_line
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamLine, StreamOutcome
+from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.dataplane.stream_memory import Regions
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
@@ -594,10 +594,13 @@ def lines() -> Iterator[Lines]:
 class Taken:
     """A stream that a line is given."""
 
-    def __init__(self, opened: StreamOpened, group: object = None, arrival: Arrival | None = None) -> None:
+    def __init__(self, opened: StreamOpened, group: StreamGroup | None = None, arrival: Arrival | None = None) -> None:
         self.settled: list[tuple[StreamOutcome, str]] = []
         self.arrival = arrival or Arrival(opened, [PutTask("train/0/0", 1)], [], 2 * SIZE, Regions())
-        self.incoming = Incoming(self.arrival, group or self, opened.stream, lambda *end: self.settled.append(end))
+        self.incoming = Incoming(self.arrival, group or StreamGroup(), opened.stream, self._settle)
+
+    def _settle(self, outcome: StreamOutcome, why: str) -> None:
+        self.settled.append((outcome, why))
 
     def outcome(self) -> StreamOutcome:
         until(lambda: bool(self.settled))
@@ -659,7 +662,7 @@ def test_groups_of_streams_take_turns_and_those_of_one_group_do_not(
     lines.window = RequestWindow(2 << 20, lines.counts)
     opened = server.open_line()
     line = lines.line(opened)
-    group = object()
+    group = StreamGroup()
     mine = [Taken(server.open_stream(opened.line_id, source), group) for _ in range(2)]
     other = Taken(server.open_stream(opened.line_id, source))
     seen: list[tuple[int, int, int]] = []
