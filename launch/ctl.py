@@ -77,9 +77,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def restart(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
-    as_json: Json = False,
+    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
     """Stop one service, or one instance of it, and start it again."""
     run, before = context.obj

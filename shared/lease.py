@@ -15,15 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proto.messages import (
-    Complete,
-    CompleteAck,
-    ErrorCode,
-    LeaseGrant,
-    LeaseProgress,
-    LeaseRequest,
-    TaskResult,
-)
+from proto.messages import Complete, CompleteAck, ErrorCode, LeaseGrant, LeaseProgress, LeaseRequest, TaskResult
 from proto.tensors import Array
 from shared.actor.service import CALL_S, Service
 from shared.dataplane.stream import OnProgress

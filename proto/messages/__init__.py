@@ -7,14 +7,7 @@ began.
 
 from __future__ import annotations
 
-from proto.messages.common import (
-    Ack,
-    Array,
-    Error,
-    ErrorCode,
-    Ping,
-    Pong,
-)
+from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
 from proto.messages.process import (
     GetLog,
     GetSupervisorState,
@@ -65,14 +58,7 @@ from proto.messages.store import (
     PutTask,
     StoreStats,
 )
-from proto.messages.streams import (
-    GetStorePlace,
-    LineOpened,
-    OpenLine,
-    OpenStream,
-    StorePlace,
-    StreamOpened,
-)
+from proto.messages.streams import GetStorePlace, LineOpened, OpenLine, OpenStream, StorePlace, StreamOpened
 from proto.messages.tasks import (
     BatchMeta,
     BatchPart,
@@ -126,10 +112,4 @@ from proto.messages.trainer import (
     WorkerRequest,
     WorkerState,
 )
-from proto.messages.transfer import (
-    AskTransfer,
-    DeviceMemory,
-    EndTransfer,
-    TransferOffer,
-    TransferParameter,
-)
+from proto.messages.transfer import AskTransfer, DeviceMemory, EndTransfer, TransferOffer, TransferParameter

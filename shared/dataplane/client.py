@@ -118,9 +118,7 @@ class DataClient:
         self._write_mappings = WriteMappingPool()
         self._read_mappings = ReadMappingPool(self._helper)
         self.streams = StreamReader(
-            lambda store: client_of(*parse_service_name(store)),
-            plain=plain,
-            inflight_bytes=inflight_bytes,
+            lambda store: client_of(*parse_service_name(store)), plain=plain, inflight_bytes=inflight_bytes
         )
 
     def close(self) -> None:

@@ -73,12 +73,7 @@ class MappedWindow:
     def __init__(self, kept: KeptMapping, nbytes: int) -> None:
         """`nbytes` is the current size of the file, and at most `kept.room`."""
         self.kept = kept
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (kept.address, False),
-        }
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (kept.address, False)}
 
 
 class KeptMappings:

@@ -185,10 +185,7 @@ class BlockMapping:
 
 
 def views(
-    table: Table,
-    data: mmap.mmap | Array,
-    tasks: Sequence[int],
-    keys: Sequence[str] | None,
+    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
 ) -> list[dict[str, Array]]:
     """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`."""
     picked = selection.select(table, tasks, keys)

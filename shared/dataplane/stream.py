@@ -68,11 +68,7 @@ class StreamReader:
     """Fetches shards from any number of stores. Belongs to the event loop of its clients; a process has one."""
 
     def __init__(
-        self,
-        client_of: Callable[[str], Client],
-        *,
-        plain: bool = False,
-        inflight_bytes: int = INFLIGHT_BYTES,
+        self, client_of: Callable[[str], Client], *, plain: bool = False, inflight_bytes: int = INFLIGHT_BYTES
     ) -> None:
         """`client_of` returns the bus client of a store by name.
 
@@ -184,8 +180,7 @@ class StreamReader:
                 changed += 1
                 if changed >= CORRUPT_TRIES:
                     raise RpcError(
-                        ErrorCode.INTERNAL,
-                        f"{load.store} announces other bytes for the same shards again and again",
+                        ErrorCode.INTERNAL, f"{load.store} announces other bytes for the same shards again and again"
                     )
             if arrival is None:
                 arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)

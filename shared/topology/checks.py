@@ -42,22 +42,13 @@ def _files(topology: Topology) -> Found:
     model = FilePath(topology.policy.model)
     path = ("policy", "model")
     if not model.is_absolute():
-        yield (
-            path,
-            f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)",
-        )
+        yield (path, f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)")
     elif not model.is_dir():
         yield path, f"no folder {model}, relative paths start at the topology's folder; put the model there"
     elif not (model / "config.json").is_file():
-        yield (
-            path,
-            f"{model} has no config.json, a model's folder has one; save the model with save_pretrained",
-        )
+        yield (path, f"{model} has no config.json, a model's folder has one; save the model with save_pretrained")
     elif not any(model.glob("*.safetensors")):
-        yield (
-            path,
-            f"{model} has no *.safetensors, the only weight format read; save the model as safetensors",
-        )
+        yield (path, f"{model} has no *.safetensors, the only weight format read; save the model as safetensors")
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
     sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
     for where, source in sources.items():
@@ -70,16 +61,9 @@ def _files(topology: Topology) -> Found:
 
 def _algorithm(topology: Topology) -> Found:
     algorithm = topology.algorithm
-    tasks, mini, block = (
-        algorithm.tasks_per_step,
-        algorithm.mini_batch_tasks,
-        topology.services.rollout.block_tasks,
-    )
+    tasks, mini, block = (algorithm.tasks_per_step, algorithm.mini_batch_tasks, topology.services.rollout.block_tasks)
     if tasks % mini:
-        yield (
-            ("algorithm", "mini_batch_tasks"),
-            f"{mini} does not divide tasks_per_step ({tasks}), use a divisor",
-        )
+        yield (("algorithm", "mini_batch_tasks"), f"{mini} does not divide tasks_per_step ({tasks}), use a divisor")
     if tasks % block:
         message = f"{block} does not divide algorithm.tasks_per_step ({tasks}), use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
@@ -244,10 +228,7 @@ def _deterministic(topology: Topology) -> Found:
     if topology.consume != "order":
         yield ("consume",), f"{topology.consume} depends on timing, run.deterministic needs order"
     if topology.algorithm.filter_zero_variance is not None:
-        yield (
-            ("algorithm", "filter_zero_variance"),
-            "refills depend on timing, run.deterministic needs it left out",
-        )
+        yield (("algorithm", "filter_zero_variance"), "refills depend on timing, run.deterministic needs it left out")
 
 
 def _memory(topology: Topology) -> Found:
