@@ -15,7 +15,7 @@ import xxhash
 from proto import codec, dtypes, envelope, inline, tensors
 from proto.errors import WireError
 from proto.ids import check_key, check_task_id, make_task_id, new_incarnation, split_task_id
-from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, Limits
+from proto.limits import CONTROL, MAX_INLINE_BYTES, Limits
 from proto.messages import Ack, ErrorCode, ForwardBackward, GetInventory, Inventory, Ping, PutTask, RestartService
 from proto.registry import Message, all_messages, message
 
@@ -376,12 +376,6 @@ def test_shard_key_is_refused(key: str) -> None:
 def test_task_ids_come_apart_again() -> None:
     assert split_task_id(make_task_id("eval-math", 12, 7)) == ("eval-math", 12, 7)
     assert new_incarnation() in range(1, 2**63)
-
-
-def test_negative_limit_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"limits\.frames: -1 is negative"):
-        Limits(body_bytes=1, frames=-1, frame_bytes=1, total_bytes=1)
-    assert BULK.frame_bytes == 1 << 20
 
 
 def test_error_codes_are_a_closed_list_of_distinct_words() -> None:
