@@ -228,7 +228,8 @@ def _summarise(run: RunDir, ended: RunEnded, metrics: Metrics, wall_s: float) ->
             print(f"    {line}", file=sys.stderr)
     elif ended.outcome == RunOutcome.STOPPED:
         print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
-    if ended.outcome != RunOutcome.DONE and (saved := _newest_checkpoint(run)) < metrics.step:
+    saved = max(checkpoint_steps(run.checkpoints), default=0)
+    if ended.outcome != RunOutcome.DONE and saved < metrics.step:
         lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
         print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
     for line in accuracy_lines(metrics):
@@ -240,11 +241,6 @@ def _summarise(run: RunDir, ended: RunEnded, metrics: Metrics, wall_s: float) ->
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
     else:
         print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
-
-
-def _newest_checkpoint(run: RunDir) -> int:
-    """Return the step of the newest checkpoint, or 0 if there is none."""
-    return max(checkpoint_steps(run.checkpoints), default=0)
 
 
 if __name__ == "__main__":

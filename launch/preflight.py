@@ -33,7 +33,7 @@ def check(topology: Topology, file: str) -> Findings:
     findings = Findings()
     for key, source in _sources(topology).items():
         _check_rows(source, f"{file}: {key}", findings)
-    _check_functions(topology, file, findings)
+    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
     _check_gpus(topology, file, findings)
@@ -85,10 +85,6 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
     fate = "there is nothing to use" if lines is findings.errors else "they are left out"
     lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used, {fate}; the first of them:")
     lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
-
-
-def _check_functions(topology: Topology, file: str, findings: Findings) -> None:
-    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
 
 
 def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:

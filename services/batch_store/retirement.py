@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TypeVar
 
 import structlog
@@ -56,7 +57,7 @@ class Retirement:
     def settle(self) -> None:
         """Continue with the files that are due, and delete those that are no longer mapped."""
         while True:
-            opened = self._open(self._due, self._files.retire, _target)
+            opened = self._open(self._due, self._files.retire, attrgetter("target"))
             opened += self._open(self._closed, self._files.reopen, str)
             reaped = self._reap()
             excess = self._files.open_zombies()[self._max_open :]
@@ -111,7 +112,3 @@ class Retirement:
         if name not in self._logged:
             self._logged.add(name)
             self._log.error("a file cannot be deleted and its bytes still count as used", file=name, error=str(error))
-
-
-def _target(effect: Retire) -> str:
-    return effect.target
