@@ -18,10 +18,12 @@ import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from proto.tensors import Array
+from shared.dataplane.memory import array_over
 from shared.os_limits import raise_descriptor_limit
 
 MIN_BYTES = 256 << 10
@@ -65,15 +67,6 @@ class KeptMapping:
     def address(self) -> int:
         """Address at which the mapping begins."""
         return int(np.frombuffer(self.data, np.uint8).ctypes.data)
-
-
-class MappedWindow:
-    """The first bytes of a kept mapping. `numpy.asarray` of it gives an array, which keeps the mapping alive."""
-
-    def __init__(self, kept: KeptMapping, nbytes: int) -> None:
-        """`nbytes` is the current size of the file, and at most `kept.room`."""
-        self.kept = kept
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (kept.address, False)}
 
 
 class KeptMappings:
@@ -166,7 +159,7 @@ class WriteMappingPool:
                 if missing > 0:
                     return None
         kept.warm_bytes = nbytes  # not the maximum: another producer may have cut the file
-        return np.asarray(MappedWindow(kept, nbytes))
+        return array_over(kept.data, nbytes, lambda: kept)  # which keeps the mapping
 
     def close(self) -> None:
         """Drop all mappings."""
@@ -184,22 +177,6 @@ def _populate(data: mmap.mmap, nbytes: int) -> None:
     """Make the first `nbytes` of a mapping writable without page faults. Raises OSError."""
     for begin in range(0, nbytes, POPULATE_BYTES):
         data.madvise(_POPULATE_WRITE, begin, min(POPULATE_BYTES, nbytes - begin))
-
-
-class _LockedWindow(MappedWindow):
-    """Holds a file's lock while an array over a kept mapping lives. numpy keeps it alive as the base of the arrays."""
-
-    def __init__(
-        self, kept: KeptMapping, inode: Inode, locked: int, nbytes: int, ended: deque[tuple[Inode, KeptMapping]]
-    ) -> None:
-        super().__init__(kept, nbytes)
-        self._inode = inode
-        self._locked = locked
-        self._released = ended
-
-    def __del__(self) -> None:
-        self._released.append((self._inode, self.kept))  # runs on any thread; the next fetch does the rest
-        os.close(self._locked)
 
 
 class ReadMappingPool:
@@ -239,7 +216,12 @@ class ReadMappingPool:
                     self._kept.close()
                     return None
             kept.in_use = True
-        return np.asarray(_LockedWindow(kept, inode, locked, status.st_size, self._released)), again
+        release = partial(self._release, inode, kept, locked)
+        return array_over(kept.data, status.st_size, release), again
+
+    def _release(self, inode: Inode, kept: KeptMapping, locked: int) -> None:
+        self._released.append((inode, kept))  # runs on any thread; the next fetch does the rest
+        os.close(locked)
 
     def close(self) -> None:
         """Drop all mappings. Arrays that were given out stay valid."""

@@ -21,9 +21,9 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask, StreamOpened
 from proto.registry import Message, Request
 from proto.tensors import Array
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
-from shared.dataplane.stream_memory import Regions
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 

@@ -13,8 +13,8 @@ import xxhash
 from proto import blockfile, bulk, excerpt
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import as_wire
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_memory import Regions
 
 TASKS = [PutTask("train/0/1", 3), PutTask("train/0/2", 1)]
 MAX_STREAM_BYTES = 1 << 20

@@ -33,9 +33,9 @@ from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane import mapping, stream_line
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
 from shared.dataplane.mapping import MappingCache
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
-from shared.dataplane.stream_memory import Regions
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 

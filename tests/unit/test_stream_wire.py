@@ -18,8 +18,8 @@ from proto.excerpt import Picks
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array, as_wire
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_memory import RegionHold, Regions
 
 SECRET, LINE = bytes(range(32)), b"line-id-16-bytes"
 MIB = 1 << 20
@@ -312,23 +312,22 @@ def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:
 
 def test_region_is_used_again_only_after_its_last_array_went() -> None:
     regions = Regions()
-    lease = RegionHold(regions, 3 * MIB)
-    first = lease.region
-    whole = lease.array()
+    whole = regions.take(3 * MIB)
+    first = whole.ctypes.data
     array = whole[5:]
-    del lease, whole
-    assert RegionHold(regions, 3 * MIB).region is not first
+    del whole
+    assert regions.take(3 * MIB).ctypes.data != first
     del array
-    assert first in {regions.take(3 * MIB) for _ in range(2)}
+    assert first in {each.ctypes.data for each in [regions.take(3 * MIB) for _ in range(2)]}
 
 
 def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
     regions = Regions()
-    for lease in [RegionHold(regions, 4 * MIB) for _ in range(5)]:
-        lease.region.view[0] = 1
-    del lease
+    for array in [regions.take(4 * MIB) for _ in range(5)]:
+        array[0] = 1
+    del array
     assert regions.idle_bytes == 20 * MIB
-    large = RegionHold(regions, 10 * MIB)  # none of those will do: three of them go
+    large = regions.take(10 * MIB)  # none of those will do: three of them go
     assert regions.idle_bytes == 8 * MIB
     regions.close()
     del large
@@ -337,8 +336,8 @@ def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
 
 def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
     regions = Regions()
-    lease, used = RegionHold(regions, 4 * MIB), RegionHold(regions, 6 * MIB)
-    del lease
+    array, used = regions.take(4 * MIB), regions.take(6 * MIB)
+    del array
     gc.collect()
     assert regions.trim(time.monotonic() - 60)
     assert regions.idle_bytes == 4 * MIB
