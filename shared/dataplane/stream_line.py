@@ -149,7 +149,7 @@ class StreamLine:
         self._socket: socket.socket | None = None
         self._poller = select.poll()
         self._low = 1
-        self._orders: queue.SimpleQueue[tuple[str, Incoming] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Callable[[Incoming], None], Incoming] | None] = queue.SimpleQueue()
         self._ordering = threading.Lock()
         self._has_ended = False
         self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
@@ -169,13 +169,13 @@ class StreamLine:
         """Begin to request the bytes that `incoming` lacks."""
         with self._ordering:
             if not self._has_ended:
-                self._orders.put(("add", incoming))
+                self._orders.put((self._begin, incoming))
                 return
         incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
         """Stop receiving `incoming` and settle it as LOST unless it is settled. Nothing is written to it after that."""
-        self._orders.put(("cancel", incoming))
+        self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
         """End the line. Streams that are not complete are settled as LOST."""
@@ -243,19 +243,21 @@ class StreamLine:
                 continue
             if order is None:
                 return False
-            what, incoming = order
-            if what == "add":
-                incoming.asked = incoming.checking = incoming.arrival.received
-                self._turns.setdefault(incoming.group, deque()).append(incoming)
-            elif not incoming.is_over:
-                self._drop(incoming)
+            carry_out, incoming = order
+            carry_out(incoming)
             if self._orders.empty():
                 if self._due or self._turns:
                     return True
                 idle_since = time.monotonic()
 
+    def _begin(self, incoming: Incoming) -> None:
+        incoming.asked = incoming.checking = incoming.arrival.received
+        self._turns.setdefault(incoming.group, deque()).append(incoming)
+
     def _drop(self, incoming: Incoming) -> None:
         """Cancel a stream. Its ranges that are due are received and discarded."""
+        if incoming.is_over:
+            return
         incoming.is_over = True
         streams = self._turns.get(incoming.group, deque())
         if incoming in streams:
