@@ -38,7 +38,7 @@ def find(run: Path | None, access: Path | None) -> Run:
     return read(access)
 
 
-async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
+async def with_client(run: Run, service: str, request: Request, reply: type[R]) -> R:
     """Return the reply of instance 0 of `service`. Raises RpcError: `deadline` if it is not running, `bad_request` if
     it refuses this access.
     """
@@ -46,7 +46,7 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
     try:
         if isinstance(run, Access):
             where, endpoint = f"run {run.name}", run.endpoints[service]
-            await verify_access(context, run, service, deadline_s)
+            await verify_access(context, run, service)
         elif run.socket_file(service, 0).exists():
             where, endpoint = f"run {run.path}", run.endpoint(service, 0)
         else:
@@ -54,18 +54,16 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         ring = run.keys if isinstance(run, Access) else None
         client = Client(context, endpoint, service_name(service, 0), new_incarnation(), keys=ring)
         try:
-            return await client.call(request, reply, deadline_s=deadline_s)
+            return await client.call(request, reply, deadline_s=DEADLINE_S)
         except DeadlineExceeded:
-            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {deadline_s:g} s") from None
+            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {DEADLINE_S:g} s") from None
         finally:
             client.close()
     finally:
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
-async def verify_access(
-    context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str, deadline_s: float = DEADLINE_S
-) -> None:
+async def verify_access(context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str) -> None:
     """Return once `service` admits this access.
 
     Raises RpcError: `bad_request` if it refuses the access or belongs to another run, `deadline` if nothing answers. A
@@ -84,7 +82,7 @@ async def verify_access(
     socket.connect(endpoint)
     where = f"run {access.name}: {service} at {endpoint}"
     try:
-        event = await asyncio.wait_for(outcome, deadline_s)
+        event = await asyncio.wait_for(outcome, DEADLINE_S)
     except TimeoutError:
         raise RpcError(ErrorCode.DEADLINE, f"{where} cannot be reached; is the run up and the port open?") from None
     finally:

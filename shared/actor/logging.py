@@ -1,10 +1,12 @@
 """Structured logs: JSON lines in the run directory, and readable lines on the console of services started by hand.
+
 `log_page` reads pages of such a log, to answer requests over the bus.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -54,10 +56,10 @@ class _Tee:
         self._lost = self._lost + 1 if self._torn else 0
 
 
-def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **fields: Any) -> None:
+def configure(path: Path, *, console: TextIO | None = None, **fields: Any) -> None:
     """Append this process's logs to `path`, line by line, with `fields` on every line.
 
-    Also print them to `console`, if given. `level` is 10 for debug, 20 for info, 30 for warning.
+    Also print them to `console`, if given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -75,7 +77,7 @@ def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **f
             structlog.processors.format_exc_info,
             _Tee(file, console),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
