@@ -1,4 +1,4 @@
-"""Exports the access of a run for another machine, and joins a host to a run. Connects to nothing itself."""
+"""Exports the access of a run for another machine. Connects to nothing itself."""
 
 from __future__ import annotations
 
@@ -40,8 +40,3 @@ def export(run: RunDir, role: Role, file: Path) -> None:
         access.write(file, Access(run.name, load_keys(run.keys, role), endpoints, text))
     except OSError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{file}: {error.strerror}") from None
-
-
-def join(file: Path, folder: Path) -> RunDir:
-    """Make `folder` this host's directory of the run described by `file`. Raises RpcError(bad_request)."""
-    return RunDir.join(folder, access.read(file))

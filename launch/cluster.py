@@ -22,10 +22,11 @@ from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.supervisor.state import Died, Ended, Outcome, ProcessState, Reported
+from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging
+from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, service_name, sweep_abandoned
 from shared.topology import Topology, TopologyError, load, stop_limit_s
@@ -127,12 +128,12 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
         sys.stdout.flush()
     except OSError:  # nobody reads stdout: the exit status still tells the outcome, also when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return EXIT_DONE if ended.outcome == Outcome.DONE else EXIT_FAILED
+    return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
 
 
 async def _supervise(
     run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics, rewinds_before: int
-) -> Ended:
+) -> RunEnded:
     def on_event(event: EVENTS) -> None:
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
@@ -220,30 +221,26 @@ async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics, told: 
         screen.progress(f"{trouble}  {text}" if trouble else text)
 
 
-def _summarise(run: RunDir, ended: Ended, metrics: Metrics, wall_s: float) -> None:
-    if ended.outcome == Outcome.FAILED:
+def _summarise(run: RunDir, ended: RunEnded, metrics: Metrics, wall_s: float) -> None:
+    if ended.outcome == RunOutcome.FAILED:
         print(f"the run failed: {ended.cause}", file=sys.stderr)
         for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
             print(f"    {line}", file=sys.stderr)
-    elif ended.outcome == Outcome.STOPPED:
+    elif ended.outcome == RunOutcome.STOPPED:
         print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
-    if ended.outcome != Outcome.DONE and (saved := _newest_checkpoint(run)) < metrics.step:
+    saved = max(checkpoint_steps(run.checkpoints), default=0)
+    if ended.outcome != RunOutcome.DONE and saved < metrics.step:
         lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
         print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
     for line in accuracy_lines(metrics):
         print(line)
     print(f"wall time  {duration(wall_s)}")
     print(f"run        {run.path}")
-    if ended.outcome == Outcome.DONE:
+    if ended.outcome == RunOutcome.DONE:
         print(f"model      {run.export}")
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
     else:
         print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
-
-
-def _newest_checkpoint(run: RunDir) -> int:
-    """Return the step of the newest checkpoint, or 0 if there is none."""
-    return max(checkpoint_steps(run.checkpoints), default=0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from launch.logs import Follower, readable, size_of, tail
+from launch.logs import readable
 from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.supervisor.plan import SUPERVISOR, Key, select
 from proto.messages import (
@@ -31,9 +31,10 @@ from proto.messages import (
     StopRun,
     SupervisorState,
 )
+from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
-from shared.security.access import Access
+from shared.security.access import Access, read
 from shared.topology import TopologyError, load
 
 FOLLOW_S = 0.25
@@ -76,9 +77,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def restart(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
-    as_json: Json = False,
+    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
     """Stop one service, or one instance of it, and start it again."""
     run, before = context.obj
@@ -121,10 +120,8 @@ def join(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory to create on this host")],
 ) -> None:
     """Make this host part of a run, so that python -m services.NAME --run DIR works here."""
-    from launch import access
-
     with _one_line_errors():
-        joined = access.join(file, run_dir)
+        joined = RunDir.join(run_dir, read(file))
     print(f"{joined.path}: joins the run at {joined.scheduler}")
 
 
@@ -139,44 +136,32 @@ def logs(
     """Print the log of a service."""
     run, before = context.obj
     raw = as_json or before
-    with _one_line_errors():
+    with _one_line_errors(), suppress(KeyboardInterrupt):
         here = [*_known_keys(run), (SUPERVISOR, 0)]
         keys = select(name, [*here, *_registered_keys(run)])
-        if isinstance(run, Access) or not set(keys) <= set(here):
-            _print_remote_logs(run, keys, lines, follow=follow, raw=raw)
-            return
-    files = [run.log_file(*key) for key in keys]
-    followers = [Follower(file, position=size_of(file)) for file in files]
-    old = [line for file in files for line in tail(file, lines)]
-    for line in sorted(old, key=_timestamp)[-lines:] if lines else []:
-        print(line if raw else readable(line))
-    try:
-        while follow:
-            for follower in followers:
-                for line in follower.new_lines():
-                    print(line if raw else readable(line), flush=True)
-            time.sleep(FOLLOW_S)
-    except KeyboardInterrupt:
-        return
-
-
-def _print_remote_logs(run: Run, keys: list[Key], lines: int, *, follow: bool, raw: bool) -> None:
-    positions, begun = dict.fromkeys(keys, -1), False
-    with suppress(KeyboardInterrupt):
+        is_local = isinstance(run, RunDir) and set(keys) <= set(here)
+        positions = dict.fromkeys(keys, -1)
+        shown = lines
         while True:
             found: list[str] = []
             for key in keys:
-                request = GetLog(service=key[0], instance=key[1], lines=lines, position=positions[key])
-                page = asyncio.run(with_client(run, SUPERVISOR, request, LogLines))
-                positions[key] = page.position
-                found += page.lines
-            found.sort(key=_timestamp)
-            for line in found if begun else found[-lines:] if lines else []:
+                if is_local:
+                    page, positions[key] = log_page(run.log_file(*key), lines, positions[key])
+                else:
+                    page, positions[key] = _remote_page(run, key, lines, positions[key])
+                found += page
+            for line in sorted(found, key=_timestamp)[-shown:] if shown else []:
                 print(line if raw else readable(line), flush=True)
             if not follow:
                 return
-            begun = True
-            time.sleep(REMOTE_FOLLOW_S)
+            shown = sys.maxsize
+            time.sleep(FOLLOW_S if is_local else REMOTE_FOLLOW_S)
+
+
+def _remote_page(run: Run, key: Key, lines: int, position: int) -> tuple[list[str], int]:
+    request = GetLog(service=key[0], instance=key[1], lines=lines, position=position)
+    page = asyncio.run(with_client(run, SUPERVISOR, request, LogLines))
+    return page.lines, page.position
 
 
 def _known_keys(run: Run) -> list[Key]:

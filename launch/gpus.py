@@ -81,11 +81,8 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 
 def _shares(topology: Topology) -> list[_Share]:
     """Return the services that use GPUs. Colocated ones use the same number of GPUs (`colocate_checks`)."""
-    services = topology.services
-    trainer, reference, rollout = services.policy_trainer, services.reference, services.rollout
-    shares = [_Share("policy-trainer", trainer.host, trainer.world_size, 1)] if trainer.gpus else []
-    if reference is not None and reference.gpus:
-        shares.append(_Share("reference", reference.host, reference.world_size, 1))
-    if rollout.gpus:
-        shares.append(_Share("rollout", rollout.host, rollout.instances, rollout.gpus))
-    return shares
+    rollout = topology.services.rollout
+    shares = [
+        _Share(name, each.host, each.world_size, 1) for name, each in topology.services.scorers.items() if each.gpus
+    ]
+    return [*shares, _Share("rollout", rollout.host, rollout.instances, rollout.gpus)] if rollout.gpus else shares

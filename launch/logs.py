@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.supervisor.plan import Key
-from shared.actor.log_page import TAIL_BYTES
+from shared.actor.logging import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 
 _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
@@ -54,9 +54,9 @@ def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
 class Follower:
     """Returns the complete lines that were added to a file since the previous call."""
 
-    def __init__(self, path: Path, *, position: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._position = position
+        self._position = 0
 
     def new_lines(self) -> Iterator[str]:
         """Yield each new complete line. A file that has shrunk is read from its start."""
@@ -74,14 +74,6 @@ class Follower:
         whole = data.rfind(b"\n") + 1
         self._position += whole
         yield from data[:whole].decode(errors="replace").splitlines()
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a file in bytes, or 0 if it does not exist."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def shorten(text: str, limit_chars: int = 200) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import zmq
 
-from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, knock
+from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
 from launch.stream import Stream
 from proto.messages import ErrorCode, TopicRow
 from shared.rpc.errors import RpcError
@@ -92,7 +92,7 @@ async def _check_access(run: Access) -> None:
     """Raise a one-line RpcError for an access that is refused, because the stream would merely stay silent."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
-        await knock(context, run, "monitor")
+        await verify_access(context, run, "monitor")
     finally:
         context.term()
 

@@ -10,7 +10,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from proto.ids import new_incarnation
-from proto.limits import CONTROL
 from proto.messages import ErrorCode
 from proto.registry import Message, Request
 from shared.rpc.client import Client
@@ -39,7 +38,7 @@ def find(run: Path | None, access: Path | None) -> Run:
     return read(access)
 
 
-async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
+async def with_client(run: Run, service: str, request: Request, reply: type[R]) -> R:
     """Return the reply of instance 0 of `service`. Raises RpcError: `deadline` if it is not running, `bad_request` if
     it refuses this access.
     """
@@ -47,7 +46,7 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
     try:
         if isinstance(run, Access):
             where, endpoint = f"run {run.name}", run.endpoints[service]
-            await knock(context, run, service, deadline_s)
+            await verify_access(context, run, service)
         elif run.socket_file(service, 0).exists():
             where, endpoint = f"run {run.path}", run.endpoint(service, 0)
         else:
@@ -55,18 +54,16 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         ring = run.keys if isinstance(run, Access) else None
         client = Client(context, endpoint, service_name(service, 0), new_incarnation(), keys=ring)
         try:
-            return await client.call(request, reply, deadline_s=deadline_s)
+            return await client.call(request, reply, deadline_s=DEADLINE_S)
         except DeadlineExceeded:
-            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {deadline_s:g} s") from None
+            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {DEADLINE_S:g} s") from None
         finally:
             client.close()
     finally:
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
-async def knock(
-    context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str, deadline_s: float = DEADLINE_S
-) -> None:
+async def verify_access(context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str) -> None:
     """Return once `service` admits this access.
 
     Raises RpcError: `bad_request` if it refuses the access or belongs to another run, `deadline` if nothing answers. A
@@ -79,13 +76,13 @@ async def knock(
         if not outcome.done():
             outcome.set_result(parse_monitor_message(frames)["event"])
 
-    socket = open_socket(context, zmq.DEALER, CONTROL)
+    socket = open_socket(context, zmq.DEALER)
     unlock(socket, access.keys)
     events = Pump(socket.get_monitor_socket(_OUTCOMES), on_event)
     socket.connect(endpoint)
     where = f"run {access.name}: {service} at {endpoint}"
     try:
-        event = await asyncio.wait_for(outcome, deadline_s)
+        event = await asyncio.wait_for(outcome, DEADLINE_S)
     except TimeoutError:
         raise RpcError(ErrorCode.DEADLINE, f"{where} cannot be reached; is the run up and the port open?") from None
     finally:

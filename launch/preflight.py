@@ -14,6 +14,7 @@ from launch import functions, gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.topology import Topology, model_files
+from shared.topology.services import DEVICE_SERVICE
 
 SHOWN_ROWS = 3
 MIB = 1 << 20
@@ -32,7 +33,7 @@ def check(topology: Topology, file: str) -> Findings:
     findings = Findings()
     for key, source in _sources(topology).items():
         _check_rows(source, f"{file}: {key}", findings)
-    _check_functions(topology, file, findings)
+    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
     _check_gpus(topology, file, findings)
@@ -48,12 +49,8 @@ def shm_root(topology: Topology) -> Path:
 
 def threads_of(topology: Topology, service: str) -> int:
     """Return the number of CPU threads of each process of a service."""
-    section = {
-        "policy-trainer-worker": topology.services.policy_trainer,
-        "reference": topology.services.reference,
-        "rollout": topology.services.rollout,
-    }.get(service)
-    return section.threads or 1 if section is not None else 1
+    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
+    return (sections[service].threads or 1) if service in sections else 1
 
 
 def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
@@ -88,10 +85,6 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
     fate = "there is nothing to use" if lines is findings.errors else "they are left out"
     lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used, {fate}; the first of them:")
     lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
-
-
-def _check_functions(topology: Topology, file: str, findings: Findings) -> None:
-    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
 
 
 def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.logs import Follower, shorten
 from proto.messages import Status, TroubleKind, TroubleRow
+from shared.actor.service import ProcessState
 from shared.rundir import service_name
 
 if TYPE_CHECKING:
@@ -152,9 +153,9 @@ class Screen:
                 print(text, flush=True)
 
 
-def starting_text(states: dict[str, str], status: Status | None) -> str:
+def starting_text(states: Mapping[str, str], status: Status | None) -> str:
     """Return the line shown before the first metrics: services that are not ready, or the state of the first tasks."""
-    waiting = [f"{name} {state}" for name, state in states.items() if state != "READY"]
+    waiting = [f"{name} {state}" for name, state in states.items() if state != ProcessState.READY]
     if waiting:
         return f"starting: {', '.join(waiting)}"
     if status is None:

@@ -17,12 +17,13 @@ from launch.peer import Run, with_client
 from launch.supervisor.plan import SUPERVISOR
 from proto.messages import ErrorCode, GetStatus, GetSupervisorState, ProcessRow, ServiceRow, Status, SupervisorState
 from proto.registry import Message, Request
+from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.topology import TopologyError, load
 
 R = TypeVar("R", bound=Message)
-_GONE = frozenset({"WAITING", "BACKOFF", "STOPPED", "FAILED"})
+_GONE = frozenset({ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED})
 
 
 def _no_answer_text(run: Run) -> str:
@@ -85,34 +86,29 @@ def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[d
     for process in supervised:
         row = known.pop((process.service, process.instance), None)
         same = row if row is not None and row.incarnation == process.incarnation else None
-        entries.append(
-            {
-                "service": process.service,
-                "instance": process.instance,
-                "state": process.state,
-                "pid": process.pid or None,
-                "host": same.host if same else socket.gethostname(),
-                "incarnation": process.incarnation,
-                "restarts": process.restarts,
-                "heartbeat_age_s": same.heartbeat_age_s if same and process.state not in _GONE else None,
-                "rss_bytes": process.rss_bytes or (same.rss_bytes if same else 0),
-            }
-        )
+        host = same.host if same else socket.gethostname()
+        age_s = same.heartbeat_age_s if same and process.state not in _GONE else None
+        rss_bytes = process.rss_bytes or (same.rss_bytes if same else 0)
+        entries.append(_entry(process, process.pid or None, host, process.restarts, age_s, rss_bytes))
     for row in known.values():  # started by hand or on another host, or the supervisor is down
-        entries.append(
-            {
-                "service": row.service,
-                "instance": row.instance,
-                "state": row.state,
-                "pid": row.pid,
-                "host": row.host,
-                "incarnation": row.incarnation,
-                "restarts": None,
-                "heartbeat_age_s": row.heartbeat_age_s,
-                "rss_bytes": row.rss_bytes,
-            }
-        )
+        entries.append(_entry(row, row.pid, row.host, None, row.heartbeat_age_s, row.rss_bytes))
     return entries
+
+
+def _entry(
+    row: ProcessRow | ServiceRow, pid: int | None, host: str, restarts: int | None, age_s: float | None, rss_bytes: int
+) -> dict[str, Any]:
+    return {
+        "service": row.service,
+        "instance": row.instance,
+        "state": row.state,
+        "pid": pid,
+        "host": host,
+        "incarnation": row.incarnation,
+        "restarts": restarts,
+        "heartbeat_age_s": age_s,
+        "rss_bytes": rss_bytes,
+    }
 
 
 def _last_row(run: RunDir) -> dict[str, Any]:

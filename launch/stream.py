@@ -11,7 +11,6 @@ from launch.peer import Run
 from proto import codec
 from proto.errors import WireError
 from proto.ids import new_incarnation
-from proto.limits import CONTROL
 from proto.messages import GetSnapshot, Snapshot, TopicRow, Update
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -42,7 +41,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         run, loop = self._run, asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket = open_socket(self._context, zmq.SUB, CONTROL)
+        self._socket = open_socket(self._context, zmq.SUB)
         # subscribe to everything and filter here: in a sequence with holes a loss could not be seen
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._address = ""
@@ -125,7 +124,7 @@ class Stream:
 
     def _on_message(self, frames: list[bytes]) -> None:
         try:
-            decoded = codec.decode(frames[1:], CONTROL)
+            decoded = codec.decode(frames[1:])
         except WireError:
             return  # the gap shows with a later update
         self.heard_at = asyncio.get_running_loop().time()

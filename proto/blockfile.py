@@ -95,7 +95,6 @@ class Table:
     fences: list[int]
     keys: list[str]
     file_bytes: int
-    data_offset: int
     _rows: Array
     _dims: Array
     _starts: Array
@@ -136,17 +135,32 @@ class Table:
             self.keys[key]: digest for key, digest in zip(rows["key"].tolist(), rows["checksum"].tolist(), strict=True)
         }
 
-    def content_hash(self, task: int) -> int:
-        """Return the xxh3-64 of the checksums of the task's shards in row order."""
-        begin, end = int(self._starts[task]), int(self._starts[task + 1])
-        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._rows["checksum"][begin:end]).tobytes())
 
-    def task_bytes(self, task: int) -> int:
-        """Return the bytes of a task's shards without padding."""
-        return int(self._rows["nbytes"][int(self._starts[task]) : int(self._starts[task + 1])].sum())
+class FileHead:
+    """The header and the table of a file, whose rows it places: `rows` get their canonical offsets."""
+
+    def __init__(
+        self, task_ids: list[str], fences: list[int], counts: Array, keys: list[str], rows: Array, dims: Array
+    ) -> None:
+        self._shape = (len(task_ids), len(keys), len(rows), len(dims))
+        self._rows, self._dims = rows, dims
+        self._fences, self._counts = np.array(fences, _U64), counts.astype(_U32)
+        self._task_names, self._key_names = "\n".join(task_ids).encode(), "\n".join(keys).encode()
+        names = len(self._task_names) + len(self._key_names)
+        table_bytes = 12 * len(task_ids) + 8 * len(dims) + rows.nbytes + names
+        rows["offset"], self.file_bytes = _canonical(rows["nbytes"], HEADER_BYTES + table_bytes)
+
+    def pack(self) -> bytes:
+        """Return header and table, once the rows have their checksums."""
+        columns = (self._fences, self._dims, self._rows, self._counts)
+        table = b"".join([*(each.tobytes() for each in columns), self._task_names, self._key_names])
+        names = len(self._task_names), len(self._key_names)
+        digest = xxhash.xxh3_64_intdigest(table)
+        head = _HEADER.pack(MAGIC, LAYOUT, 0, *self._shape, *names, self.file_bytes, digest, 0)
+        return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + table
 
 
-class Layout:
+class BlockLayout:
     """The plan of a file to be written. Offsets are known at once, checksums after the data was written.
 
     `tasks` holds (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises WireError
@@ -178,31 +192,21 @@ class Layout:
         types = [array.dtype for array in self.arrays]
         codes = {dtype: dtypes.by_numpy(dtype).code for dtype in dict.fromkeys(types)}
         shapes = [array.shape for array in self.arrays]
-        dims = list(chain.from_iterable(shapes))
-        self._rows = np.zeros(len(numbers), _ROW)
-        self._rows["key"] = numbers
-        self._rows["dtype"] = [codes[dtype] for dtype in types]
-        self._rows["ndim"] = [len(shape) for shape in shapes]
-        self._rows["nbytes"] = [array.nbytes for array in self.arrays]
-        self._dims = np.array(dims, _U64)
-        self._fences = np.array([fence for _, fence, _ in tasks], _U64)
-        self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
-        self._task_names = "\n".join([task_id for task_id, _, _ in tasks]).encode()
-        self._key_names = "\n".join(keys).encode()
-        self.table_bytes = (
-            12 * len(tasks)
-            + 8 * len(dims)
-            + _ROW.itemsize * len(numbers)
-            + len(self._task_names)
-            + len(self._key_names)
-        )
-        sizes = self._rows["nbytes"]
+        rows = self._rows = np.zeros(len(numbers), _ROW)
+        rows["key"] = numbers
+        rows["dtype"] = [codes[dtype] for dtype in types]
+        rows["ndim"] = [len(shape) for shape in shapes]
+        rows["nbytes"] = [array.nbytes for array in self.arrays]
         # Only the dimensions of an empty array can exceed its bytes.
-        empty = not sizes.all()
-        if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (empty and not _dims_ok(self._rows, self._dims)):
+        sizes, dims = rows["nbytes"], np.array(list(chain.from_iterable(shapes)), _U64)
+        if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (not sizes.all() and not _dims_ok(rows, dims)):
             raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
-        self._rows["offset"], self.file_bytes = _canonical(sizes, HEADER_BYTES + self.table_bytes)
-        self.offsets: list[int] = self._rows["offset"].tolist()
+        self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
+        self._head = FileHead(
+            [each[0] for each in tasks], [each[1] for each in tasks], self._counts, list(keys), rows, dims
+        )
+        self.file_bytes = self._head.file_bytes
+        self.offsets: list[int] = rows["offset"].tolist()
 
     def sums(self, checksums: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the content hash and the bytes of every task, given the checksum of every row."""
@@ -217,31 +221,7 @@ class Layout:
     def head(self, checksums: Sequence[int]) -> bytes:
         """Return header and table, given the checksum of every row."""
         self._rows["checksum"] = checksums
-        table = b"".join(
-            (
-                self._fences.tobytes(),
-                self._dims.tobytes(),
-                self._rows.tobytes(),
-                self._counts.tobytes(),
-                self._task_names,
-                self._key_names,
-            )
-        )
-        head = _HEADER.pack(
-            MAGIC,
-            LAYOUT,
-            0,
-            len(self._fences),
-            self._key_names.count(b"\n") + 1,
-            len(self._rows),
-            len(self._dims),
-            len(self._task_names),
-            len(self._key_names),
-            self.file_bytes,
-            xxhash.xxh3_64_intdigest(table),
-            0,
-        )
-        return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)) + table
+        return self._head.pack()
 
 
 def table_bytes(header: Buffer, file_bytes: int) -> int:
@@ -282,7 +262,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
         )
     starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
     _check_rows(rows, dims, starts, keys, size, file_bytes)
-    return Table(task_ids, fences.tolist(), key_names, file_bytes, _up(HEADER_BYTES + size), rows, dims, starts)
+    return Table(task_ids, fences.tolist(), key_names, file_bytes, rows, dims, starts)
 
 
 def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, int, int, int]]:

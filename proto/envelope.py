@@ -42,23 +42,10 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
     def pack(self) -> bytes:
         """Return the 64 bytes. Raises WireError if a field does not fit its width."""
+        call = (self.type, self.flags, 0, self.remaining_ms, self.request_id, self.incarnation)
+        sizes = (self.body_bytes, self.frame_count, self.table_bytes, 0, self.total_bytes)
         try:
-            head = _LAYOUT.pack(
-                MAGIC,
-                MAJOR,
-                self.minor,
-                self.type,
-                self.flags,
-                0,
-                self.remaining_ms,
-                self.request_id,
-                self.incarnation,
-                self.body_bytes,
-                self.frame_count,
-                self.table_bytes,
-                0,
-                self.total_bytes,
-            )
+            head = _LAYOUT.pack(MAGIC, MAJOR, self.minor, *call, *sizes)
         except struct.error as error:
             raise WireError(f"envelope {self}: a field does not fit ({error})") from None
         return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
@@ -78,22 +65,8 @@ def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:
     """
     if len(data) != SIZE:
         raise WireError(f"envelope of {len(data)} bytes: must be {SIZE}")
-    (
-        magic,
-        major,
-        minor,
-        kind,
-        flags,
-        reserved_a,
-        remaining_ms,
-        request_id,
-        incarnation,
-        body_bytes,
-        frame_count,
-        table_bytes,
-        reserved_b,
-        total_bytes,
-    ) = _LAYOUT.unpack_from(data)
+    magic, major, minor, kind, flags, reserved, remaining_ms, *rest = _LAYOUT.unpack_from(data)
+    request_id, incarnation, body_bytes, frame_count, table_bytes, reserved_b, total_bytes = rest
     if magic != MAGIC:
         raise WireError(f"envelope magic {bytes(magic)!r}: must be {MAGIC!r}")
     if major != MAJOR:
@@ -101,7 +74,7 @@ def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:
     (checksum,) = _CHECK.unpack_from(data, _LAYOUT.size)
     if checksum != xxhash.xxh3_64_intdigest(data[: _LAYOUT.size]):
         raise WireError("envelope checksum does not match its bytes")
-    if minor == MINOR and (flags & ~KNOWN_FLAGS or reserved_a or reserved_b):
+    if minor == MINOR and (flags & ~KNOWN_FLAGS or reserved or reserved_b):
         raise WireError(f"envelope flags {flags:#x}: only {KNOWN_FLAGS:#x} are defined in {MAJOR}.{MINOR}")
     if body_bytes > limits.body_bytes:
         raise WireError(f"body of {body_bytes} bytes: limit is {limits.body_bytes}")

@@ -12,10 +12,9 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from proto import blockfile
-from proto.blockfile import HEADER_BYTES, Table
+from proto.blockfile import Table
 from proto.tensors import Array
 
 MAX_NAMED = 1 << 16
@@ -177,38 +176,10 @@ def _assemble(
     used = np.flatnonzero(is_used)
     rows["key"] = (np.cumsum(is_used) - 1)[key_of]
     counts = np.bincount(pick_of, minlength=covered)
-    fences = np.array(picks.fences[:covered], blockfile._U64)
-    task_names = "\n".join(picks.task_ids[:covered]).encode()
-    key_names = "\n".join([names[number] for number in used.tolist()]).encode()
     sources = rows["offset"].astype(np.int64)
-    table_bytes = 12 * covered + 8 * len(dims) + rows.nbytes + len(task_names) + len(key_names)
-    rows["offset"], total = blockfile._canonical(rows["nbytes"], HEADER_BYTES + table_bytes)
-    table = b"".join(
-        (
-            fences.tobytes(),
-            dims.tobytes(),
-            rows.tobytes(),
-            counts.astype(blockfile._U32).tobytes(),
-            task_names,
-            key_names,
-        )
-    )
-    head = blockfile._HEADER.pack(
-        blockfile.MAGIC,
-        blockfile.LAYOUT,
-        0,
-        covered,
-        len(used),
-        len(rows),
-        len(dims),
-        len(task_names),
-        len(key_names),
-        total,
-        xxhash.xxh3_64_intdigest(table),
-        0,
-    )
-    head += blockfile._CHECK.pack(xxhash.xxh3_64_intdigest(head)) + table
-    return Excerpt(head, covered, total, *_runs(file_of, sources, rows))
+    keys = [names[number] for number in used.tolist()]
+    head = blockfile.FileHead(picks.task_ids[:covered], picks.fences[:covered], counts, keys, rows, dims)
+    return Excerpt(head.pack(), covered, head.file_bytes, *_runs(file_of, sources, rows))
 
 
 def _runs(file_of: Array, sources: Array, rows: Array) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -1,11 +1,10 @@
-"""Identifiers of shards, tasks and incarnations."""
+"""Names of tasks and shards, and numbers of incarnations."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from proto.errors import WireError
 
@@ -14,24 +13,6 @@ REVISION = ":"
 """Separator in a shard key between the name of the shard and its revision."""
 _TASK = re.compile(r"[A-Za-z0-9_.:-]+/[0-9]+/[0-9]+")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]*")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardId:
-    """One tensor of one task.
-
-    `task_id` is `"<split>/<epoch>/<index>"` (or `"weights/<lineage>/<step>"`), and `key` names the tensor in it.
-    """
-
-    task_id: str
-    key: str
-
-    def __post_init__(self) -> None:
-        check_task_id(self.task_id)
-        check_key(self.key)
-
-    def __str__(self) -> str:
-        return f"{self.task_id}#{self.key}"
 
 
 def check_task_id(task_id: str) -> str:

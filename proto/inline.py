@@ -16,9 +16,7 @@ from proto.errors import WireError
 from proto.limits import MAX_INLINE_BYTES, MAX_NDIM
 from proto.tensors import Array
 
-INLINE_TYPES = frozenset(
-    ["|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8"],
-)
+INLINE_TYPES = frozenset(["|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8"])
 _FIELDS = frozenset([b"nd", b"type", b"kind", b"shape", b"data"])
 
 

@@ -23,14 +23,6 @@ class Limits:
     tensor_bytes: int = 1 << 62
     """Maximum bytes of one tensor. By default only the limits of the message apply."""
 
-    def __post_init__(self) -> None:
-        for name in ("body_bytes", "frames", "frame_bytes", "total_bytes", "tensor_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"limits.{name}: {getattr(self, name)} is negative; give a size >= 0")
-
 
 CONTROL = Limits(body_bytes=8 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20, tensor_bytes=64 << 10)
 """Limits of control sockets, for metadata and tensors of at most 64 KiB (docs/architecture.md, promise 6)."""
-
-BULK = Limits(body_bytes=1 << 20, frames=1024, frame_bytes=1 << 20, total_bytes=1 << 30)
-"""Limits of data-plane streams between hosts, with frames of at most 1 MiB."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proto.blockfile import _ITEMSIZES, ALIGN, Table
+from proto.blockfile import _ITEMSIZES, Table
 from proto.tensors import Array
 
 
@@ -40,25 +40,10 @@ class Selection(NamedTuple):
         return each if alike else 0
 
 
-def spans(table: Table, tasks: Sequence[int]) -> tuple[list[tuple[int, int]], Array]:
-    """Return the ranges [begin, end) of the data of tasks (given by index), in their order and with trailing padding,
-    and the number of bytes by which each task moves to the front when the ranges are concatenated.
-    """
-    where = np.asarray(tasks, np.int64)
-    last = table._rows[table._starts[where + 1] - 1]
-    begins = table._rows["offset"][table._starts[where]].astype(np.int64)
-    ends = (last["offset"] + last["nbytes"]).astype(np.int64) + (ALIGN - 1) & ~(ALIGN - 1)
-    heads = np.concatenate(([0], np.flatnonzero(begins[1:] != ends[:-1]) + 1))
-    tails = np.concatenate((heads[1:] - 1, [len(where) - 1]))
-    moves: Array = begins - (np.cumsum(ends - begins) - (ends - begins))
-    return list(zip(begins[heads].tolist(), ends[tails].tolist(), strict=True)), moves
-
-
-def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves: Array | None = None) -> Selection:
+def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
     """Return those of the shards `keys` that tasks (given by index) have, in the order of `keys`.
 
-    If `keys` is None, return all shards in the order of the file. `moves` are the bytes by which each task lies further
-    to the front than in the file (see `spans`).
+    If `keys` is None, return all shards in the order of the file.
     """
     where = np.asarray(tasks, np.int64)
     begins = table._starts[where]
@@ -75,8 +60,7 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None, moves
             counts = np.bincount(owner[wanted], minlength=len(where))
     rows = table._rows[picked]
     sizes = _ITEMSIZES[rows["dtype"]]
-    offsets = rows["offset"].astype(np.int64)
-    first = (offsets if moves is None else offsets - np.repeat(moves, counts)) // sizes
+    first = rows["offset"].astype(np.int64) // sizes
     end = first + rows["nbytes"].astype(np.int64) // sizes
     return Selection(counts, rows["key"], rows["dtype"], first, end, _shapes(table, picked, rows["ndim"]))
 

@@ -15,18 +15,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proto.messages import (
-    Complete,
-    CompleteAck,
-    ErrorCode,
-    LeaseGrant,
-    LeaseProgress,
-    LeaseRequest,
-    TaskResult,
-)
+from proto.messages import Complete, CompleteAck, ErrorCode, LeaseGrant, LeaseProgress, LeaseRequest, TaskResult
 from proto.tensors import Array
 from shared.actor.service import CALL_S, Service
-from shared.moved import Moved
+from shared.dataplane.stream import OnProgress
 from shared.rpc.errors import AWAY, RpcError
 
 POLL_S = 20.0
@@ -124,9 +116,9 @@ class LeaseBook:
 
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing` returns the progress counter of the compute thread, which only that thread advances."""
-        self.stands: Callable[[], bool] = lambda: False
+        self.blocked_on_devices: Callable[[], bool] = lambda: False
         """Whether computation is blocked because other processes have the devices, in turns with their own limits."""
-        self.behind: set[Lease] = set()
+        self.queued: set[Lease] = set()
         """Leases that wait for other leases to end. They progress whenever one of the others does."""
         self._others = 0
         self.computing = computing
@@ -148,12 +140,12 @@ class LeaseBook:
         for lease in self._held.values():
             if lease.waits:
                 lease.advance()
-        if self.stands():
+        if self.blocked_on_devices():
             for lease in self.uncomputed:
                 lease.advance()
-        others = sum(lease.progress for lease in self._held.values() if lease not in self.behind)
+        others = sum(lease.progress for lease in self._held.values() if lease not in self.queued)
         if others != self._others:
-            for lease in self.behind:
+            for lease in self.queued:
                 lease.advance()
         self._others = others
         return [LeaseProgress(number, lease.progress, lease.untouched) for number, lease in self._held.items()]
@@ -202,24 +194,26 @@ class LeaseBook:
             return lease
 
     async def persist(
-        self, lease: Lease, what: str, attempt: Callable[[Moved], Coroutine[Any, Any, T]], limit_s: float
+        self, lease: Lease, what: str, attempt: Callable[[OnProgress], Coroutine[Any, Any, T]], limit_s: float
     ) -> T:
         """Repeat `attempt` while its peer is away and the lease is held, and return its result.
 
-        An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `Moved` callback
+        An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `OnProgress`
         starts them again. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
         """
         return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 
-    async def _repeat(self, lease: Lease, what: str, attempt: Callable[[Moved], Awaitable[T]], limit_s: float) -> T:
-        def moved() -> None:
+    async def _repeat(
+        self, lease: Lease, what: str, attempt: Callable[[OnProgress], Awaitable[T]], limit_s: float
+    ) -> T:
+        def on_progress() -> None:
             lease.wait(limit_s)
 
         while True:
             lease.check()
-            moved()
+            on_progress()
             try:
-                return await attempt(moved)
+                return await attempt(on_progress)
             except RpcError as error:
                 if error.code not in AWAY:
                     raise

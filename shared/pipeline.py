@@ -101,7 +101,7 @@ class LeasePipeline(Generic[P, C]):
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
                 lease, prepared = ahead.result()
-                self._book.behind.discard(lease)
+                self._book.queued.discard(lease)
                 lease.untouched = False
                 ahead = asyncio.create_task(self._next_prepared())
                 self._computing.add(asyncio.create_task(self._compute_one(lease, prepared)))
@@ -143,7 +143,7 @@ class LeasePipeline(Generic[P, C]):
                 refused.count(lease, error)
                 await asyncio.sleep(BACKOFF_S)
             else:
-                self._book.behind.add(lease)  # until there is room to compute it
+                self._book.queued.add(lease)  # until there is room to compute it
                 lease.untouched = True
                 return lease, prepared
 
@@ -167,13 +167,13 @@ class LeasePipeline(Generic[P, C]):
         if computed is None:
             return
         lease.computed()
-        self._book.behind.add(lease)
+        self._book.queued.add(lease)
         try:
             while len(self._finishing) >= FINISHING_BLOCKS:
                 await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
                 self._reap()
         finally:
-            self._book.behind.discard(lease)
+            self._book.queued.discard(lease)
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
     async def _result_of(self, lease: Lease, prepared: P) -> C | None:
@@ -188,7 +188,7 @@ class LeasePipeline(Generic[P, C]):
             while not computing.done():
                 before, lease_s = self._book.computing(), lease.grant.lease_s
                 await asyncio.wait({computing}, timeout=lease_s)
-                if not computing.done() and self._book.computing() == before and not self._book.stands():
+                if not computing.done() and self._book.computing() == before and not self._book.blocked_on_devices():
                     raise RpcError(
                         ErrorCode.INTERNAL,
                         f"lease {lease.grant.lease_id} was lost, and {lease_s:g} s later (lease.lease_s) its "

@@ -118,9 +118,6 @@ class RunDir:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
             )
-        path.mkdir(parents=True, exist_ok=True)
-        for name in ("logs", "checkpoints"):
-            (path / name).mkdir(exist_ok=True)
         keys.create(path / "keys")
         return cls._write(path, shm_root)
 
@@ -141,20 +138,18 @@ class RunDir:
         path = path.absolute()
         if access.role != Role.SERVICE:
             raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"run {access.name}: who joins needs the role service, not {access.role.label}",
+                ErrorCode.BAD_REQUEST, f"run {access.name}: who joins needs the role service, not {access.role.label}"
             )
         if (path / "run.json").exists() or (path / "keys").exists():
             raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another")
-        path.mkdir(parents=True, exist_ok=True)
-        for name in ("logs", "checkpoints"):
-            (path / name).mkdir(exist_ok=True)
         keys.save(path / "keys", access.keys)
         (path / _TOPOLOGY).write_text(access.topology)
         return cls._write(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
     def _write(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
+        for name in ("logs", "checkpoints"):
+            (path / name).mkdir(exist_ok=True)
         sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
         longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
         if longest > MAX_IPC_PATH_BYTES:

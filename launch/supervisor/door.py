@@ -11,8 +11,7 @@ import structlog
 import zmq
 
 from launch.supervisor.plan import SUPERVISOR
-from shared.actor.refusals import report_refusals
-from shared.actor.telemetry import TelemetrySender
+from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir
@@ -24,7 +23,7 @@ from shared.security.zap import Gate
 REPORT_S = 1.0
 
 
-class Door:
+class SupervisorDoor:
     """The socket and its keys. Belongs to the event loop on which it was made. `close` it after the mailbox."""
 
     def __init__(

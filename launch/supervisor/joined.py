@@ -19,11 +19,7 @@ CALL_S = 1.0
 
 
 async def log_of_joined(
-    request: GetLog,
-    scheduler: Client,
-    context: zmq.Context[zmq.Socket[bytes]],
-    incarnation: int,
-    keys: Keyring | None,
+    request: GetLog, scheduler: Client, context: zmq.Context[zmq.Socket[bytes]], incarnation: int, keys: Keyring | None
 ) -> LogLines:
     """Return the log of the service named in `request`. `keys` is None if the run does not reach other hosts.
 

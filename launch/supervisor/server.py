@@ -15,38 +15,36 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import psutil
 import structlog
 import zmq
 
-from launch.supervisor.door import Door
+from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
 from launch.supervisor.state import (
-    Begin,
     Died,
     Effect,
-    Ended,
     Event,
     Exited,
     Kill,
     KillAsked,
     KillOrdered,
-    Phase,
-    ProcessState,
     Reported,
     RestartAsked,
+    RunEnded,
+    RunLifecycle,
+    RunPhase,
     Silent,
     Spawn,
     Spawned,
     StopAsked,
-    SupervisorState,
     Terminate,
-    Tick,
+    TimePassed,
 )
-from launch.supervisor.watch import Watch
+from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
@@ -63,9 +61,10 @@ from proto.messages import (
     ServiceReport,
     Status,
     StopRun,
+    SupervisorState,
 )
-from proto.messages import SupervisorState as SupervisorStateReply
-from shared.actor.log_page import page
+from shared.actor.logging import log_page
+from shared.actor.service import ProcessState
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
@@ -124,7 +123,7 @@ class Supervisor:
         the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module.
         """
         self._run = run
-        self.state = SupervisorState(plan, save_limit_s)
+        self.state = RunLifecycle(plan, save_limit_s)
         self._threads = dict(threads)
         self._gpus = dict(gpus or {})
         self._listen = dict(listen or {})
@@ -133,7 +132,7 @@ class Supervisor:
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[Ended]
+        self._ended: asyncio.Future[RunEnded]
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._incarnation = new_incarnation()
@@ -143,10 +142,10 @@ class Supervisor:
         self._dying: dict[int, list[Call]] = {}
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
-        self._door: Door | None = None
+        self._door: SupervisorDoor | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
-    async def run(self) -> Ended:
+    async def run(self) -> RunEnded:
         """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
@@ -157,15 +156,15 @@ class Supervisor:
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
         self._mailbox.handle(GetLog, self._on_get_log)
-        watch = Watch(
+        watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
         try:
             self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
-            self._door = Door(self._run, self._context, self._mailbox, self._incarnation)
+            self._door = SupervisorDoor(self._run, self._context, self._mailbox, self._incarnation)
             self._door.open(self._listen.get((SUPERVISOR, 0), ""))
             self._start_guard()
-            self._feed(Begin())
+            self._feed(TimePassed())
             self._background(watch.watch())
             return await self._ended
         finally:
@@ -182,7 +181,7 @@ class Supervisor:
 
     @property
     def draining(self) -> bool:
-        return self.state.phase in (Phase.DRAINING, Phase.ENDED)
+        return self.state.phase in (RunPhase.DRAINING, RunPhase.ENDED)
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
         """Return the scheduler's status of the run, or None if it does not answer."""
@@ -214,7 +213,7 @@ class Supervisor:
             self._timer = None
         deadline = self.state.next_deadline()
         if deadline is not None and not self._ended.done():
-            self._timer = self._loop.call_at(deadline, self._feed, Tick())
+            self._timer = self._loop.call_at(deadline, self._feed, TimePassed())
 
     def _carry_out(self, effect: Effect) -> Event | None:
         match effect:
@@ -228,10 +227,12 @@ class Supervisor:
             case Died():
                 self._log.warning("process died", name=service_name(*effect.key), cause=effect.cause)
                 self._on_event(effect)
-            case Ended():
+            case RunEnded():
                 self._log.info("ended", outcome=effect.outcome, cause=effect.cause)
                 if not self._ended.done():
                     self._ended.set_result(effect)
+            case _:
+                assert_never(effect)
         return None
 
     def _spawn(self, key: Key) -> Event:
@@ -339,7 +340,11 @@ class Supervisor:
 
     def _on_report(self, report: ServiceReport, call: Call) -> Ack:
         key = (report.service, report.instance)
-        event = Reported(key, report.pid, report.incarnation, report.state, report.cause)
+        try:
+            state = ProcessState(report.state)
+        except ValueError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{error}: use one of {', '.join(ProcessState)}") from None
+        event = Reported(key, report.pid, report.incarnation, state, report.cause)
         self._feed(event)
         self._on_event(event)
         return Ack()
@@ -371,7 +376,7 @@ class Supervisor:
     def _on_ping(self, _: Ping, call: Call) -> Pong:
         return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self.state.phase)
 
-    def _on_get_state(self, _: GetSupervisorState, call: Call) -> SupervisorStateReply:
+    def _on_get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
         rows = [
             ProcessRow(
                 service=key[0],
@@ -385,14 +390,14 @@ class Supervisor:
             )
             for key, process in self.state.processes.items()
         ]
-        return SupervisorStateReply(run=self._run.name, phase=self.state.phase, processes=rows)
+        return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows)
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
         if key not in self.state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
             ring = self._door.keys if self._door is not None else None
             return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
-        lines, position = page(self._run.log_file(*key), request.lines, request.position)
+        lines, position = log_page(self._run.log_file(*key), request.lines, request.position)
         return LogLines(lines=lines, position=position)
 
     # ---- the end

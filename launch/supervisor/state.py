@@ -12,9 +12,11 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
 
 from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
-from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS
+from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
@@ -34,7 +36,7 @@ SAVES = frozenset({DRIVER, "policy-trainer-worker"})
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
-class Phase:
+class RunPhase(StrEnum):
     """The phases of a run, in order."""
 
     STARTING = "STARTING"
@@ -43,7 +45,7 @@ class Phase:
     ENDED = "ENDED"
 
 
-class Outcome:
+class RunOutcome(StrEnum):
     """The outcomes of a run."""
 
     DONE = "DONE"
@@ -51,24 +53,7 @@ class Outcome:
     FAILED = "FAILED"
 
 
-class ProcessState:
-    """States of a process as seen by the supervisor. The middle ones are reported by the service itself."""
-
-    WAITING = "WAITING"
-    STARTING = "STARTING"
-    READY = "READY"
-    DRAINING = "DRAINING"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
-    BACKOFF = "BACKOFF"
-
-
 # ---------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The run begins."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class Reported:
     key: Key
     pid: int
     incarnation: int
-    state: str
+    state: ProcessState
     cause: str = ""
 
 
@@ -141,11 +126,11 @@ class KillAsked:
 
 
 @dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
+class TimePassed:
+    """Time has passed, or the run begins."""
 
 
-Event = Begin | Spawned | Reported | Silent | Exited | RestartAsked | KillOrdered | StopAsked | KillAsked | Tick
+Event = Spawned | Reported | Silent | Exited | RestartAsked | KillOrdered | StopAsked | KillAsked | TimePassed
 
 
 # --------------------------------------------------------------------------------------------------- effects
@@ -185,15 +170,15 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """Every process has exited. `key` is the process whose failure ended the run, if any."""
 
-    outcome: str
+    outcome: RunOutcome
     cause: str
     key: Key | None = None
 
 
-Effect = Spawn | Terminate | Kill | Died | Ended
+Effect = Spawn | Terminate | Kill | Died | RunEnded
 
 
 @dataclass
@@ -201,7 +186,7 @@ class Process:
     """The supervisor's knowledge of one process."""
 
     key: Key
-    state: str = ProcessState.WAITING
+    state: ProcessState = ProcessState.WAITING
     pid: int = 0
     incarnation: int = 0
     restarts: int = 0
@@ -220,15 +205,15 @@ class Process:
         return self.pid != 0 or self.state == ProcessState.STARTING
 
 
-class SupervisorState:
+class RunLifecycle:
     """The state machine of one run. `processes` keeps the order of the plan."""
 
     def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0) -> None:
         """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run."""
         self._save_limit_s = save_limit_s
-        self.phase = Phase.STARTING
+        self.phase = RunPhase.STARTING
         self.processes = {key: Process(key) for key in plan}
-        self._outcome = Outcome.DONE
+        self._outcome = RunOutcome.DONE
         self._cause = ""
         self._culprit: Key | None = None
         self._effects: list[Effect] = []
@@ -236,10 +221,10 @@ class SupervisorState:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at loop time `now`. Return the effects to carry out, in order."""
         self._effects = []
-        if self.phase == Phase.ENDED:
+        if self.phase == RunPhase.ENDED:
             return []
         match event:
-            case Begin() | Tick():
+            case TimePassed():
                 pass
             case Spawned(key, pid):
                 self._spawned(self.processes[key], pid, now)
@@ -255,17 +240,19 @@ class SupervisorState:
             case KillOrdered(key, pid, cause):
                 self._kill(self.processes[key], pid, cause)
             case StopAsked(cause):
-                self._drain(Outcome.STOPPED, cause, None)
+                self._drain(RunOutcome.STOPPED, cause, None)
             case KillAsked():
-                self._drain(Outcome.STOPPED, "killed", None)
+                self._drain(RunOutcome.STOPPED, "killed", None)
                 for process in self.processes.values():
                     if process.alive:
                         process.kill_at = now
+            case _:
+                assert_never(event)
         self._advance(now)
         return self._effects
 
     def next_deadline(self) -> float | None:
-        """Return the time at which a `Tick` is due, if any."""
+        """Return the time at which a `TimePassed` is due, if any."""
         times = [
             at for process in self.processes.values() for at in (process.kill_at, process.start_at, process.ready_by)
         ]
@@ -316,7 +303,7 @@ class SupervisorState:
         process.pid = 0
         process.kill_at = process.ready_by = None
         process.told_to_end = False
-        if self.phase == Phase.DRAINING:
+        if self.phase == RunPhase.DRAINING:
             process.state = ProcessState.STOPPED if event.status == 0 else ProcessState.FAILED
             process.cause = "" if event.status == 0 or asked else cause
             return
@@ -326,7 +313,7 @@ class SupervisorState:
             self._spawn(process, now)
         elif event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             process.state = ProcessState.STOPPED
-            self._drain(Outcome.DONE, "", None)
+            self._drain(RunOutcome.DONE, "", None)
         elif event.status == UNUSABLE_STATUS and not process.was_ready:
             self._fail(process, f"{cause} (another start would not mend it)")
         else:
@@ -355,10 +342,10 @@ class SupervisorState:
         """End the run because of `process`."""
         process.cause = cause
         process.state = ProcessState.FAILED
-        self._drain(Outcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
+        self._drain(RunOutcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
 
     def _restart(self, process: Process, now: float) -> None:
-        if self.phase == Phase.DRAINING:
+        if self.phase == RunPhase.DRAINING:
             return
         if process.state == ProcessState.BACKOFF:
             process.start_at = now
@@ -369,7 +356,7 @@ class SupervisorState:
 
     def _advance(self, now: float) -> None:
         self._enforce_deadlines(now)
-        if self.phase == Phase.DRAINING:
+        if self.phase == RunPhase.DRAINING:
             self._advance_drain(now)
             return
         first = [process for process in self.processes.values() if process.key[0] in FIRST]
@@ -380,7 +367,7 @@ class SupervisorState:
             if due or begun:
                 self._spawn(process, now)
         if all(process.state == ProcessState.READY for process in self.processes.values()):
-            self.phase = Phase.RUNNING
+            self.phase = RunPhase.RUNNING
 
     def _enforce_deadlines(self, now: float) -> None:
         for process in self.processes.values():
@@ -403,13 +390,13 @@ class SupervisorState:
                     self._tell_to_end(process, now)
             if group:
                 return
-        self.phase = Phase.ENDED
-        self._effects.append(Ended(self._outcome, self._cause, self._culprit))
+        self.phase = RunPhase.ENDED
+        self._effects.append(RunEnded(self._outcome, self._cause, self._culprit))
 
-    def _drain(self, outcome: str, cause: str, culprit: Key | None) -> None:
-        if self.phase == Phase.DRAINING:
+    def _drain(self, outcome: RunOutcome, cause: str, culprit: Key | None) -> None:
+        if self.phase == RunPhase.DRAINING:
             return
-        self.phase = Phase.DRAINING
+        self.phase = RunPhase.DRAINING
         self._outcome, self._cause, self._culprit = outcome, cause, culprit
         for process in self.processes.values():
             process.start_at = None
@@ -437,7 +424,7 @@ class SupervisorState:
         return DRAIN_LIMIT_S + (self._save_limit_s if key[0] in SAVES else 0.0)
 
     def _kill_at(self, process: Process, now: float) -> float:
-        return now + (self.drain_limit_s(process.key) if self.phase == Phase.DRAINING else DRAIN_LIMIT_S)
+        return now + (self.drain_limit_s(process.key) if self.phase == RunPhase.DRAINING else DRAIN_LIMIT_S)
 
 
 def describe_exit(status: int) -> str:

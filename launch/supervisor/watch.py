@@ -21,7 +21,7 @@ PING_EVERY_S = 5.0
 SILENCE_S = 60.0
 
 
-class Watch:
+class MailboxWatch:
     """Pings the mailbox of each given process. For the loop thread only."""
 
     def __init__(

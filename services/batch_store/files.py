@@ -24,9 +24,9 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import ErrorCode, PutTask
-from services.batch_store.room import Place, Retire, held_bytes
+from services.batch_store.room import Retire, Tier, held_bytes
 from shared.dataplane.mapping import lock_named
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 
 _TOMBSTONES = "tombstones"
@@ -57,7 +57,7 @@ class Found:
     nbytes: int
     table: Table | None
     why: str = ""
-    place: Place = Place.MEMORY
+    place: Tier = Tier.MEMORY
     duplicate: bool = False
     unreadable: bool = False
     """Whether the disk failed to read the file, which is left in place for a later life."""
@@ -80,7 +80,7 @@ class StoreFiles:
         self._on_retire = on_retire
         self._directory = directory
         self._folders = [directory] if spill is None else [directory, spill]
-        """Indexed by `Place`."""
+        """Indexed by `Tier`."""
         if spill is not None:
             spill.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class StoreFiles:
     def check_room(self, limits: Sequence[int]) -> None:
         """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it holds already.
 
-        `limits` are bytes, indexed by `Place`.
+        `limits` are bytes, indexed by `Tier`.
         """
         for place, folder in enumerate(self._folders):
             mount = os.statvfs(folder)
@@ -131,7 +131,7 @@ class StoreFiles:
         """Return whether a former life left sealed files."""
         return any(entry.name.endswith(".blk") for folder in self._folders for entry in os.scandir(folder))
 
-    def path(self, name: str, place: Place = Place.MEMORY) -> str:
+    def path(self, name: str, place: Tier = Tier.MEMORY) -> str:
         return str(self._folders[place] / name)
 
     # ---- one file
@@ -191,7 +191,7 @@ class StoreFiles:
         the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
         the bytes read back differ from those put. The unfinished file is removed in both cases.
         """
-        path = self.path(f"{put_id}.part", Place.DISK)
+        path = self.path(f"{put_id}.part", Tier.DISK)
         source = lock_named(self.path(f"{put_id}.blk"), os.O_RDONLY)
         if source is None:
             return False
@@ -212,14 +212,14 @@ class StoreFiles:
     def finish_copy(self, put_id: str) -> None:
         """Rename the copy to its sealed name, where a restart finds it. On OSError the copy is removed."""
         try:
-            os.rename(self.path(f"{put_id}.part", Place.DISK), self.path(f"{put_id}.blk", Place.DISK))
+            os.rename(self.path(f"{put_id}.part", Tier.DISK), self.path(f"{put_id}.blk", Tier.DISK))
         except BaseException:
             self.drop_copy(put_id)
             raise
 
     def drop_copy(self, put_id: str) -> None:
         """Delete a copy that is no longer needed. It still has its unfinished name, so no reader has opened it."""
-        os.unlink(self.path(f"{put_id}.part", Place.DISK))
+        os.unlink(self.path(f"{put_id}.part", Tier.DISK))
 
     # ---- zombies
 
@@ -373,7 +373,7 @@ class StoreFiles:
         """
         found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
-        for place in (Place.DISK, Place.MEMORY)[-len(self._folders) :]:  # a copy on disk takes precedence
+        for place in (Tier.DISK, Tier.MEMORY)[-len(self._folders) :]:  # a copy on disk takes precedence
             for entry in list(os.scandir(self._folders[place])):
                 if not entry.name.endswith(_SUFFIXES):
                     continue
@@ -383,13 +383,13 @@ class StoreFiles:
                     if error.errno in NO_DESCRIPTOR:
                         raise
                     one = Found(entry.name, 0, None, str(error), place, unreadable=True)
-                if place == Place.DISK and one.table is not None:
+                if place == Tier.DISK and one.table is not None:
                     spilled.add(entry.name)
                 found.append((entry.stat().st_mtime_ns, one))
         self._sealed_ns = max((at for at, _ in found), default=0)
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
 
-    def _examine(self, name: str, place: Place, *, duplicate: bool) -> Found:
+    def _examine(self, name: str, place: Tier, *, duplicate: bool) -> Found:
         descriptor = os.open(self.path(name, place), os.O_RDONLY | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(descriptor).st_size

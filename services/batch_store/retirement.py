@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TypeVar
 
 import structlog
 
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire
-from services.batch_store.state import StoreState
-from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
+from services.batch_store.room import Retire, Room
+from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
 """Maximum number of files that are renamed (and as many reopened) before the next round of deletions, and the divisor
@@ -28,10 +28,10 @@ T = TypeVar("T")
 class Retirement:
     """Carries out the removals that the index of one store decided. Belongs to the store's event loop."""
 
-    def __init__(self, name: str, index: StoreState, files: StoreFiles, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""
         self._log = structlog.get_logger(name)
-        self._index = index
+        self._room = room
         self._now = now
         self._files = files
         self._due: deque[Retire] = deque()
@@ -57,7 +57,7 @@ class Retirement:
     def settle(self) -> None:
         """Continue with the files that are due, and delete those that are no longer mapped."""
         while True:
-            opened = self._open(self._due, self._files.retire, _target)
+            opened = self._open(self._due, self._files.retire, attrgetter("target"))
             opened += self._open(self._closed, self._files.reopen, str)
             reaped = self._reap()
             excess = self._files.open_zombies()[self._max_open :]
@@ -80,7 +80,7 @@ class Retirement:
                 begin(one)
             except FileNotFoundError as error:
                 self._log.error("a file was deleted by another process", error=str(error))
-                self._index.reaped(name_of(one))
+                self._room.reaped(name_of(one))
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR:
                     due.appendleft(one)
@@ -95,7 +95,7 @@ class Retirement:
     def _reap(self) -> int:
         count = 0
         for name in self._files.unmapped():
-            if self._index.keep(name, self._now()):
+            if self._room.keep(name, self._now()):
                 self._files.keep(name)
                 continue
             try:
@@ -104,7 +104,7 @@ class Retirement:
                 self._log_failure(name, error)
                 continue
             self._logged.discard(name)
-            self._index.reaped(name)
+            self._room.reaped(name)
             count += 1
         return count
 
@@ -112,7 +112,3 @@ class Retirement:
         if name not in self._logged:
             self._logged.add(name)
             self._log.error("a file cannot be deleted and its bytes still count as used", file=name, error=str(error))
-
-
-def _target(effect: Retire) -> str:
-    return effect.target

@@ -39,17 +39,16 @@ from proto.messages import (
 from proto.registry import Message
 from services.batch_store.files import Found, StoreFiles
 from services.batch_store.retirement import Retirement
-from services.batch_store.room import RETRY_AFTER_S, Place
+from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
 from services.batch_store.stream_server import StreamServer
-from services.batch_store.stream_source import Kept, pin
+from services.batch_store.stream_source import SealedFile, pin
 from shared import topology
 from shared.actor.service import Service
-from shared.dataplane.full import DISK_FULL_ERRNOS
 from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
@@ -98,7 +97,7 @@ class StoreService(Service):
         folder = f"{self.NAME}-{self.instance}"
         spill = spill_folder(self.name, self._spill_root, self.run, folder) if self._spill_root is not None else None
         self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._retirement = Retirement(self.name, self.index, self._files, self.loop.time)
+        self._retirement = Retirement(self.name, self.index.room, self._files, self.loop.time)
         if spill is not None:
             self._spiller = Spiller(self.name, self.index, self._files, self._retirement)
         return super().bind()
@@ -109,7 +108,7 @@ class StoreService(Service):
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
         try:
-            files.check_room(self.index.limits)
+            files.check_room(self.index.room.limits)
         except RpcError as error:
             if not files.has_sealed():
                 raise
@@ -135,14 +134,17 @@ class StoreService(Service):
                     self.log.warning("grant withdrawn: its producer is gone", put_id=put_id)
                     self._retirement.take([self.index.abandon(put_id)])
             self._retirement.settle()
-            self._retirement.free(self.index.surplus(self.loop.time()))
+            self._retirement.free(self.index.room.surplus(self.loop.time()))
             if self.loop.time() - emitted >= EMIT_S:
                 if files.owes_tombstones:
                     with contextlib.suppress(OSError):  # logged at the first attempt
                         files.compact(self.index.tombstones)
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
-                stats |= {"spilled_bytes": self.index.used(Place.DISK), "memory_bytes": self.index.used(Place.MEMORY)}
+                stats |= {
+                    "spilled_bytes": self.index.room.used[Tier.DISK],
+                    "memory_bytes": self.index.room.used[Tier.MEMORY],
+                }
                 self.telemetry.emit("store", {name: float(value) for name, value in stats.items()})
                 streams = dataclasses.asdict(self._streams.stats())
                 self.telemetry.emit("streams", {name: float(value) for name, value in streams.items()})
@@ -172,7 +174,9 @@ class StoreService(Service):
 
     def registration(self) -> messages.Register:
         identity = self._files.identity if self._files is not None else ""
-        return msgspec.structs.replace(super().registration(), limit_bytes=self.index.limit_bytes, data_id=identity)
+        return msgspec.structs.replace(
+            super().registration(), limit_bytes=self.index.room.limit_bytes, data_id=identity
+        )
 
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
@@ -205,7 +209,7 @@ class StoreService(Service):
             except OSError as error:
                 if error.errno not in NO_DESCRIPTOR:
                     raise
-                self.index.count_busy()
+                self.index.room.busy += 1
                 self._mappings.clear()
                 text = (
                     f"{self.name}: {type(request).__name__}: no descriptor is left ({error}); if this persists, raise "
@@ -234,8 +238,8 @@ class StoreService(Service):
             raise
         if not new:
             if request.full:
-                self.index.count_busy()
-                self._retirement.free(self.index.give_up_spares())
+                self.index.room.busy += 1
+                self._retirement.free(self.index.room.give_up_spares())
             return PutGrant(path=files.path(f"{request.put_id}.tmp"))
         try:
             if spare is None:
@@ -246,13 +250,13 @@ class StoreService(Service):
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
             raise self._mount_full(f"put of {request.nbytes} bytes refused", error) from None
-        self.index.count_lent()
+        self.index.room.lent += 1
         return PutGrant(path=path)
 
     def _mount_full(self, what: str, error: OSError) -> RpcError:
         """Give up the spares and return the busy error after which the producer asks again."""
-        self.index.count_busy()
-        self._retirement.free(self.index.give_up_spares())
+        self.index.room.busy += 1
+        self._retirement.free(self.index.room.give_up_spares())
         text = f"{self.name}: {what}: no room for another file ({error})"
         return RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
 
@@ -262,7 +266,7 @@ class StoreService(Service):
         if spare is None:
             return None
         if not files.claim(spare):  # a reader that opened its former name still has it open
-            self._retirement.free([self.index.give_up_spare(spare)])
+            self._retirement.free([self.index.room.give_up_spare(spare)])
             return None
         return spare
 
@@ -271,7 +275,7 @@ class StoreService(Service):
         put_id = request.put_id
         nbytes = self.index.to_seal(put_id)
         if nbytes is None:
-            return PutSealed(nbytes=self.index.sealed_bytes(put_id))
+            return PutSealed(nbytes=self.index.sealed(put_id).nbytes)
         try:
             table = files.read_table(f"{put_id}.tmp")
             if table.file_bytes != nbytes:
@@ -299,7 +303,7 @@ class StoreService(Service):
         found, places = await self._files_of(request.tasks)
         return Located(files=[file.path for file in found], places=places)
 
-    async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[Kept], list[list[int]]]:
+    async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[SealedFile], list[list[int]]]:
         """Return files and, for each task, the indices of those that hold it.
 
         Raises RpcError(collected) or RpcError(missing), with `names`.
@@ -307,15 +311,17 @@ class StoreService(Service):
         files = await self._ready()
         while True:
             put_ids, places = self.index.locate(tasks)
-            paths = {put_id: files.path(f"{put_id}.blk", self.index.place(put_id)) for put_id in put_ids}
-            lost = [
-                put_id for put_id in put_ids if self.index.place(put_id) is Place.DISK and _is_deleted(paths[put_id])
+            sealed = [self.index.sealed(put_id) for put_id in put_ids]
+            found = [
+                SealedFile(files.path(f"{put_id}.blk", each.place), each.table)
+                for put_id, each in zip(put_ids, sealed, strict=True)
             ]
+            lost = [at for at, each in enumerate(sealed) if each.place is Tier.DISK and _is_deleted(found[at].path)]
             if not lost:
-                return [Kept(path, self.index.table(put_id)) for put_id, path in paths.items()], places
-            for put_id in lost:
-                self.log.error("spilled file deleted by another process, its shards are missing", file=paths[put_id])
-                self._retirement.take(self.index.lose(put_id))
+                return found, places
+            for at in lost:
+                self.log.error("spilled file deleted by another process, its shards are missing", file=found[at].path)
+                self._retirement.take(self.index.lose(put_ids[at]))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
         files = await self._ready()
@@ -363,16 +369,8 @@ class StoreService(Service):
         while True:
             found, places = await self._files_of(tasks)
             try:
-                source = await asyncio.to_thread(
-                    pin,
-                    self.name,
-                    found,
-                    places,
-                    tasks,
-                    request.keys,
-                    request.max_bytes,
-                    self._mappings,
-                )
+                limits = (request.keys, request.max_bytes, self._mappings)
+                source = await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index now knows
                 continue

@@ -21,7 +21,7 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id, revised_name
 from proto.messages import ErrorCode, PutTask, StoreStats
-from services.batch_store.room import Place, Retire, Room, held_bytes
+from services.batch_store.room import Retire, Room, Tier, held_bytes
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 
@@ -39,7 +39,7 @@ _WEIGHTS = f"{WEIGHTS}/"
 
 
 @dataclass(slots=True)
-class Grant:
+class OpenPut:
     """Room reserved for a producer."""
 
     nbytes: int
@@ -54,28 +54,29 @@ class Sealed:
     nbytes: int
     table: Table
     alive: set[int]
-    place: Place = Place.MEMORY
+    place: Tier = Tier.MEMORY
 
 
 @dataclass(slots=True)
-class Held:
+class TaskFiles:
     """The files with shards of one task: fence -> put ids. `serial` orders the inventory."""
 
     serial: int
     files: dict[int, list[str]] = field(default_factory=dict)
 
 
-class StoreState(Room):
+class StoreState:
     """The index of one store. Its methods are events, which return effects or raise RpcError for the caller."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int = 0) -> None:
         """Takes the same arguments as `Room`."""
-        super().__init__(name, memory_bytes, incarnation, spill_bytes)
+        self._name = name
+        self.room = Room(name, memory_bytes, incarnation, spill_bytes)
         self.tombstones: dict[str, int] = {}
         """Task id -> highest cleared fence, oldest first, bounded by MAX_TOMBSTONES."""
-        self._grants: dict[str, Grant] = {}
+        self._grants: dict[str, OpenPut] = {}
         self._sealed: dict[str, Sealed] = {}
-        self._tasks: dict[str, Held] = {}
+        self._tasks: dict[str, TaskFiles] = {}
         self._spill_queues: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
         """Sealed files in memory, oldest first: those of tasks, and those of weights, which spill last."""
         self._moving: dict[str, int] = {}
@@ -105,17 +106,17 @@ class StoreState(Room):
                 raise RpcError(ErrorCode.CONFLICT, f"{self._name}: put {put_id} is open with other tasks or sizes")
             grant.since = now
             return False
-        self._reserve(nbytes, spare)
-        self._grants[put_id] = Grant(nbytes, tuple(tasks), now)
+        self.room.reserve(nbytes, spare)
+        self._grants[put_id] = OpenPut(nbytes, tuple(tasks), now)
         return True
 
     def spare(self, put_id: str, nbytes: int) -> str | None:
         """Return the spare whose pages this put should take, None if there is none or the put has its file."""
-        return self._spares.nearest(nbytes) if put_id not in self._grants else None
+        return self.room.nearest(nbytes) if put_id not in self._grants else None
 
     def make_room(self, put_id: str, nbytes: int) -> list[str]:
         """Give up spares to make room for this put, except the one it should take. The caller deletes them."""
-        return self._free_spares(nbytes, self.spare(put_id, nbytes)) if put_id not in self._grants else []
+        return self.room.free_spares(nbytes, self.spare(put_id, nbytes)) if put_id not in self._grants else []
 
     def to_seal(self, put_id: str) -> int | None:
         """Return the granted size of a file to be sealed, or None if it is sealed already.
@@ -128,10 +129,6 @@ class StoreState(Room):
         if put_id in self._sealed:
             return None
         raise RpcError(ErrorCode.MISSING, f"{self._name}: no put {put_id} is open; put it again", names=[put_id])
-
-    def sealed_bytes(self, put_id: str) -> int:
-        """Return the size of a sealed file in bytes."""
-        return self._sealed[put_id].nbytes
 
     def has_new_shards(self, put_id: str, table: Table) -> bool:
         """Return whether a written file has shards that the store lacks. If so, rename the file, then call `seal`.
@@ -182,11 +179,11 @@ class StoreState(Room):
     def abandon(self, put_id: str) -> Retire:
         """Give up a grant. Its file becomes a zombie, because the producer may still write to it."""
         grant = self._grants.pop(put_id)
-        return self._retire(f"{put_id}.tmp", grant.nbytes)
+        return self.room.retire(f"{put_id}.tmp", grant.nbytes)
 
     def forget(self, put_id: str) -> None:
         """Forget a grant whose file could not be created."""
-        self._used[Place.MEMORY] -= held_bytes(self._grants.pop(put_id).nbytes)
+        self.room.remove(self._grants.pop(put_id).nbytes, Tier.MEMORY)
 
     def overdue(self, now: float) -> list[str]:
         """Return the grants old enough to be abandoned, unless their producer still holds its lock."""
@@ -218,13 +215,9 @@ class StoreState(Room):
             )
         return list(numbers), places
 
-    def place(self, put_id: str) -> Place:
-        """Return the place of a sealed file."""
-        return self._sealed[put_id].place
-
-    def table(self, put_id: str) -> Table:
-        """Return the table of a sealed file."""
-        return self._sealed[put_id].table
+    def sealed(self, put_id: str) -> Sealed:
+        """Return a sealed file."""
+        return self._sealed[put_id]
 
     def lose(self, put_id: str) -> list[Retire]:
         """Remove a sealed file that another process deleted. Its shards are missing from now on."""
@@ -257,18 +250,18 @@ class StoreState(Room):
     def stats(self) -> StoreStats:
         """Return exact counts. Bytes are in whole pages, the sum of memory and spill."""
         return StoreStats(
-            bytes=sum(self._used),
-            limit_bytes=self.limit_bytes,
+            bytes=sum(self.room.used),
+            limit_bytes=self.room.limit_bytes,
             shards=self._shards,
             tasks=len(self._tasks),
             files=len(self._sealed),
-            zombie_bytes=self._zombie_bytes,
-            spare_bytes=self._spare_bytes,
-            lent=self._lent,
+            zombie_bytes=self.room.zombie_bytes,
+            spare_bytes=self.room.spare_bytes,
+            lent=self.room.lent,
             tombstones=len(self.tombstones),
             puts=self._puts,
             clears=self._clears,
-            busy=self._busy,
+            busy=self.room.busy,
         )
 
     # ---- the end of tasks and files
@@ -302,13 +295,13 @@ class StoreState(Room):
 
     def lacks_room(self, put_id: str, nbytes: int) -> bool:
         """Return whether this put would be refused for want of memory that a spill could free."""
-        if put_id in self._grants or held_bytes(nbytes) > self.limits[Place.MEMORY]:
+        if put_id in self._grants or held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
             return False
-        return self._missing_bytes(nbytes, self.spare(put_id, nbytes)) > 0
+        return self.room.missing_bytes(nbytes, self.spare(put_id, nbytes)) > 0
 
     def begin_move(self) -> str | None:
         """Reserve room in the spill for the oldest sealed file that fits (weights last) and return it, or None."""
-        free = self.limits[Place.DISK] - self._used[Place.DISK]
+        free = self.room.limits[Tier.DISK] - self.room.used[Tier.DISK]
         if free <= 0:
             return None
         for order in self._spill_queues:
@@ -317,7 +310,7 @@ class StoreState(Room):
                 if nbytes <= free:
                     del order[put_id]
                     self._moving[put_id] = nbytes
-                    self._used[Place.DISK] += nbytes
+                    self.room.add(nbytes, Tier.DISK)
                     return put_id
         return None
 
@@ -329,12 +322,12 @@ class StoreState(Room):
         """Replace the file in memory, which becomes a zombie, by the copy on disk, which has its sealed name."""
         nbytes = self._sealed[put_id].nbytes
         del self._moving[put_id]
-        self._sealed[put_id].place = Place.DISK
-        return self._retire(f"{put_id}.blk", nbytes, Place.MEMORY)
+        self._sealed[put_id].place = Tier.DISK
+        return self.room.retire(f"{put_id}.blk", nbytes, Tier.MEMORY)
 
     def give_up_move(self, put_id: str, *, retry: bool) -> None:
         """Release the room of a move that failed. With `retry` the file may be moved later."""
-        self._used[Place.DISK] -= self._moving.pop(put_id)
+        self.room.remove(self._moving.pop(put_id), Tier.DISK)
         if retry and put_id in self._sealed:
             order = self._spill_queue(self._sealed[put_id].table)
             order[put_id] = None
@@ -348,27 +341,27 @@ class StoreState(Room):
             fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
             self.tombstones[task.task_id] = fence
 
-    def recover(self, put_id: str, nbytes: int, table: Table, place: Place = Place.MEMORY) -> list[Retire]:
+    def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Retire]:
         """Restore a sealed file of the former life with verified checksums, except cleared or superseded shards.
 
         Call it in the order of the seals. Of a file found both on disk and in memory, one is recovered and the other
         refused.
         """
-        self._used[place] += held_bytes(nbytes)
+        self.room.add(nbytes, place)
         alive = {
             i
             for i, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True))
             if self.tombstones.get(task_id, -1) < fence
         }
         if not alive:
-            return [self._retire(f"{put_id}.blk", nbytes, place)]
+            return [self.room.retire(f"{put_id}.blk", nbytes, place)]
         self._index(put_id, nbytes, table, alive, place)
         return self.supersede(put_id)
 
-    def recover_refuse(self, name: str, nbytes: int, place: Place = Place.MEMORY) -> Retire:
+    def recover_refuse(self, name: str, nbytes: int, place: Tier = Tier.MEMORY) -> Retire:
         """Retire an unsealed, damaged, dead or duplicate file of the former life, which may still be mapped."""
-        self._used[place] += held_bytes(nbytes)
-        return self._retire(name, nbytes, place)
+        self.room.add(nbytes, place)
+        return self.room.retire(name, nbytes, place)
 
     # ---- inside
 
@@ -385,10 +378,10 @@ class StoreState(Room):
         if nbytes <= HEADER_BYTES:
             text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        if held_bytes(nbytes) > self.limits[Place.MEMORY]:
+        if held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: put of {nbytes} bytes can never fit in {self.limits[Place.MEMORY]}; "
+                f"{self._name}: put of {nbytes} bytes can never fit in {self.room.limits[Tier.MEMORY]}; "
                 "put in parts or raise services.batch-store.memory",
             )
 
@@ -423,16 +416,16 @@ class StoreState(Room):
             found = found or not known or bool(new)
         return found
 
-    def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Place = Place.MEMORY) -> None:
+    def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Tier = Tier.MEMORY) -> None:
         self._sealed[put_id] = Sealed(nbytes, table, alive, place)
-        if place == Place.MEMORY:
+        if place == Tier.MEMORY:
             self._spill_queue(table)[put_id] = None
         for index in sorted(alive):
             task_id, fence = table.task_ids[index], table.fences[index]
             held = self._tasks.get(task_id)
             if held is None:
                 self._serial += 1
-                held = self._tasks[task_id] = Held(self._serial)
+                held = self._tasks[task_id] = TaskFiles(self._serial)
             files = held.files.setdefault(fence, [])
             self._shards -= self._count_shards(task_id, fence, files)
             files.append(put_id)
@@ -446,10 +439,7 @@ class StoreState(Room):
             return []
         del self._sealed[put_id]
         self._spill_queue(sealed.table).pop(put_id, None)
-        effect = self._retire(f"{put_id}.blk", sealed.nbytes, sealed.place)
-        if sealed.place == Place.MEMORY and self._spares.fits(sealed.nbytes):
-            self._spare_candidates[effect.target] = sealed.nbytes
-        return [effect]
+        return [self.room.retire(f"{put_id}.blk", sealed.nbytes, sealed.place, lend=True)]
 
     def _remove_entry(self, task_id: str, fence: int, put_ids: list[str], put_id: str) -> None:
         """Remove a task's entry in one of its files. The other files may hold the same shards."""

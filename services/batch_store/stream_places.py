@@ -19,7 +19,7 @@ PROVE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ReaderPlace:
     """The place of one connection. Times are in seconds of any monotonic clock."""
 
     address: str
@@ -39,12 +39,12 @@ class Places:
         """Number of unproven connections ended in favour of a newcomer."""
         self.unproven = 0
         """Number of connections that did not prove themselves in time."""
-        self._held: dict[Place, None] = {}
+        self._held: dict[ReaderPlace, None] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, address: str, now: float) -> tuple[Place | None, Place | None]:
+    def take(self, address: str, now: float) -> tuple[ReaderPlace | None, ReaderPlace | None]:
         """Return the place of a newcomer, None if it is turned away, and the place whose connection has to end for it.
 
         The latter is the oldest unproven connection from the address that has the most of them. Strangers on one host
@@ -60,15 +60,15 @@ class Places:
             victim = next(place for place in strangers if place.address == crowd)
             self.evicted += 1
             self.leave(victim)
-        place = Place(address, now)
+        place = ReaderPlace(address, now)
         self._held[place] = None
         return place, victim
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ReaderPlace) -> None:
         """Free the place of a connection that has ended."""
         self._held.pop(place, None)
 
-    def overdue(self, now: float) -> set[Place]:
+    def overdue(self, now: float) -> set[ReaderPlace]:
         """Return the places whose connections have to end, and count the unproven ones."""
         found = {place for place in self._held if now - place.used > (IDLE_S if place.proven else PROVE_S)}
         self.unproven += sum(not place.proven for place in found)

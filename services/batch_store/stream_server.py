@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -24,11 +24,11 @@ from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, StreamOpened
 from proto.tensors import Buffer
-from services.batch_store.stream_places import Place, Places
+from services.batch_store.stream_places import Places, ReaderPlace
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20
@@ -48,15 +48,17 @@ _TICK_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Stream:
+    number: int
     source: StreamSource
     used: float
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _ReaderLine:
     """A line that was promised to one reader in the answer to `OpenLine`."""
 
-    line_id: bytes
+    line_id: str
+    """Hexadecimal."""
     sealer: Seal | None
     opener: Seal | None
     opened_at: float
@@ -68,7 +70,6 @@ class _Line:
 class _Range:
     """A range of a stream that was requested and is not being sent yet."""
 
-    number: int
     stream: _Stream
     offset: int
     nbytes: int
@@ -79,8 +80,8 @@ class _Reader:
     """One connection. `line` is None until its HELLO has arrived."""
 
     socket: socket.socket
-    place: Place
-    line: _Line | None = None
+    place: ReaderPlace
+    line: _ReaderLine | None = None
     inbox: bytearray = field(default_factory=bytearray)
     ranges: deque[_Range] = field(default_factory=deque)
     asked_bytes: int = 0
@@ -97,7 +98,7 @@ class _Reader:
         return self.asked_bytes + bulk.MAX_RANGE_BYTES > READER_BYTES or len(self.ranges) >= READER_RANGES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamStats:
     """Counts of a stream server.
 
@@ -106,16 +107,16 @@ class StreamStats:
     last counts are of connections, see `Places`.
     """
 
-    streams: int
-    queued_bytes: int
-    buffer_bytes: int
-    sent_bytes: int
-    refused: int
-    unknown: int
-    turned_away: int
-    evicted: int
-    unproven: int
-    hung_up: int
+    streams: int = 0
+    queued_bytes: int = 0
+    buffer_bytes: int = 0
+    sent_bytes: int = 0
+    refused: int = 0
+    unknown: int = 0
+    turned_away: int = 0
+    evicted: int = 0
+    unproven: int = 0
+    hung_up: int = 0
 
 
 class StreamServer:
@@ -131,15 +132,15 @@ class StreamServer:
         self._key_limit_bytes = key_limit_bytes
         self._endpoint = ""
         self._lock = threading.Lock()
-        self._lines: dict[bytes, _Line] = {}
-        self._claimed: set[bytes] = set()
+        self._lines: dict[str, _ReaderLine] = {}
+        self._claimed: set[str] = set()
         """Ids of the lines that have a connection."""
         self._readers: dict[int, _Reader] = {}
         """Descriptor -> reader."""
         self._epoll = select.epoll()
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(bulk.MAX_RANGE_BYTES))
-        self._buffer_bytes = self._sent_bytes = self._refused = self._unknown = 0
+        self._counts = StreamStats()
         self._places = Places(raise_descriptor_limit())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -183,14 +184,14 @@ class StreamServer:
         with self._lock:
             if len(self._lines) >= MAX_LINES:
                 raise self._busy(f"{MAX_LINES} lines are open")
-            self._lines[line_id] = _Line(line_id, sealer, opener, time.monotonic())
+            self._lines[line_id.hex()] = _ReaderLine(line_id.hex(), sealer, opener, time.monotonic())
         return LineOpened(line_id=line_id.hex(), endpoint=self._endpoint, secret="" if self._plain else secret.hex())
 
     def open_stream(self, line_id: str, source: StreamSource) -> StreamOpened:
         """Serve `source` on a line. Raises RpcError: lost (no such line), busy (too many streams), draining."""
         self.check()
         with self._lock:
-            line = self._lines.get(bytes.fromhex(line_id) if _is_hexadecimal(line_id) else b"")
+            line = self._lines.get(line_id)
             if line is None:
                 raise RpcError(
                     ErrorCode.LOST, f"{self._name}: line {line_id[:40]!r} is not open: it has ended, open another"
@@ -198,8 +199,8 @@ class StreamServer:
             if sum(len(each.streams) for each in self._lines.values()) >= MAX_STREAMS:
                 raise self._busy(f"{MAX_STREAMS} streams are open")
             line.last_stream += 1
-            line.streams[line.last_stream] = _Stream(source, time.monotonic())
             number = line.last_stream
+            line.streams[number] = _Stream(number, source, time.monotonic())
         return StreamOpened(
             stream=number,
             covered=source.covered,
@@ -212,19 +213,14 @@ class StreamServer:
         """Return the current counts."""
         with self._lock:
             streams = sum(len(line.streams) for line in self._lines.values())
-        queued = sum(reader.left for reader in list(self._readers.values()))
-        places = self._places
-        return StreamStats(
-            streams,
-            queued,
-            self._buffer_bytes,
-            self._sent_bytes,
-            self._refused,
-            self._unknown,
-            places.turned_away,
-            places.evicted,
-            places.unproven,
-            self._refused + self._unknown,
+        return replace(
+            self._counts,
+            streams=streams,
+            queued_bytes=sum(reader.left for reader in list(self._readers.values())),
+            turned_away=self._places.turned_away,
+            evicted=self._places.evicted,
+            unproven=self._places.unproven,
+            hung_up=self._counts.refused + self._counts.unknown,
         )
 
     def close(self) -> None:
@@ -279,8 +275,8 @@ class StreamServer:
                 self._take_messages(reader)
             self._send(reader)
         except WireError as error:
-            self._refused += 1
-            if self._refused <= 8:
+            self._counts.refused += 1
+            if self._counts.refused <= 8:
                 self._log.warning("bulk message refused", peer=_peer(reader), error=str(error))
             self._leave(reader)
         except OSError:
@@ -321,7 +317,7 @@ class StreamServer:
         reader.ranges.clear()
         self._sent(reader)
 
-    def _leave_all(self, places: set[Place]) -> None:
+    def _leave_all(self, places: set[ReaderPlace]) -> None:
         for reader in [each for each in self._readers.values() if each.place in places]:
             self._leave(reader)
 
@@ -359,20 +355,20 @@ class StreamServer:
             else:
                 self._obey(reader, line, head)
 
-    def _claim(self, reader: _Reader, head: Head, message: bytes) -> _Line:
+    def _claim(self, reader: _Reader, head: Head, message: bytes) -> _ReaderLine:
         """Return the line that a HELLO names. Raises WireError."""
         if head.kind is not Kind.HELLO:
             raise WireError(f"bulk {head.kind.name.lower()} before hello")
-        line_id = message[bulk.HEAD_BYTES :]
+        line_id = message[bulk.HEAD_BYTES :].hex()
         with self._lock:
             line = self._lines.get(line_id)
         if line is None or line_id in self._claimed:
-            self._unknown += 1
-            self._refused -= 1  # the caller counts every WireError as refused
+            self._counts.unknown += 1
+            self._counts.refused -= 1  # the caller counts every WireError as refused
             raise WireError("bulk hello for a line that is not open or already has a connection")
         return line
 
-    def _obey(self, reader: _Reader, line: _Line, head: Head) -> None:
+    def _obey(self, reader: _Reader, line: _ReaderLine, head: Head) -> None:
         if head.kind is Kind.CLOSE:
             line.streams.pop(head.stream, None)  # requested ranges are still sent: the reader relies on their order
             return
@@ -382,7 +378,7 @@ class StreamServer:
                 f"bulk {head.kind.name.lower()} of {head.nbytes} bytes at {head.offset} of stream {head.stream}: "
                 + ("the stream is not open" if stream is None else f"it has {stream.source.total_bytes}")
             )
-        reader.ranges.append(_Range(head.stream, stream, head.offset, head.nbytes))
+        reader.ranges.append(_Range(stream, head.offset, head.nbytes))
         reader.asked_bytes += head.nbytes
 
     # ---- messages to readers
@@ -405,7 +401,7 @@ class StreamServer:
 
     def _progress(self, reader: _Reader, sent: int) -> None:
         reader.place.used = time.monotonic()
-        self._sent_bytes += sent
+        self._counts.sent_bytes += sent
         if sent == reader.left:
             self._sent(reader)
             return
@@ -420,25 +416,25 @@ class StreamServer:
         """Release the current message, which is sent or no longer needed."""
         reader.out, reader.left = [], 0
         if reader.buffer is not None:
-            self._buffer_bytes -= len(reader.buffer)
+            self._counts.buffer_bytes -= len(reader.buffer)
             if len(self._free) < _KEPT_BUFFERS:
                 self._free.append(reader.buffer)
             reader.buffer = None
 
-    def _next(self, reader: _Reader, line: _Line) -> None:
+    def _next(self, reader: _Reader, line: _ReaderLine) -> None:
         """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key may not seal it."""
         wanted = reader.ranges.popleft()
         reader.asked_bytes -= wanted.nbytes
         wanted.stream.used = time.monotonic()
         if wanted.offset + wanted.nbytes == wanted.stream.source.total_bytes:
             with self._lock:
-                line.streams.pop(wanted.number, None)
+                line.streams.pop(wanted.stream.number, None)
         reader.out = self._pack(reader, line, wanted)
         reader.left = sum(map(len, reader.out))
 
-    def _pack(self, reader: _Reader, line: _Line, wanted: _Range) -> list[Buffer]:
+    def _pack(self, reader: _Reader, line: _ReaderLine, wanted: _Range) -> list[Buffer]:
         pieces = wanted.stream.source.pieces(wanted.offset, wanted.nbytes)
-        head = bulk.pack_head(Head(Kind.DATA, wanted.number, wanted.nbytes, wanted.offset))
+        head = bulk.pack_head(Head(Kind.DATA, wanted.stream.number, wanted.nbytes, wanted.offset))
         if line.sealer is None:
             if len(pieces) <= _MAX_PIECES:
                 return [head, *pieces]  # sent directly from the mapped files, which do not change
@@ -452,12 +448,8 @@ class StreamServer:
     def _buffer(self, reader: _Reader) -> memoryview:
         """Return a buffer for the current message of a reader, which has at most one."""
         reader.buffer = self._free.pop() if self._free else bytearray(bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES)
-        self._buffer_bytes += len(reader.buffer)
+        self._counts.buffer_bytes += len(reader.buffer)
         return memoryview(reader.buffer)
-
-
-def _is_hexadecimal(text: str) -> bool:
-    return len(text) == 2 * bulk.LINE_ID_BYTES and all(each in "0123456789abcdef" for each in text)
 
 
 def _peer(reader: _Reader) -> str:

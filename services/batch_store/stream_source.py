@@ -25,7 +25,7 @@ STREAM_SHARE = 4
 """A stream reads at most 1/STREAM_SHARE of the number of files that the store may map for streams."""
 
 
-class Kept(NamedTuple):
+class SealedFile(NamedTuple):
     """A sealed file: its path, and its table at the time of the seal."""
 
     path: str
@@ -74,7 +74,7 @@ class StreamSource:
 
 def pin(
     name: str,
-    files: Sequence[Kept],
+    files: Sequence[SealedFile],
     places: Sequence[Sequence[int]],
     tasks: Sequence[PutTask],
     keys: Sequence[str],

@@ -18,7 +18,6 @@ import zmq
 from proto import codec
 from proto.envelope import FLAG_ONE_WAY
 from proto.errors import WireError
-from proto.limits import CONTROL
 from proto.messages import Ack, GetSnapshot, GetStatus, Snapshot, Status, Telemetry, TopicRow, Update
 from services.monitor import cluster
 from services.monitor.state import MonitorState
@@ -61,7 +60,7 @@ class MonitorService(Service):
 
     def bind(self) -> str:
         endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
-        socket = open_socket(self.context, zmq.XPUB, CONTROL)
+        socket = open_socket(self.context, zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first of its prefix
         socket.bind(self.run.endpoint(PUB, self.instance))

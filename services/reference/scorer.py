@@ -21,7 +21,7 @@ from services.reference.frozen import Frozen
 from shared.drill import canary_error
 from shared.lease import LeaseLost
 from shared.model import cpu
-from shared.model.determinism import require_deterministic_algorithms
+from shared.model.load import require_deterministic_algorithms
 from shared.model.shelf import Shelf, own_storages
 from shared.rpc.errors import RpcError
 

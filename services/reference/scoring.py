@@ -18,10 +18,10 @@ from services.reference.scorer import BEGINNING, Scorer
 from shared.actor.service import Service
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.devices import REFERENCE as WEIGHTS
 from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
-from shared.moved import Moved, nobody
 from shared.ranks.group import Group, GroupEnded
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -32,7 +32,7 @@ from shared.turns import Turns
 T = TypeVar("T")
 Weights = Mapping[str, Array]
 Asked = asyncio.Queue[tuple[ScoreTogether, Call]]
-Fetch = Callable[[Moved], Coroutine[Any, Any, list[dict[str, Array]]]]
+Fetch = Callable[[OnProgress], Coroutine[Any, Any, list[dict[str, Array]]]]
 
 TOGETHER_S = 3600.0
 """Maximum seconds that a block may take, including the turns of other processes on shared devices."""
@@ -117,7 +117,7 @@ class Scoring:
 
         async def prepare() -> tuple[Sequence[dict[str, Array]], Weights | None]:
             shards = await self._data.fetch(request.batch, REFERENCE.needs, deadline_s=DATA_CALL_S)
-            return shards, await self._weights(ref, lambda get: get(nobody))
+            return shards, await self._weights(ref, lambda get: get(ignore_progress))
 
         shards, weights = await self._ready(request, prepare())
         await self._acquire_devices()
@@ -151,7 +151,9 @@ class Scoring:
         if ref is None or self._scorer.version == _wanted(ref):
             return None
         (weights,) = await attempt(
-            lambda moved: self._data.fetch(weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S, moved=moved)
+            lambda on_progress: self._data.fetch(
+                weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S, on_progress=on_progress
+            )
         )
         return weights
 

@@ -176,7 +176,7 @@ class ReferenceWorker:
         self._refreshed = refreshed
         self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
         self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
-        self.leases.stands = lambda: self._turns.waiting
+        self.leases.blocked_on_devices = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),
@@ -191,7 +191,9 @@ class ReferenceWorker:
             return await self.leases.persist(
                 lease,
                 "fetch",
-                lambda moved: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S, moved=moved),
+                lambda on_progress: self._data.fetch(
+                    meta, self._needs, deadline_s=DATA_CALL_S, on_progress=on_progress
+                ),
                 DATA_CALL_S,
             )
         except RpcError as error:

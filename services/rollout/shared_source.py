@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from proto.messages import WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.weights_source import Delivery, Entry, WeightsSource
-from shared.moved import Moved, nobody
+from shared.dataplane.stream import OnProgress, ignore_progress
 
 Key = tuple[int, int, int]
 """Lineage, step and fence."""
@@ -22,9 +22,9 @@ class _Fetching:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.waiting: list[Moved] = []
+        self.waiting: list[OnProgress] = []
 
-    def moved(self) -> None:
+    def on_progress(self) -> None:
         for each in list(self.waiting):
             each()
 
@@ -38,22 +38,22 @@ class SharedSource:
         self._here: WeakValueDictionary[Key, Delivery] = WeakValueDictionary()
         self._fetching: WeakValueDictionary[Key, _Fetching] = WeakValueDictionary()
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         key = (ref.lineage, ref.step, ref.fence)
         fetching = self._fetching.setdefault(key, _Fetching())
-        fetching.waiting.append(moved)
+        fetching.waiting.append(on_progress)
         try:
             async with fetching.lock:  # if the fetch fails, the next caller repeats it with its full time
-                moved()
+                on_progress()
                 delivery = self._here.get(key)
                 if delivery is None:
-                    delivery = self._here[key] = await self._source.fetch(ref, fetching.moved)
+                    delivery = self._here[key] = await self._source.fetch(ref, fetching.on_progress)
                 return delivery
         finally:
-            fetching.waiting.remove(moved)
+            fetching.waiting.remove(on_progress)
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        return await self._source.from_store(ref, moved)
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        return await self._source.from_store(ref, on_progress)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         return await self._source.drill(engine, ref, entry)

@@ -21,8 +21,8 @@ from services.rollout.engine import Engine
 from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.drill import noise_factors, perturb
-from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
 
 SHARDS = "shards"
@@ -104,10 +104,10 @@ class Arrays:
 class WeightsSource(Protocol):
     """A source from which the rollout takes weights."""
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         """Return the weights of `ref`. Raises RpcError if they are not available, or nothing arrived for `FETCH_S`."""
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         """Return the same from the store, after a failed transfer."""
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
@@ -120,12 +120,12 @@ class ShardSource:
     def __init__(self, data: DataClient) -> None:
         self._data = data
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S, moved=moved)
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S, on_progress=on_progress)
         return Arrays(weights)
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        return await self.fetch(ref, moved)
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        return await self.fetch(ref, on_progress)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         return await own_drill(engine, ref)
@@ -169,7 +169,7 @@ class TransferSource:
         self._memory = HostMemory()
         self._log = structlog.get_logger("transfer")
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         if self._engine is not None:
             return _IntoEngine(self, self._engine, ref, is_drill=False)
         try:
@@ -177,13 +177,13 @@ class TransferSource:
             weights = await self.transfers.bring(ref, self._memory, drill=False)
         except TransferFailed as error:
             self.failed(ref, error)
-            moved()
-            return await self.shards.fetch(ref, moved)
+            on_progress()
+            return await self.shards.fetch(ref, on_progress)
         self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
         return Arrays(weights, self.route)
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
-        return await self.shards.fetch(ref, moved)
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        return await self.shards.fetch(ref, on_progress)
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         if self._engine is not None:

@@ -33,9 +33,9 @@ from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.dataplane.stream import OnProgress
 from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
-from shared.moved import Moved
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
@@ -120,7 +120,7 @@ class RolloutWorker:
         self._on_text = on_text
         self._names = NamedValues()
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
-        self.leases.stands = lambda: turns.waiting
+        self.leases.blocked_on_devices = lambda: turns.waiting
         self._pipeline: LeasePipeline[_Prepared, _Sampled] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(block_tasks, lambda: (self.holds.lineage, self.holds.step)),
@@ -211,15 +211,15 @@ class RolloutWorker:
             self._in_flight.look_again()
 
         watching = asyncio.create_task(watch())
-        self.leases.behind.add(lease)
+        self.leases.queued.add(lease)
         lease.untouched = True
         try:
             async with self._in_flight.settled(may_begin):
-                self.leases.behind.discard(lease)
+                self.leases.queued.discard(lease)
                 lease.untouched = False
                 yield
         finally:
-            self.leases.behind.discard(lease)
+            self.leases.queued.discard(lease)
             watching.cancel()
 
     def _needs_other(self, lease: Lease) -> bool:
@@ -330,7 +330,7 @@ class RolloutWorker:
                 results[i] = with_receipt(results[i], receipt)
         return results
 
-    async def _put_file(self, puts: list[TaskShards], _: Moved) -> list[Receipt]:
+    async def _put_file(self, puts: list[TaskShards], _: OnProgress) -> list[Receipt]:
         return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:

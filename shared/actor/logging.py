@@ -1,8 +1,12 @@
-"""Structured logs: JSON lines in the run directory, and readable lines on the console of services started by hand."""
+"""Structured logs: JSON lines in the run directory, and readable lines on the console of services started by hand.
+
+`log_page` reads pages of such a log, to answer requests over the bus.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+TAIL_BYTES = 256 << 10
 CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 
 
@@ -51,10 +56,10 @@ class _Tee:
         self._lost = self._lost + 1 if self._torn else 0
 
 
-def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **fields: Any) -> None:
+def configure(path: Path, *, console: TextIO | None = None, **fields: Any) -> None:
     """Append this process's logs to `path`, line by line, with `fields` on every line.
 
-    Also print them to `console`, if given. `level` is 10 for debug, 20 for info, 30 for warning.
+    Also print them to `console`, if given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -72,7 +77,25 @@ def configure(path: Path, *, console: TextIO | None = None, level: int = 20, **f
             structlog.processors.format_exc_info,
             _Tee(file, console),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def log_page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
+    """Return whole lines and the position after them: from `position`, or the last `lines` lines if it is negative.
+
+    Reads at most 256 KiB, so all lines after `position` may take several pages.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = max(0, size - TAIL_BYTES) if position < 0 else position if position <= size else 0
+            file.seek(begin)
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return [], max(0, position)
+    whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == TAIL_BYTES else 0)  # a single line may fill a page
+    found = data[:whole].decode(errors="replace").splitlines()
+    return (found[-lines:] if lines > 0 else []) if position < 0 else found, begin + whole

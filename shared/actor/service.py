@@ -13,6 +13,7 @@ import signal
 import socket as host_names
 from collections import deque
 from collections.abc import Callable, Coroutine
+from enum import StrEnum
 from typing import Any, ClassVar
 
 import psutil
@@ -23,9 +24,8 @@ from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, Ping, Pong, ServiceReport
-from shared.actor.log_page import page
-from shared.actor.refusals import report_refusals
-from shared.actor.telemetry import TelemetrySender
+from shared.actor.logging import log_page
+from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.directory import Directory
 from shared.rpc.errors import RpcError
@@ -51,14 +51,16 @@ UNUSABLE_STATUS = os.EX_CONFIG
 """Exit status (78) of a process whose start was refused (`bad_request`). Every later start would be refused, too."""
 
 
-class State:
-    """The states of a service, in the order of its life."""
+class ProcessState(StrEnum):
+    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the other two."""
 
+    WAITING = "WAITING"
     STARTING = "STARTING"
     READY = "READY"
     DRAINING = "DRAINING"
     STOPPED = "STOPPED"
     FAILED = "FAILED"
+    BACKOFF = "BACKOFF"
 
 
 class Service:
@@ -77,7 +79,7 @@ class Service:
         self.run = run
         self.instance = instance
         self.incarnation = new_incarnation()
-        self.state = State.STARTING
+        self.state = ProcessState.STARTING
         self.cause = ""
         self.exit_status = FAILED_STATUS
         """Exit status of the process if this life ends FAILED."""
@@ -191,7 +193,7 @@ class Service:
     def ends_after(self, what: str) -> None:
         """Enter DRAINING and tell the supervisor what the end waits for, such as `saving step 19`."""
         self.cause = what
-        self._enter(State.DRAINING)
+        self._enter(ProcessState.DRAINING)
 
     # ---- life-cycle
 
@@ -218,28 +220,28 @@ class Service:
                 # collections (which in a store stop all sending for 0.03 s).
                 gc.collect()
                 gc.freeze()
-                self._enter(State.READY)
+                self._enter(ProcessState.READY)
                 await self._until_stopping(self.serve())
             if self._failure is not None:
                 raise self._failure
-            if self.state != State.DRAINING:
-                self._enter(State.DRAINING)
+            if self.state != ProcessState.DRAINING:
+                self._enter(ProcessState.DRAINING)
             async with asyncio.timeout(self.drain_s):
                 await self.drain()
             self.cause = ""
-            self._enter(State.STOPPED)
+            self._enter(ProcessState.STOPPED)
         except Exception as error:
             # The cause is one line; the log has the traceback.
             self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
             self.log.error("service failed", exc_info=error)
-            self._enter(State.FAILED)
+            self._enter(ProcessState.FAILED)
         finally:
             for task in self._background:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._flush_reports()
             await self.close()
-        return 0 if self.state == State.STOPPED else self.exit_status
+        return 0 if self.state == ProcessState.STOPPED else self.exit_status
 
     def bind(self) -> str:
         """Open the mailbox. The scheduler overrides this to commit once per burst."""
@@ -301,7 +303,7 @@ class Service:
                 each.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    def _enter(self, state: str) -> None:
+    def _enter(self, state: ProcessState) -> None:
         self.state = state
         self.log.info("state", state=state, cause=self.cause)
         self._report()
@@ -376,7 +378,7 @@ class Service:
         if (request.service, request.instance) != (self.NAME, self.instance):
             name = service_name(request.service, request.instance)
             raise RpcError(messages.ErrorCode.BAD_REQUEST, f"{self.name} has no log of {name}")
-        lines, position = page(self.run.log_file(self.NAME, self.instance), request.lines, request.position)
+        lines, position = log_page(self.run.log_file(self.NAME, self.instance), request.lines, request.position)
         return messages.LogLines(lines=lines, position=position)
 
 

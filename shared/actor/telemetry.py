@@ -1,14 +1,21 @@
-"""Sends telemetry to the monitor. Messages may be dropped, which is counted, so training does not depend on them."""
+"""Sends telemetry to the monitor. Messages may be dropped, which is counted, so training does not depend on them.
+
+`report_refusals` emits the offences of a process's peers: unknown peers, unreadable messages, requests above their
+role. It only reports counts; the mailbox and the gate decide on admission.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from proto.errors import WireError
 from proto.messages import Telemetry
 from shared.rpc.client import Client
+from shared.rpc.mailbox import Mailbox
+from shared.security.zap import Gate
 
-SPAN = "span"
+SPAN, SECURITY = "span", "security"
 
 
 class TelemetrySender:
@@ -49,3 +56,16 @@ class TelemetrySender:
             sent = False
         if not sent:
             self.dropped += 1
+
+
+async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: TelemetrySender, every_s: float) -> None:
+    """Check the counts every `every_s` seconds and emit them if they changed, until cancelled."""
+    emitted: dict[str, int] = {}
+    while True:
+        await asyncio.sleep(every_s)
+        counts = mailbox.counts()
+        if gate is not None:
+            counts["strangers"] = sum(gate.refused.values())
+        if counts != emitted and any(counts.values()):
+            telemetry.emit(SECURITY, {name: float(count) for name, count in counts.items()})
+        emitted = counts

@@ -38,14 +38,14 @@ def open_source(source: str, *, where: str) -> Source:
     if kind == "jsonl":
         return JsonlSource(rest, name=source, where=where)
     if kind == "parquet":
-        from shared.data.tables import ParquetSource
+        from shared.data.tables import open_parquet
 
-        return ParquetSource(rest, name=source, where=where)
+        return open_parquet(rest, name=source, where=where)
     if kind == "datasets":
-        from shared.data.tables import SavedDatasetSource
+        from shared.data.tables import open_saved_dataset
 
         folder, _, query = rest.partition("?")
-        return SavedDatasetSource(folder, _split(source, query, where, default=""), name=source, where=where)
+        return open_saved_dataset(folder, _split(source, query, where, default=""), name=source, where=where)
     if kind == "reasoning-gym":
         from shared.data.gym_source import GymSource
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ _BATCH_ROWS = 1024
 _EXTRA = "data"
 
 
-class _TableSource:
-    """Rows of consecutive tables. Subclasses define `_table(k)`, the k-th table, and pass its number of rows."""
+class TableSource:
+    """Rows of consecutive tables: `table(k)` returns the k-th one, which has `sizes[k]` rows."""
 
-    def __init__(self, path: str, sizes: list[int], *, name: str, where: str) -> None:
+    def __init__(self, path: str, sizes: list[int], table: Callable[[int], Any], *, name: str, where: str) -> None:
         self.name = name
         self.path = path
+        self._table = table
         self._starts = [0, *itertools.accumulate(sizes)]
         if not len(self):
             raise DataError(f"{where}: source {name!r} has no rows; write at least one with a prompt")
@@ -57,12 +58,9 @@ class _TableSource:
                     index += 1
         return errors
 
-    def _table(self, at: int) -> Any:
-        raise LookupError(at)  # defined by subclasses
-
     def _checked(self, index: int, row: Row) -> Row:
         # Every row of a table has every column: drop those that are null in this row.
-        row = {key: _without_nulls(value) for key, value in row.items() if value is not None}
+        row = _without_nulls(row)
         problem = row_problem(row)
         if problem:
             shown = repr(row)
@@ -71,69 +69,61 @@ class _TableSource:
         return row
 
 
-class ParquetSource(_TableSource):
-    """The rows of a Parquet file. Row groups are read as needed and cached up to 256 MiB."""
+def open_parquet(path: str, *, name: str, where: str) -> TableSource:
+    """Open a Parquet file. Its row groups are read as needed and cached up to 256 MiB."""
+    require("pyarrow", _EXTRA, f"{where}: source {name!r}")
+    import pyarrow
+    import pyarrow.parquet
 
-    def __init__(self, path: str, *, name: str, where: str) -> None:
-        require("pyarrow", _EXTRA, f"{where}: source {name!r}")
-        import pyarrow
-        import pyarrow.parquet
+    try:
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        why = f"{error}".splitlines()[0][:200]
+        raise DataError(
+            f"{where}: source {name!r} cannot be read: {why} ({os.path.abspath(path)}); "
+            "give the path of a readable Parquet file"
+        ) from None
+    cache: OrderedDict[int, Any] = OrderedDict()
 
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
-            why = f"{error}".splitlines()[0][:200]
-            raise DataError(
-                f"{where}: source {name!r} cannot be read: {why} ({os.path.abspath(path)}); "
-                "give the path of a readable Parquet file"
-            ) from None
-        groups = range(self._file.metadata.num_row_groups)
-        self._cache: OrderedDict[int, Any] = OrderedDict()
-        super().__init__(path, [self._file.metadata.row_group(at).num_rows for at in groups], name=name, where=where)
-
-    def _table(self, at: int) -> Any:
-        table = self._cache.pop(at, None)
+    def group(at: int) -> Any:
+        table = cache.pop(at, None)
         if table is None:
-            table = self._file.read_row_group(at)
-            while self._cache and sum(each.nbytes for each in self._cache.values()) + table.nbytes > _CACHED_BYTES:
-                self._cache.popitem(last=False)
-        self._cache[at] = table
+            table = file.read_row_group(at)
+            while cache and sum(each.nbytes for each in cache.values()) + table.nbytes > _CACHED_BYTES:
+                cache.popitem(last=False)
+        cache[at] = table
         return table
 
+    sizes = [file.metadata.row_group(at).num_rows for at in range(file.metadata.num_row_groups)]
+    return TableSource(path, sizes, group, name=name, where=where)
 
-class SavedDatasetSource(_TableSource):
-    """The mapped Arrow files of a data set saved by the library `datasets` (`Dataset.save_to_disk`).
 
-    The class reads the format itself (state.json names the stream files), so the library need not be installed. For a
-    saved DatasetDict, give the folder of one split or `?split=<name>`.
+def open_saved_dataset(path: str, split: str, *, name: str, where: str) -> TableSource:
+    """Map the Arrow files of a data set saved by the library `datasets` (`Dataset.save_to_disk`).
+
+    The format is read here (state.json names the stream files), so the library need not be installed. For a saved
+    DatasetDict, give the folder of one split or `?split=<name>`.
     """
+    require("pyarrow", _EXTRA, f"{where}: source {name!r}")
+    import pyarrow
 
-    def __init__(self, path: str, split: str, *, name: str, where: str) -> None:
-        require("pyarrow", _EXTRA, f"{where}: source {name!r}")
-        import pyarrow
-
-        folder = Path(path)
-        try:
-            if split:
-                folder = folder / split
-            elif (folder / "dataset_dict.json").is_file():
-                splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-                raise DataError(
-                    f"{where}: source {name!r} has the splits {', '.join(splits)}; add ?split=<one of them>"
-                )
-            state = json.loads((folder / "state.json").read_text())
-            if state.get("_indices_data_files"):
-                raise DataError(f"{where}: source {name!r} was saved with an index; save it after flatten_indices()")
-            self._tables = [_mapped(folder / each["filename"]) for each in state["_data_files"]]
-        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise DataError(
-                f"{where}: source {name!r} cannot be read: {why}; give a folder written by Dataset.save_to_disk"
-            ) from None
-        super().__init__(str(folder), [each.num_rows for each in self._tables], name=name, where=where)
-
-    def _table(self, at: int) -> Any:
-        return self._tables[at]
+    folder = Path(path)
+    try:
+        if split:
+            folder = folder / split
+        elif (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            raise DataError(f"{where}: source {name!r} has the splits {', '.join(splits)}; add ?split=<one of them>")
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("_indices_data_files"):
+            raise DataError(f"{where}: source {name!r} was saved with an index; save it after flatten_indices()")
+        tables = [_mapped(folder / each["filename"]) for each in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise DataError(
+            f"{where}: source {name!r} cannot be read: {why}; give a folder written by Dataset.save_to_disk"
+        ) from None
+    return TableSource(str(folder), [each.num_rows for each in tables], tables.__getitem__, name=name, where=where)
 
 
 def _mapped(file: Path) -> Any:
@@ -148,11 +138,5 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):
-        return dict(_fields(value))
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return value
-
-
-def _fields(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, each in value.items():
-        if each is not None:
-            yield key, _without_nulls(each)

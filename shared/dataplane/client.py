@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
 from proto.messages import (
@@ -36,15 +36,19 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.full import DISK_FULL_ERRNOS
-from shared.dataplane.landing import WriteMappingPool
+from shared.dataplane.lent_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
-from shared.dataplane.reread import ReadMappingPool
-from shared.dataplane.stream import INFLIGHT_BYTES, StreamReader, missing_shards, with_shard_names
+from shared.dataplane.stream import (
+    INFLIGHT_BYTES,
+    OnProgress,
+    StreamReader,
+    ignore_progress,
+    missing_shards,
+    with_shard_names,
+)
 from shared.dataplane.write import copy_block, write_block
-from shared.descriptors import NO_DESCRIPTOR, raise_descriptor_limit
-from shared.moved import Moved, nobody
+from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR, raise_descriptor_limit
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name
@@ -114,9 +118,7 @@ class DataClient:
         self._write_mappings = WriteMappingPool()
         self._read_mappings = ReadMappingPool(self._helper)
         self.streams = StreamReader(
-            lambda store: client_of(*parse_service_name(store)),
-            plain=plain,
-            inflight_bytes=inflight_bytes,
+            lambda store: client_of(*parse_service_name(store)), plain=plain, inflight_bytes=inflight_bytes
         )
 
     def close(self) -> None:
@@ -174,18 +176,19 @@ class DataClient:
             grant = await _ask(client, begin, PutGrant, deadline)  # a restarted store has deleted the unsealed file
 
     async def fetch(
-        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
+        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, on_progress: OnProgress = ignore_progress
     ) -> list[dict[str, Array]]:
         """Return the shards `keys` of every task of `meta`, one dict per task, private to the caller.
 
         Shards in stores of this host are mapped copy-on-write. Others are streamed, and every byte is verified.
         Without keys, all shards in the tasks' stores are returned in put order, as for the weights of a version.
         Raises DeadlineExceeded and RpcError: missing (`names` holds `task_id#key`), collected. Arriving data calls
-        `moved` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is slow.
+        `on_progress` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is
+        slow.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
-        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline_s, moved)) for wants in wanted]
+        jobs = [asyncio.ensure_future(self._fetch(wants, results, deadline_s, on_progress)) for wants in wanted]
         try:
             await asyncio.gather(*jobs)
         finally:
@@ -231,7 +234,7 @@ class DataClient:
     # ---- put
 
     async def _write(
-        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
+        self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
         """Return the descriptor, whose lock shows a live producer, and the receipts. None if the file is gone."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
@@ -242,7 +245,7 @@ class DataClient:
             raise
 
     def _fill(
-        self, path: str, tasks: Sequence[TaskShards], layout: Layout, store: str
+        self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
         descriptor = self._with_descriptors(lambda: lock_named(path, os.O_RDWR), f"to write {path}")
         if descriptor is None:
@@ -253,7 +256,7 @@ class DataClient:
             os.close(descriptor)
             raise
 
-    def _checksums(self, descriptor: int, layout: Layout) -> list[int]:
+    def _checksums(self, descriptor: int, layout: BlockLayout) -> list[int]:
         """Write the file and return the checksum of every row."""
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
@@ -265,13 +268,13 @@ class DataClient:
     # ---- fetch
 
     async def _fetch(
-        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, moved: Moved
+        self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
-            moved()
-            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, moved)
+            on_progress()
+            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
         else:
             found = await self._map(client, wants, deadline)
             _check_whole(found, wants)
@@ -354,8 +357,8 @@ def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
         raise missing_shards(wants.store, names)
 
 
-def _plan(tasks: Sequence[TaskShards]) -> Layout:
-    return Layout([(task.task_id, task.fence, _writable(task)) for task in tasks])
+def _plan(tasks: Sequence[TaskShards]) -> BlockLayout:
+    return BlockLayout([(task.task_id, task.fence, _writable(task)) for task in tasks])
 
 
 def _writable(task: TaskShards) -> dict[str, Array]:
@@ -388,7 +391,7 @@ def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> Non
             os.close(written[0])
 
 
-def _receipts(tasks: Sequence[TaskShards], layout: Layout, checksums: list[int], store: str) -> list[Receipt]:
+def _receipts(tasks: Sequence[TaskShards], layout: BlockLayout, checksums: list[int], store: str) -> list[Receipt]:
     return [
         Receipt(task.task_id, task.fence, store, digest, nbytes)
         for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)

@@ -22,8 +22,8 @@ import numpy as np
 from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
-from shared.dataplane.reread import ReadMappingPool
-from shared.descriptors import raise_descriptor_limit
+from shared.dataplane.lent_pages import ReadMappingPool
+from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
@@ -185,17 +185,10 @@ class BlockMapping:
 
 
 def views(
-    table: Table,
-    data: mmap.mmap | Array,
-    tasks: Sequence[int],
-    keys: Sequence[str] | None,
-    moves: Array | None = None,
+    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
 ) -> list[dict[str, Array]]:
-    """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`.
-
-    `moves` holds the number of bytes by which each task is nearer to the front than in the file.
-    """
-    picked = selection.select(table, tasks, keys, moves)
+    """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`."""
+    picked = selection.select(table, tasks, keys)
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
     each = picked.columns()
     if each:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from proto.messages import StorePlace
-from shared.descriptors import NO_DESCRIPTOR
+from shared.os_limits import NO_DESCRIPTOR
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Reach(Enum):
+class Reach(StrEnum):
     """How a reader accesses shards."""
 
     AUTO = "auto"  # map where memory is shared, stream elsewhere

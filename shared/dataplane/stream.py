@@ -21,10 +21,9 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask, StreamOpened
 from proto.registry import Message, Request
 from proto.tensors import Array
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, Outcome, StreamLine, Window
-from shared.dataplane.stream_memory import Regions
-from shared.moved import Moved, nobody
+from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
@@ -44,6 +43,12 @@ AGAIN_S, AGAIN_MAX_S = 0.05, 2.0
 nothing, so that a peer that causes streams to be lost costs little.
 """
 R = TypeVar("R", bound=Message)
+OnProgress = Callable[[], None]
+"""Called each time a long operation has progressed, so that its caller can extend a time limit."""
+
+
+def ignore_progress() -> None:
+    """An `OnProgress` that does nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,30 +61,14 @@ class _Load:
     keys: tuple[str, ...]
     pieces: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
     """Index of the first task of a stream -> one dict of arrays per task of the stream."""
-    coming: set[Incoming] = field(default_factory=set)
-    """The streams of this fetch that are being received."""
-    arrived_at: float = 0.0
-    """Time of `time.monotonic` at which the last range of its ended streams arrived."""
-
-    def end(self, incoming: Incoming) -> None:
-        self.coming.discard(incoming)
-        self.arrived_at = max(self.arrived_at, incoming.arrived_at)
-
-    @property
-    def last_range_at(self) -> float:
-        """Return the time of `time.monotonic` at which its last range arrived, 0 if none did."""
-        return max([self.arrived_at, *(incoming.arrived_at for incoming in self.coming)])
+    group: StreamGroup = field(default_factory=StreamGroup)
 
 
 class StreamReader:
     """Fetches shards from any number of stores. Belongs to the event loop of its clients; a process has one."""
 
     def __init__(
-        self,
-        client_of: Callable[[str], Client],
-        *,
-        plain: bool = False,
-        inflight_bytes: int = INFLIGHT_BYTES,
+        self, client_of: Callable[[str], Client], *, plain: bool = False, inflight_bytes: int = INFLIGHT_BYTES
     ) -> None:
         """`client_of` returns the bus client of a store by name.
 
@@ -91,7 +80,7 @@ class StreamReader:
         self.counts = Counts()
         """What was received and refused so far."""
         self._regions = Regions()
-        self._window = Window(inflight_bytes, self.counts)
+        self._window = RequestWindow(inflight_bytes, self.counts)
         self._checker = ThreadPoolExecutor(1, "stream-checker")
         self._lines: dict[str, StreamLine] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -113,25 +102,30 @@ class StreamReader:
         self._regions.close()
 
     async def fetch(
-        self, store: str, tasks: Sequence[PutTask], keys: tuple[str, ...], stall_s: float, moved: Moved = nobody
+        self,
+        store: str,
+        tasks: Sequence[PutTask],
+        keys: tuple[str, ...],
+        stall_s: float,
+        on_progress: OnProgress = ignore_progress,
     ) -> list[dict[str, Array]]:
         """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
 
-        `moved` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected have
-        `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
+        `on_progress` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected
+        have `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
         """
         load = _Load(store, self._client_of(store), _once(tasks), keys)
         work = asyncio.create_task(self._load(load))
         self._works.add(work)
         since = time.monotonic()
-        moved()
+        on_progress()
         try:
             while not work.done():
                 left_s = max(0.0, since + stall_s - time.monotonic())
                 await asyncio.wait([work], timeout=left_s)
-                if load.last_range_at > since:
-                    since = load.last_range_at
-                    moved()
+                if load.group.arrived_at > since:
+                    since = load.group.arrived_at
+                    on_progress()
                 elif not left_s and not work.done():
                     raise DeadlineExceeded(
                         f"fetch from {store}: nothing came for {stall_s:g} s and {len(load.tasks)} tasks are not "
@@ -186,25 +180,24 @@ class StreamReader:
                 changed += 1
                 if changed >= CORRUPT_TRIES:
                     raise RpcError(
-                        ErrorCode.INTERNAL,
-                        f"{load.store} announces other bytes for the same shards again and again",
+                        ErrorCode.INTERNAL, f"{load.store} announces other bytes for the same shards again and again"
                     )
             if arrival is None:
                 arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
             received = arrival.received
             outcome, why = await self._receive(load, line, arrival, opened.stream)
-            if outcome is Outcome.COMPLETE:
+            if outcome is StreamOutcome.COMPLETE:
                 load.pieces[first] = arrival.arrays()
                 return
             self._log.warning("stream begins again", store=load.store, outcome=outcome.value, why=why)
             pause = AGAIN_S if arrival.received > received else min(AGAIN_MAX_S, 2 * pause)
-            if outcome is Outcome.CORRUPT:
+            if outcome is StreamOutcome.CORRUPT:
                 arrival = None
                 corrupt += 1
                 if corrupt >= CORRUPT_TRIES:
                     names = [f"{task.task_id}#{key}" for task in tasks for key in load.keys or ("*",)]
                     raise RpcError(ErrorCode.MISSING, f"{load.store}: damaged shards: {why}", names=names)
-            if outcome is Outcome.FAILED:
+            if outcome is StreamOutcome.FAILED:
                 raise RpcError(ErrorCode.INTERNAL, f"{load.store}: {why}")
             await asyncio.sleep(pause)  # paces the retries
             line, opened = await self._open(load, tasks, 1 << 62)
@@ -216,17 +209,16 @@ class StreamReader:
                     retry_after_s=AGAIN_S,
                 )
 
-    async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[Outcome, str]:
+    async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[StreamOutcome, str]:
         """Receive `arrival` over the line and return the outcome. If cancelled, wait until the line has released it."""
         loop = asyncio.get_running_loop()
-        settled: asyncio.Future[tuple[Outcome, str]] = loop.create_future()
+        settled: asyncio.Future[tuple[StreamOutcome, str]] = loop.create_future()
 
-        def settle(outcome: Outcome, why: str) -> None:
+        def settle(outcome: StreamOutcome, why: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_set, settled, (outcome, why))
 
-        incoming = Incoming(arrival, load, number, settle)
-        load.coming.add(incoming)
+        incoming = Incoming(arrival, load.group, number, settle)
         line.add(incoming)
         try:
             return await asyncio.shield(settled)
@@ -234,8 +226,6 @@ class StreamReader:
             line.cancel(incoming)
             await settled  # until then the line may write to the memory
             raise
-        finally:
-            load.end(incoming)
 
     # ---- requests to a store
 
@@ -306,7 +296,7 @@ def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
     return list({(task.task_id, task.fence): task for task in tasks}.values())
 
 
-def _set(future: asyncio.Future[tuple[Outcome, str]], value: tuple[Outcome, str]) -> None:
+def _set(future: asyncio.Future[tuple[StreamOutcome, str]], value: tuple[StreamOutcome, str]) -> None:
     if not future.done():
         future.set_result(value)
 

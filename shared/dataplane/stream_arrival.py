@@ -14,7 +14,7 @@ from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
-from shared.dataplane.stream_memory import Lease, Regions
+from shared.dataplane.memory import Regions
 
 _HASH_BYTES = 4 << 20
 """Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""
@@ -47,10 +47,10 @@ class Arrival:
         self._partial: xxhash.xxh3_64 | None = None
         self._arrays: list[dict[str, Array]] | None = None
         try:
-            self._lease = Lease(regions, self.total_bytes)
+            self._memory = regions.take(self.total_bytes)
         except OSError as error:
             raise WireError(f"stream of {self.total_bytes} bytes: no memory for it ({error.strerror})") from None
-        self._view = self._lease.region.view[: self.total_bytes]
+        self._view = self._memory.data[: self.total_bytes]
 
     def is_same(self, opened: StreamOpened) -> bool:
         """Return whether `opened` is this stream, opened again. If so, the bytes that arrived are kept."""
@@ -93,7 +93,7 @@ class Arrival:
             if begin >= upto or not self._check_large(begin, ends[self._row], checksums[self._row], upto):
                 break
         if self._row == len(begins) and upto == self.total_bytes:
-            self._arrays = views(self._table, self._lease.array(), range(len(self._tasks)), self._keys or None)
+            self._arrays = views(self._table, self._memory, range(len(self._tasks)), self._keys or None)
 
     def _check_rows(self, upto: int) -> None:
         """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""

@@ -41,7 +41,7 @@ _TICK_S = 0.2
 _JOIN_S = 1.0
 
 
-class Outcome(StrEnum):
+class StreamOutcome(StrEnum):
     """How the line finished with a stream."""
 
     COMPLETE = "complete"
@@ -62,7 +62,7 @@ class Counts:
     inflight_peak_bytes: int = 0
 
 
-class Window:
+class RequestWindow:
     """Bounds the requested bytes that have not arrived, over all lines of a reader. Thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
@@ -107,27 +107,32 @@ class Window:
 
 
 @dataclass(slots=True, eq=False)
+class StreamGroup:
+    """Streams that are requested one after the other. Groups take turns."""
+
+    arrived_at: float = 0.0
+    """Time of `time.monotonic` at which a range last arrived. Other threads read it."""
+
+
+@dataclass(slots=True, eq=False)
 class Incoming:
     """An opened stream on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
 
     arrival: Arrival
-    group: object
-    """Streams of one group are requested one after the other. Groups take turns."""
+    group: StreamGroup
     number: int
-    settle: Callable[[Outcome, str], None]
+    settle: Callable[[StreamOutcome, str], None]
     asked: int = 0
     """Offset of the first byte that was not requested yet."""
     checking: int = 0
     """Number of bytes submitted to the checking thread."""
-    arrived_at: float = 0.0
-    """Time of `time.monotonic` at which its last range arrived. Other threads read it."""
     is_over: bool = False
 
 
 class StreamLine:
     """A bulk connection with a thread of its own. `add`, `cancel` and `close` may be called on any thread."""
 
-    def __init__(self, opened: LineOpened, window: Window, checker: Executor, counts: Counts) -> None:
+    def __init__(self, opened: LineOpened, window: RequestWindow, checker: Executor, counts: Counts) -> None:
         """`checker` has one thread, on which received bytes are checked.
 
         Raises WireError if the line id or the secret are not hexadecimal digits of the right length.
@@ -144,10 +149,10 @@ class StreamLine:
         self._socket: socket.socket | None = None
         self._poller = select.poll()
         self._low = 1
-        self._orders: queue.SimpleQueue[tuple[str, Incoming] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Callable[[Incoming], None], Incoming] | None] = queue.SimpleQueue()
         self._ordering = threading.Lock()
         self._has_ended = False
-        self._turns: OrderedDict[object, deque[Incoming]] = OrderedDict()
+        self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
         """Group -> its streams that were not requested to their end."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
         """Stream, offset and length of each range that was requested and has not arrived."""
@@ -164,13 +169,13 @@ class StreamLine:
         """Begin to request the bytes that `incoming` lacks."""
         with self._ordering:
             if not self._has_ended:
-                self._orders.put(("add", incoming))
+                self._orders.put((self._begin, incoming))
                 return
-        incoming.settle(Outcome.LOST, "its line had ended")
+        incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
         """Stop receiving `incoming` and settle it as LOST unless it is settled. Nothing is written to it after that."""
-        self._orders.put(("cancel", incoming))
+        self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
         """End the line. Streams that are not complete are settled as LOST."""
@@ -184,7 +189,7 @@ class StreamLine:
     # ---- the thread
 
     def _run(self) -> None:
-        outcome, why = Outcome.LOST, "the line was closed"
+        outcome, why = StreamOutcome.LOST, "the line was closed"
         self._window.enter()
         try:
             line = self._connect()
@@ -201,7 +206,7 @@ class StreamLine:
             why = f"{self._endpoint}: {error}"
         except Exception as error:
             self._log.error("line ended", exc_info=error)
-            outcome, why = Outcome.FAILED, f"the receiving thread ended with {error!r} (see the log)"
+            outcome, why = StreamOutcome.FAILED, f"the receiving thread ended with {error!r} (see the log)"
         finally:
             with self._ordering:
                 self._has_ended = True
@@ -238,19 +243,21 @@ class StreamLine:
                 continue
             if order is None:
                 return False
-            what, incoming = order
-            if what == "add":
-                incoming.asked = incoming.checking = incoming.arrival.received
-                self._turns.setdefault(incoming.group, deque()).append(incoming)
-            elif not incoming.is_over:
-                self._drop(incoming)
+            carry_out, incoming = order
+            carry_out(incoming)
             if self._orders.empty():
                 if self._due or self._turns:
                     return True
                 idle_since = time.monotonic()
 
+    def _begin(self, incoming: Incoming) -> None:
+        incoming.asked = incoming.checking = incoming.arrival.received
+        self._turns.setdefault(incoming.group, deque()).append(incoming)
+
     def _drop(self, incoming: Incoming) -> None:
         """Cancel a stream. Its ranges that are due are received and discarded."""
+        if incoming.is_over:
+            return
         incoming.is_over = True
         streams = self._turns.get(incoming.group, deque())
         if incoming in streams:
@@ -260,7 +267,7 @@ class StreamLine:
         if self._socket is not None:
             message = bulk.pack_head(Head(Kind.CLOSE, incoming.number))
             self._socket.sendall(message + self._tag(message))
-        incoming.settle(Outcome.LOST, "cancelled")
+        incoming.settle(StreamOutcome.LOST, "cancelled")
 
     def _tag(self, message: bytes) -> bytes:
         return self._sealer.tag(message) if self._sealer is not None else b""
@@ -317,7 +324,7 @@ class StreamLine:
             return
         self._counts.chunks += 1
         self._counts.received_bytes += nbytes
-        incoming.arrived_at = time.monotonic()
+        incoming.group.arrived_at = time.monotonic()
         incoming.arrival.received += nbytes
         here = incoming.arrival.received
         if here - incoming.checking >= CHECK_BYTES or here == incoming.arrival.total_bytes:
@@ -359,13 +366,13 @@ class StreamLine:
         try:
             incoming.arrival.check(upto)
         except WireError as error:
-            incoming.settle(Outcome.CORRUPT, str(error))
+            incoming.settle(StreamOutcome.CORRUPT, str(error))
         except Exception as error:
             self._log.error("check ended", exc_info=error)
-            incoming.settle(Outcome.FAILED, f"received bytes could not be checked: {error!r} (see the log)")
+            incoming.settle(StreamOutcome.FAILED, f"received bytes could not be checked: {error!r} (see the log)")
         else:
             if upto == incoming.arrival.total_bytes:
-                incoming.settle(Outcome.COMPLETE, "")
+                incoming.settle(StreamOutcome.COMPLETE, "")
             return
         self.cancel(incoming)
 

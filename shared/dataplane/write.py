@@ -15,7 +15,7 @@ from concurrent.futures import Executor, wait
 import numpy as np
 import xxhash
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from proto.tensors import Array, Buffer
 
 CHUNK_BYTES = 512 << 10
@@ -31,7 +31,7 @@ _NO_BYTES = b""
 _digest = xxhash.xxh3_64_intdigest
 
 
-def write_block(descriptor: int, layout: Layout, helper: Executor | None = None) -> list[int]:
+def write_block(descriptor: int, layout: BlockLayout, helper: Executor | None = None) -> list[int]:
     """Write the whole file to `descriptor`, and return the checksum of every row.
 
     `helper` is a second thread, which writes half of a large file. Raises OSError (ENOSPC if the mount is full).
@@ -41,7 +41,7 @@ def write_block(descriptor: int, layout: Layout, helper: Executor | None = None)
     return checksums
 
 
-def copy_block(target: Array, layout: Layout, helper: Executor | None = None) -> list[int]:
+def copy_block(target: Array, layout: BlockLayout, helper: Executor | None = None) -> list[int]:
     """Do the same into `target`, uint8 [file_bytes], a mapping of a file whose pages are all allocated."""
     if layout.file_bytes < SMALL_BYTES * len(layout.arrays):
         helper = None  # it would only wait for the interpreter lock
@@ -51,7 +51,7 @@ def copy_block(target: Array, layout: Layout, helper: Executor | None = None) ->
     return checksums
 
 
-def _in_halves(work: Callable[[int, int], list[int]], layout: Layout, helper: Executor | None) -> list[int]:
+def _in_halves(work: Callable[[int, int], list[int]], layout: BlockLayout, helper: Executor | None) -> list[int]:
     count = len(layout.arrays)
     middle = _middle(layout) if helper is not None and layout.file_bytes >= HALVE_BYTES else count
     if middle == count or helper is None:
@@ -64,7 +64,7 @@ def _in_halves(work: Callable[[int, int], list[int]], layout: Layout, helper: Ex
     return mine + other.result()
 
 
-def _copy_rows(target: Array, layout: Layout, begin: int, end: int) -> list[int]:
+def _copy_rows(target: Array, layout: BlockLayout, begin: int, end: int) -> list[int]:
     checksums: list[int] = []
     view = target.data
     for array, offset in zip(layout.arrays[begin:end], layout.offsets[begin:end], strict=True):
@@ -87,12 +87,12 @@ def _copy_large(target: Array, array: Array, offset: int) -> int:
     return digest.intdigest()
 
 
-def _middle(layout: Layout) -> int:
+def _middle(layout: BlockLayout) -> int:
     """Return the first row of the second half, by bytes."""
     return int(np.searchsorted(np.asarray(layout.offsets), layout.file_bytes // 2))
 
 
-def _write_rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[int]:
+def _write_rows(descriptor: int, layout: BlockLayout, begin: int, end: int) -> list[int]:
     flat = [_flat(array) for array in layout.arrays[begin:end]]
     starts = np.asarray(layout.offsets[begin:end], np.int64)
     ends = starts + np.array([len(each) for each in flat], np.int64)

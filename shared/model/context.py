@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shared.model.attention import UNKNOWN_TERMS
-from shared.model.tree import Block, MicroBatch
+from shared.model.tree import AttentionBlock, MicroBatch
 
 NAME = "rlbus_context"
 
@@ -93,7 +93,8 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
     to_local = np.full(count, -1, dtype=np.int64)
     to_local[nodes] = np.arange(len(nodes))
     blocks = [
-        Block(each.shape[0], each.shape[1], np.where(each >= 0, to_local[each], 0).reshape(-1), None) for each in held
+        AttentionBlock(each.shape[0], each.shape[1], np.where(each >= 0, to_local[each], 0).reshape(-1), None)
+        for each in held
     ]
     token_ids, depths = batch.token_ids[nodes], batch.depths[nodes]
     if not len(nodes):

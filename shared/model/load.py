@@ -1,9 +1,11 @@
-"""Loads a causal language model from a local folder, and names its weights. Nothing is downloaded or unpickled, and no
-code of the model folder is run.
+"""Loads a causal language model from a local folder, names its weights, and makes torch deterministic.
+
+Nothing is downloaded or unpickled, and no code of the model folder is run.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,3 +86,13 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
         if not any(tensor is each for each in known):
             known.append(tensor)
     return holders
+
+
+def require_deterministic_algorithms() -> None:
+    """Make operations without a deterministic form raise in this process. Call it before the first kernel.
+
+    Source: torch's notes on reproducibility. cuBLAS requires a fixed workspace before its first use.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

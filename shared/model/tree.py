@@ -23,7 +23,7 @@ MIN_FILL = 0.8
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Rows of similar length that attend in one call: R rows, of which the longest has L nodes.
 
     `gather` int64 [R*L] is the node of the micro-batch in each slot (padding repeats node 0). `end` int64 [R, L] is one
@@ -49,7 +49,7 @@ class MicroBatch:
 
     token_ids: Array
     depths: Array
-    blocks: list[Block]
+    blocks: list[AttentionBlock]
     scatter: Array
     predictors: Array
     child_predictor: Array
@@ -212,7 +212,7 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
     children, token_child = np.unique(predictor[chosen] * vocab + targets.token[chosen], return_inverse=True)
     predictors, child_predictor = np.unique(children // vocab, return_inverse=True)
 
-    blocks: list[Block] = []
+    blocks: list[AttentionBlock] = []
     scatter = np.empty(len(nodes), dtype=np.int64)
     slots = 0
     for begin, stop in _block_bounds(sizes, forest.row_is_chain[rows]):
@@ -248,7 +248,7 @@ def _block_bounds(sizes: Array, is_chain: Array) -> list[tuple[int, int]]:
     return [*bounds, (begin, len(sizes))]
 
 
-def _block(forest: _Forest, rows: Array, sizes: Array, first: Array) -> Block:
+def _block(forest: _Forest, rows: Array, sizes: Array, first: Array) -> AttentionBlock:
     longest = int(sizes.max())
     slot = np.arange(longest)
     inside = slot < sizes[:, None]
@@ -257,4 +257,4 @@ def _block(forest: _Forest, rows: Array, sizes: Array, first: Array) -> Block:
     if not forest.row_is_chain[rows].all():
         node = np.where(inside, forest.row_start[rows][:, None] + slot, 0)
         end = np.where(inside, forest.node_end[node] - forest.row_start[rows][:, None], slot + 1)
-    return Block(rows=len(rows), longest=longest, gather=gather.reshape(-1), end=end)
+    return AttentionBlock(rows=len(rows), longest=longest, gather=gather.reshape(-1), end=end)

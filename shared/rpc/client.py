@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,10 +20,9 @@ import zmq
 from proto import codec
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
-from proto.limits import CONTROL, Limits
 from proto.messages import Error, ErrorCode
 from proto.registry import Message, Request
-from proto.tensors import Array, Buffer
+from proto.tensors import Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.transport import Pump, open_socket
 from shared.security.curve import clear, is_tcp, unlock
@@ -57,7 +56,6 @@ class Client:
         endpoint: str,
         peer: str,
         incarnation: int,
-        limits: Limits = CONTROL,
         keys: Keyring | None = None,
     ) -> None:
         """`peer` is the name used in error messages. `incarnation` identifies the calling process, and thereby retries.
@@ -71,7 +69,6 @@ class Client:
         """Called from time to time while the peer does not answer. It may have moved (see `connect`)."""
         self._keys = keys
         self._incarnation = incarnation
-        self._limits = limits
         self._loop = asyncio.get_running_loop()
         # A random start: two clients of one process share its incarnation, and peers identify retries by both numbers.
         self._ids = itertools.count(secrets.randbits(62))
@@ -79,14 +76,14 @@ class Client:
         self._unsent: deque[list[Buffer]] = deque()
         self._closed = False
         self._log = structlog.get_logger("rpc").bind(peer=peer)
-        self._socket = open_socket(context, zmq.DEALER, limits)
+        self._socket = open_socket(context, zmq.DEALER)
         try:
             if endpoint:
                 self._dial(endpoint)
         except RpcError:
             self._socket.close()
             raise
-        self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable, limits=limits)
+        self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable)
 
     def connect(self, endpoint: str) -> None:
         """Connect to `endpoint` instead and send unanswered requests again. Does nothing if it is the same endpoint."""
@@ -112,32 +109,25 @@ class Client:
         self._socket.connect(endpoint)
         self.endpoint = endpoint
 
-    async def call(self, request: Request, reply: type[R], *, deadline_s: float, arrays: Sequence[Array] = ()) -> R:
+    async def call(self, request: Request, reply: type[R], *, deadline_s: float) -> R:
         """Send `request` and return its reply.
 
         Raises RpcError when the peer answers with Error (see its `code`), DeadlineExceeded when no answer arrives
         within `deadline_s` seconds, and WireError when the request itself exceeds the limits.
         """
-        body = (await self.exchange(request, deadline_s=deadline_s, arrays=arrays)).body
+        body = (await self.exchange(request, deadline_s=deadline_s)).body
         if not isinstance(body, reply):
             raise WireError(f"{self.peer} answered {type(request).__name__} with a {type(body).__name__}")
         return body
 
-    async def exchange(self, request: Request, *, deadline_s: float, arrays: Sequence[Array] = ()) -> codec.Decoded:
-        """Like `call`, but also return the tensors of the reply. `arrays` must not change before this returns."""
+    async def exchange(self, request: Request, *, deadline_s: float) -> codec.Decoded:
+        """Like `call`, but return the reply with its envelope."""
         if deadline_s <= 0:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: no time left before it was sent")
         if self._closed:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: this client was closed")
         request_id = next(self._ids)
-        frames = codec.encode(
-            request,
-            request_id=request_id,
-            incarnation=self._incarnation,
-            remaining_s=deadline_s,
-            arrays=arrays,
-            limits=self._limits,
-        )
+        frames = codec.encode(request, request_id=request_id, incarnation=self._incarnation, remaining_s=deadline_s)
         pending = _Pending(
             frames,
             self._loop.time() + deadline_s,
@@ -165,9 +155,7 @@ class Client:
         """
         if self._closed:
             return False
-        frames = codec.encode(
-            message, request_id=0, incarnation=self._incarnation, flags=FLAG_ONE_WAY, limits=self._limits
-        )
+        frames = codec.encode(message, request_id=0, incarnation=self._incarnation, flags=FLAG_ONE_WAY)
         if not self._unsent and self._pump.send(frames):
             return True
         if self.on_silent is not None:
@@ -218,7 +206,7 @@ class Client:
 
     def _on_message(self, frames: list[bytes]) -> None:
         try:
-            decoded = codec.decode(frames, self._limits)
+            decoded = codec.decode(frames)
         except WireError as error:
             self._log.warning("bad reply dropped", error=str(error))
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,11 +19,11 @@ import zmq
 from proto import codec, envelope
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY, Envelope
 from proto.errors import WireError
-from proto.limits import CONTROL, Limits
+from proto.limits import CONTROL
 from proto.messages import ErrorCode
 from proto.registry import Message, Request, all_messages, by_type
-from proto.tensors import Array, Buffer
-from shared.descriptors import raise_descriptor_limit
+from proto.tensors import Buffer
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
@@ -45,21 +45,12 @@ LOGGED_STRIKES = 3
 """Maximum number of offences of one account that are logged individually."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A reply with tensors after its body."""
-
-    body: Message
-    arrays: Sequence[Array] = ()
-
-
 class Deferred:
     """The type of `DEFERRED`, which a handler returns when it will call `call.reply` or `call.fail` later."""
 
 
 DEFERRED = Deferred()
-Answer = Message | Reply | Deferred
-_ANSWERS = (Message, Reply, Deferred)
+Answer = Message | Deferred
 Handler = Callable[[Any, "Call"], Answer | Awaitable[Answer]]
 M = TypeVar("M", bound=Message)
 
@@ -109,8 +100,6 @@ class Call:
         """Fingerprint of the content of the request."""
         self.incarnation = head.incarnation
         self.request_id = head.request_id
-        self.arrays: list[Array] = []
-        """The tensors after the body."""
         self.deadline = now + head.remaining_ms / 1000
         """Time of the event loop at which the caller gives up."""
         self.one_way = bool(head.flags & FLAG_ONE_WAY)
@@ -122,22 +111,21 @@ class Call:
         """The role that the sender has proved."""
         return self.sender.role
 
-    def reply(self, body: Message, arrays: Sequence[Array] = ()) -> None:
+    def reply(self, body: Message) -> None:
         """Answer the request. A second answer is ignored."""
-        self._mailbox.answer(self, body, arrays)
+        self._mailbox.answer(self, body)
 
     def fail(self, error: RpcError) -> None:
         """Answer with an Error."""
-        self._mailbox.answer(self, error.to_message(), ())
+        self._mailbox.answer(self, error.to_message())
 
 
 class Mailbox:
     """Receives, checks, de-duplicates and dispatches requests. Belongs to the event loop on which it was bound."""
 
-    def __init__(self, name: str, incarnation: int, limits: Limits = CONTROL) -> None:
+    def __init__(self, name: str, incarnation: int) -> None:
         self._name = name
         self._incarnation = incarnation
-        self._limits = limits
         self._handlers: dict[type[Message], Handler] = {}
         self._known_types = frozenset(all_messages())
         self._running: dict[Key, Call] = {}
@@ -179,7 +167,7 @@ class Mailbox:
             )
         raise_descriptor_limit()
         door = Door(len(self._doors), self._take(endpoint))
-        socket = open_socket(context, zmq.ROUTER, self._limits)
+        socket = open_socket(context, zmq.ROUTER)
         try:
             if door.claim is not None:
                 scratch = door.claim.scratch(self._incarnation)
@@ -206,7 +194,6 @@ class Mailbox:
             socket,
             functools.partial(on_message, door),
             self._on_drained,
-            limits=self._limits,
             on_source=door.connections.heard if door.connections is not None else None,
         )
         self._doors.append(door)
@@ -253,17 +240,17 @@ class Mailbox:
             )
         return claim
 
-    def answer(self, call: Call, body: Message, arrays: Sequence[Array]) -> None:
+    def answer(self, call: Call, body: Message) -> None:
         """Send the answer to `call` and keep it for retries. Called through `Call`."""
         if call.answered:
             return
         frames: list[Buffer] = []
         if not call.one_way:
             try:
-                frames = self._encode(call, body, arrays)
+                frames = self._encode(call, body)
             except WireError as error:
                 self._log.error("reply cannot travel", reply=type(body).__name__, error=str(error))
-                frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message(), ())
+                frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message())
         call.answered = True
         if call.expiry is not None:
             call.expiry.cancel()
@@ -276,15 +263,8 @@ class Mailbox:
             key, call.request, frames, now=asyncio.get_running_loop().time(), deadline=call.deadline
         )
 
-    def _encode(self, call: Call, body: Message, arrays: Sequence[Array]) -> list[Buffer]:
-        return codec.encode(
-            body,
-            request_id=call.request_id,
-            incarnation=self._incarnation,
-            flags=FLAG_REPLY,
-            arrays=arrays,
-            limits=self._limits,
-        )
+    def _encode(self, call: Call, body: Message) -> list[Buffer]:
+        return codec.encode(body, request_id=call.request_id, incarnation=self._incarnation, flags=FLAG_REPLY)
 
     def _transmit(self, call: Call, frames: list[Buffer]) -> None:
         if not call.door.send(call.sender, frames):
@@ -307,7 +287,7 @@ class Mailbox:
         if self.offenders.unheard(who.account, now):
             return
         try:
-            head = codec.check(parts, self._limits)
+            head = codec.check(parts)
             kind = by_type(head.type)
             if head.flags & FLAG_REPLY:
                 raise WireError(f"{kind.__name__} flagged as a reply: a mailbox takes requests")
@@ -329,11 +309,10 @@ class Mailbox:
             return
         # A decoded body may take many times its length: decode it only if the peer may send it and can be answered.
         try:
-            decoded = codec.decode_checked(head, parts, self._limits)
+            body = codec.decode_checked(head, parts).body
         except WireError as error:
             self._refuse(door, who, parts, error, now)
             return
-        call.arrays = decoded.tensors
         if not call.one_way:
             if len(self._running) >= MAX_RUNNING:
                 text = f"{self._name}: {MAX_RUNNING} requests are being handled"
@@ -341,14 +320,14 @@ class Mailbox:
                 return
             self._running[key] = call
         try:
-            answer = handler(decoded.body, call)
-            if isinstance(answer, _ANSWERS):
+            answer = handler(body, call)
+            if isinstance(answer, Answer):
                 self._finish(call, answer)
                 return
         except Exception as error:
-            self._fail(call, decoded.body, error)
+            self._fail(call, body, error)
         else:
-            task = asyncio.ensure_future(self._await(call, decoded.body, answer))
+            task = asyncio.ensure_future(self._await(call, body, answer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -365,9 +344,7 @@ class Mailbox:
             self._fail(call, body, error)
 
     def _finish(self, call: Call, answer: Answer) -> None:
-        if isinstance(answer, Reply):
-            call.reply(answer.body, answer.arrays)
-        elif isinstance(answer, Message):
+        if isinstance(answer, Message):
             call.reply(answer)
         elif not call.answered:
             call.expiry = asyncio.get_running_loop().call_at(call.deadline + 1.0, self._expire, call)
@@ -405,15 +382,14 @@ class Mailbox:
     def _conflict(self, call: Call) -> None:
         """Refuse a request whose id was already used for a different request."""
         text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
-        self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message(), ()))
+        self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message()))
 
     def _forbid(self, call: Call, kind: type[Message], now: float) -> None:
         self.offenders.forbidden += 1
         self._strike(call.sender, f"{kind.__name__} sent by role {call.role.label}", now)
         if not call.one_way:
             text = f"{self._name}: {kind.__name__} needs role {least_role(kind).label}, you are {call.role.label}"
-            error = RpcError(ErrorCode.BAD_REQUEST, text).to_message()
-            self._transmit(call, self._encode(call, error, ()))
+            self._transmit(call, self._encode(call, RpcError(ErrorCode.BAD_REQUEST, text).to_message()))
 
     def _strike(self, who: Sender, what: str, now: float) -> None:
         if self.offenders.strike(who.account, now):
@@ -424,7 +400,7 @@ class Mailbox:
     def _refuse(self, door: Door, who: Sender, parts: list[bytes], error: WireError, now: float) -> None:
         self.offenders.malformed += 1
         try:
-            head = envelope.unpack(parts[0], self._limits) if parts else None
+            head = envelope.unpack(parts[0], CONTROL) if parts else None
         except WireError:
             head = None
         if head is None or head.type in self._known_types:

@@ -16,7 +16,7 @@ MAX_PEERS = 1024
 
 
 @dataclass(slots=True)
-class _Record:
+class _OffenceRecord:
     strikes: int
     since: float
     until: float = 0.0
@@ -33,7 +33,7 @@ class Offenders:
         self.unread = 0
         """Total number of messages dropped because their sender was in quarantine."""
         self.quarantines = 0
-        self._records: OrderedDict[Account, _Record] = OrderedDict()
+        self._records: OrderedDict[Account, _OffenceRecord] = OrderedDict()
         self._held = 0.0
         """Time at which the last quarantine ends."""
 
@@ -49,7 +49,7 @@ class Offenders:
         """Count one more offence. Return True if it puts the account into quarantine."""
         record = self._records.get(account)
         if record is None or now - record.since > WINDOW_S:
-            record = self._records[account] = _Record(0, now)
+            record = self._records[account] = _OffenceRecord(0, now)
             if len(self._records) > MAX_PEERS:
                 self._records.popitem(last=False)
         self._records.move_to_end(account)

@@ -53,10 +53,8 @@ class Replies:
         """Keep an answer for as long as its caller may retry. The oldest ones are dropped when there are too many."""
         while self._ends and self._ends[0][0] <= now:
             self._forget(heapq.heappop(self._ends)[1])
-        # Copies, because a handler may write to the arrays after it has answered with them.
-        kept: list[Buffer] = [bytes(frame) for frame in frames]
-        self._kept[key] = (request, kept)
-        self.nbytes += sum(map(len, kept))
+        self._kept[key] = (request, frames)
+        self.nbytes += sum(map(len, frames))
         heapq.heappush(self._ends, (deadline + GRACE_S, key))
         if len(self._ends) > 2 * CACHED_REPLIES:  # deadlines of answers that were dropped for lack of room
             self._ends = [end for end in self._ends if end[1] in self._kept]

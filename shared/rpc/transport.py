@@ -14,7 +14,7 @@ from typing import cast
 import zmq
 from zmq.backend import Socket as Raw
 
-from proto.limits import CONTROL, Limits
+from proto.limits import CONTROL
 from proto.tensors import Buffer
 
 HIGH_WATER_MESSAGES = 4096
@@ -23,8 +23,10 @@ BACKLOG = 1024
 """Maximum number of connections that wait to be accepted. With libzmq's 100, a burst of new peers loses handshakes, and
 each lost one is retried by the kernel after one second or more."""
 DRAIN_MESSAGES = 256
-EXTRA_FRAMES = 6
-"""Maximum number of frames besides the raw ones: user, address, routing id, envelope, body, table."""
+MAX_FRAMES = CONTROL.frames + 6
+"""Maximum number of frames of a message: the raw ones, and user, address, routing id, envelope, body and table."""
+MAX_BYTES = CONTROL.total_bytes + CONTROL.body_bytes
+"""Maximum bytes of a message that are received before its envelope is looked at."""
 SKIP_FRAMES = 20_000
 """Number of frames of an overlong message that are discarded before other callbacks of the loop run."""
 CURVE_BYTES = 33
@@ -46,7 +48,7 @@ _POLLIN = int(zmq.POLLIN)
 _POLLOUT = int(zmq.POLLOUT)
 
 
-def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limits) -> zmq.Socket[bytes]:
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     """Return a socket with bounded queues, frame size and linger, whose heartbeats detect a dead TCP peer in 6 s."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -54,7 +56,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: Limi
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     # This limits single frames only; the codec checks sizes, counts and totals.
-    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.body_bytes, limits.frame_bytes) + CURVE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max(CONTROL.body_bytes, CONTROL.frame_bytes) + CURVE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -76,14 +78,13 @@ class Pump:
         on_message: Callable[[list[bytes]], None],
         on_drained: Callable[[], None] | None = None,
         on_writable: Callable[[], None] | None = None,
-        limits: Limits = CONTROL,
         *,
         on_source: Callable[[int], None] | None = None,
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
         `on_writable` is called when a message would be accepted after a refused send: the peer has connected or reads
-        again. A message that exceeds `limits` is cut after the first frame over the limit, so the frames do not match
+        again. A message that exceeds the limits is cut after the first frame over the limit, so the frames do not match
         what its envelope announces. `on_source` is called with the descriptor through which each message arrived; in
         that case the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its
         host are passed to `on_message` as two additional first frames.
@@ -94,8 +95,6 @@ class Pump:
         self._on_writable = on_writable
         self._receive = self._receive_frames if on_source is None else self._receive_with_origin
         self._on_source = on_source
-        self._max_frames = limits.frames + EXTRA_FRAMES
-        self._max_bytes = limits.total_bytes + limits.body_bytes
         self._skipping = False
         """Whether the rest of an overlong message is being discarded."""
         self._refused = False
@@ -195,10 +194,10 @@ class Pump:
         socket = self._socket
         frame = _recv(socket, _DONTWAIT)
         frames = [frame]
-        left = self._max_bytes
+        left = MAX_BYTES
         while _get(socket, _RCVMORE):
             left -= len(frame)
-            if left < 0 or len(frames) > self._max_frames:
+            if left < 0 or len(frames) > MAX_FRAMES:
                 self._skipping = True
                 break
             frame = _recv(socket, _DONTWAIT)

@@ -18,7 +18,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.transport import Pump
 
 MOST_CONNECTIONS = 1024
@@ -40,7 +40,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 
 
 @dataclass(slots=True)
-class _Connection:
+class _TcpConnection:
     handle: sockets.socket
     base: float = 0.0
     """Bytes received when the last whole message was delivered."""
@@ -56,7 +56,7 @@ class Connections:
         """Total number of connections closed by this watcher."""
         self.failed = 0
         """Total number of failed handshakes."""
-        self._open: dict[int, _Connection] = {}
+        self._open: dict[int, _TcpConnection] = {}
         self._log = structlog.get_logger("connections").bind(endpoint_of=name)
         descriptors = raise_descriptor_limit()
         self._most = most_connections(descriptors)
@@ -112,7 +112,7 @@ class Connections:
         if not _is_tcp(handle):
             handle.close()
             return
-        self._open[descriptor] = _Connection(handle)
+        self._open[descriptor] = _TcpConnection(handle)
         if len(self._open) > self._most:
             self._end(handle, f"{self._most} connections are open")
 

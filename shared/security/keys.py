@@ -138,8 +138,7 @@ def read_private(path: Path, kind: type[T], limit_bytes: int = _FILE_LIMIT_BYTES
             data = stream.read(limit_bytes)
     except OSError as error:
         raise RpcError(
-            ErrorCode.BAD_REQUEST,
-            f"keys {path}: {error.strerror}; they come with a run, or from ctl export-access",
+            ErrorCode.BAD_REQUEST, f"keys {path}: {error.strerror}; they come with a run, or from ctl export-access"
         ) from None
     if mode & 0o077:
         raise RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: mode {mode:04o} lets others at it; chmod 600 {path}")

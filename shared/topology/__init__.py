@@ -3,22 +3,18 @@
 `load` is the entry point. Importing this package imports pydantic and ruamel.yaml, but not torch.
 """
 
-from shared.topology.capacity import task_bytes, token_bytes, weight_bytes, worst_case_bytes
+from shared.topology.capacity import stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.load import load
-from shared.topology.plan import ServiceSpec
-from shared.topology.problem import Problem, TopologyError
-from shared.topology.schema import Topology
-from shared.topology.stop import stop_limit_s
+from shared.topology.problem import TopologyError
+from shared.topology.schema import ServiceSpec, Topology
 
 __all__ = [
-    "Problem",
     "ServiceSpec",
     "Topology",
     "TopologyError",
     "load",
     "stop_limit_s",
     "task_bytes",
-    "token_bytes",
     "weight_bytes",
     "worst_case_bytes",
 ]

@@ -5,8 +5,6 @@ An option that silently does nothing is worse than an error, because its author 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -15,10 +13,8 @@ from shared.topology.algorithm import (
     Advantage,
     is_function,
 )
-from shared.topology.problem import Path
+from shared.topology.problem import Found
 from shared.topology.schema import Topology
-
-Found = Iterator[tuple[Path, str]]
 
 _RATIO_IS_ONE = (
     "with anchor proximal and one update a step the ratio is 1; remove it, set anchor rollout, or make several updates "

@@ -1,6 +1,7 @@
 """Computes how many bytes a topology needs in the batch-store in the worst case. It looks at no running store.
 
-The check at start, the reservation at admission and the error message all use this arithmetic.
+The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` limits
+the time in which a stopping run saves its state, for launcher, guard and services.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ _EXACT_VERSIONS = 3
 # With algorithm.kl.refresh_every: the reference's version, and the next one while the last earlier tasks are scored.
 _REFERENCE_VERSIONS = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STEP_S = 60.0
+"""Seconds for work that does not grow with the checkpoint: the open step, and calls between services."""
+_SAVED_BYTES_PER_S = 32 << 20
+"""Minimum rate, that of a slow disk, at which a checkpoint is written, synced and read back."""
+_MOMENTS = 2
+"""Number of float32 values that the optimizer keeps per parameter, besides the parameter itself (AdamW)."""
 
 
 def token_bytes(topology: Topology) -> dict[str, int]:
@@ -141,3 +148,21 @@ def weight_bytes(model: str, dtype: str) -> int:
     """
     shapes = weight_shapes(model)
     return sum(map(math.prod, shapes)) * _DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
+
+
+def _checkpoint_bytes(topology: Topology) -> int:
+    """Estimate the bytes of one checkpoint: float32 weights, optimizer moments, in deterministic mode earlier versions.
+
+    Returns 0 if the model cannot be measured, which the check of the topology reports.
+    """
+    try:
+        weights = weight_bytes(topology.policy.model, "float32")
+    except (OSError, ValueError):
+        return 0
+    earlier = topology.staleness if topology.run.deterministic else 0
+    return weights * (1 + _MOMENTS + earlier)
+
+
+def stop_limit_s(topology: Topology) -> float:
+    """Return the seconds after which a trainer that is told to stop ends without a checkpoint."""
+    return _STEP_S + _checkpoint_bytes(topology) / _SAVED_BYTES_PER_S

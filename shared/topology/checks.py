@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config
-from shared.topology.problem import Path
+from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
-
-Found = Iterator[tuple[Path, str]]
 
 
 def check(topology: Topology) -> Found:
@@ -45,22 +42,13 @@ def _files(topology: Topology) -> Found:
     model = FilePath(topology.policy.model)
     path = ("policy", "model")
     if not model.is_absolute():
-        yield (
-            path,
-            f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)",
-        )
+        yield (path, f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)")
     elif not model.is_dir():
         yield path, f"no folder {model}, relative paths start at the topology's folder; put the model there"
     elif not (model / "config.json").is_file():
-        yield (
-            path,
-            f"{model} has no config.json, a model's folder has one; save the model with save_pretrained",
-        )
+        yield (path, f"{model} has no config.json, a model's folder has one; save the model with save_pretrained")
     elif not any(model.glob("*.safetensors")):
-        yield (
-            path,
-            f"{model} has no *.safetensors, the only weight format read; save the model as safetensors",
-        )
+        yield (path, f"{model} has no *.safetensors, the only weight format read; save the model as safetensors")
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
     sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
     for where, source in sources.items():
@@ -73,16 +61,9 @@ def _files(topology: Topology) -> Found:
 
 def _algorithm(topology: Topology) -> Found:
     algorithm = topology.algorithm
-    tasks, mini, block = (
-        algorithm.tasks_per_step,
-        algorithm.mini_batch_tasks,
-        topology.services.rollout.block_tasks,
-    )
+    tasks, mini, block = (algorithm.tasks_per_step, algorithm.mini_batch_tasks, topology.services.rollout.block_tasks)
     if tasks % mini:
-        yield (
-            ("algorithm", "mini_batch_tasks"),
-            f"{mini} does not divide tasks_per_step ({tasks}), use a divisor",
-        )
+        yield (("algorithm", "mini_batch_tasks"), f"{mini} does not divide tasks_per_step ({tasks}), use a divisor")
     if tasks % block:
         message = f"{block} does not divide algorithm.tasks_per_step ({tasks}), use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
@@ -129,12 +110,7 @@ def _lengths(topology: Topology) -> Found:
     if isinstance(positions, int) and prompt + new > positions:
         message = f"{said} exceed the model's {positions} positions; lower one of them"
         yield ("sampling", "max_new_tokens"), message
-    for key, service in (
-        ("policy-trainer", topology.services.policy_trainer),
-        ("reference", topology.services.reference),
-    ):
-        if service is None:
-            continue
+    for key, service in topology.services.scorers.items():
         limit, longest = service.max_tokens_per_micro_batch, prompt + new
         if topology.workflow is not None:
             longest, said = topology.workflow.max_tokens, f"{topology.workflow.max_tokens} tokens (workflow.max_tokens)"
@@ -145,24 +121,13 @@ def _lengths(topology: Topology) -> Found:
 
 def _services(topology: Topology) -> Found:
     services = topology.services
-    for key, service in (
-        ("policy-trainer", services.policy_trainer),
-        ("reference", services.reference),
-        ("rollout", services.rollout),
-    ):
-        if service is None:
-            continue
-        ranks = service.parallel.model_ranks
-        if service.gpus % ranks:
-            enough = math.ceil(service.gpus / ranks) * ranks
-            message = f"{service.gpus} is no multiple of tp*pp*cp = {ranks}, use {enough}"
-            yield ("services", key, "gpus"), message
     trainer = services.policy_trainer
-    if trainer.workers is not None and trainer.workers % trainer.parallel.model_ranks:
-        ranks = trainer.parallel.model_ranks
-        enough = math.ceil(trainer.workers / ranks) * ranks
-        message = f"{trainer.workers} is no multiple of tp*pp*cp = {ranks}, use {enough}"
-        yield ("services", "policy-trainer", "workers"), message
+    counts = [(key, "gpus", service.gpus, service.parallel.model_ranks) for key, service in services.placed.items()]
+    counts.append(("policy-trainer", "workers", trainer.workers or 0, trainer.parallel.model_ranks))
+    for key, name, count, ranks in counts:
+        if count % ranks:
+            enough = math.ceil(count / ranks) * ranks
+            yield ("services", key, name), f"{count} is no multiple of tp*pp*cp = {ranks}, use {enough}"
     if trainer.workers is not None and trainer.gpus:
         message = f"{trainer.workers} has no effect with {trainer.gpus} gpus, one rank runs on each; remove it"
         yield ("services", "policy-trainer", "workers"), message
@@ -181,11 +146,10 @@ def _services(topology: Topology) -> Found:
 def _placement(topology: Topology) -> Found:
     hosts, shared_names = topology.placement.hosts, topology.placement.colocate
     services = topology.services
-    gpu_services = {"policy-trainer": services.policy_trainer, "reference": services.reference}
     separate = dict.fromkeys(hosts, 0)
     together = dict.fromkeys(hosts, 0)
-    for key, service in {**gpu_services, "rollout": services.rollout}.items():
-        if service is None or service.host is None:
+    for key, service in services.placed.items():
+        if service.host is None:
             continue
         if service.host not in hosts:
             near = difflib.get_close_matches(service.host, list(hosts), n=1) or sorted(hosts)
@@ -251,17 +215,12 @@ def _deterministic(topology: Topology) -> Found:
     if topology.services.rollout.in_flight != "wait":
         message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
         yield ("services", "rollout", "in_flight"), message
-    trainer = topology.services.policy_trainer
-    for key, scorer in (("policy-trainer", trainer), ("reference", topology.services.reference)):
-        if scorer is not None and scorer.backend != "torch":
+    for key, scorer in topology.services.scorers.items():
+        if scorer.backend != "torch":
             message = f"{scorer.backend} is not proved to give the same bits again, run.deterministic needs torch"
             yield ("services", key, "backend"), message
-    for key, service in (
-        ("policy-trainer", trainer),
-        ("reference", topology.services.reference),
-        ("rollout", topology.services.rollout),
-    ):
-        if service is not None and service.gpus:
+    for key, service in topology.services.placed.items():
+        if service.gpus:
             message = f"{service.gpus}: a GPU is not proved to give the same bits again, run.deterministic needs 0"
             yield ("services", key, "gpus"), message
     if topology.workflow is not None:
@@ -269,10 +228,7 @@ def _deterministic(topology: Topology) -> Found:
     if topology.consume != "order":
         yield ("consume",), f"{topology.consume} depends on timing, run.deterministic needs order"
     if topology.algorithm.filter_zero_variance is not None:
-        yield (
-            ("algorithm", "filter_zero_variance"),
-            "refills depend on timing, run.deterministic needs it left out",
-        )
+        yield (("algorithm", "filter_zero_variance"), "refills depend on timing, run.deterministic needs it left out")
 
 
 def _memory(topology: Topology) -> Found:

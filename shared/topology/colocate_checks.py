@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
-from shared.topology.problem import Path
+from shared.topology.problem import Found
 from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE, Placed
-
-Found = Iterator[tuple[Path, str]]
 
 _COLOCATE = ("placement", "colocate")
 
@@ -34,13 +30,8 @@ def check(topology: Topology) -> Found:
 
 
 def _places(topology: Topology) -> Found:
-    services = topology.services
-    known: Mapping[str, Placed | None] = {
-        "policy-trainer": services.policy_trainer,
-        "reference": services.reference,
-        "rollout": services.rollout,
-    }
-    placed = [(name, service) for name in topology.placement.colocate if (service := known.get(name)) is not None]
+    known = topology.services.placed
+    placed = [(name, known[name]) for name in topology.placement.colocate if name in known]
     for name, service in placed[1:]:
         first, other = placed[0]
         if service.host != other.host:

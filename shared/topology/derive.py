@@ -10,13 +10,13 @@ import math
 from typing import Any, TypeGuard
 
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
-from shared.topology.services import Lease
+from shared.topology.services import LeaseSettings
 
 # One forward pass of the embedded engine is most efficient from about this number of samples.
 _LEASE_SAMPLES = 256
 _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
-_LEASE_S: float = Lease.model_fields["lease_s"].default
+_LEASE_S: float = LeaseSettings.model_fields["lease_s"].default
 _TIS_CAP = 2.0
 _STD_EPSILON = 1e-6
 

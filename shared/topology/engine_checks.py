@@ -6,10 +6,9 @@ A check yields `(path, message)`, as in `checks`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 
 from shared.topology.model_files import experts, read_config
-from shared.topology.problem import Path
+from shared.topology.problem import Found
 from shared.topology.schema import Topology
 from shared.topology.services import Rollout
 
@@ -17,7 +16,6 @@ SERVED_TEMPERATURE = 2.0
 """Maximum temperature that vLLM and servers with OpenAI's interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
 _NOT_VLLM = ("gpt_neox",)
-Found = Iterator[tuple[Path, str]]
 
 
 def check(topology: Topology) -> Found:

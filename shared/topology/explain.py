@@ -14,14 +14,8 @@ from shared.topology.problem import Path, dotted, shown
 from shared.topology.schema import Topology
 
 _CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples claim, remove it"
-_REFUSED: dict[tuple[str, ...], str] = {
-    ("sampling", "top_p"): _CHANGES_DISTRIBUTION,
-    ("sampling", "top_k"): _CHANGES_DISTRIBUTION,
-    ("sampling", "min_p"): _CHANGES_DISTRIBUTION,
-    ("sampling", "repetition_penalty"): _CHANGES_DISTRIBUTION,
-    ("sampling", "presence_penalty"): _CHANGES_DISTRIBUTION,
-    ("sampling", "frequency_penalty"): _CHANGES_DISTRIBUTION,
-}
+_CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_REFUSED: dict[Path, str] = {("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING}
 _KINDS = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -79,7 +73,7 @@ def _short(bound: int | float) -> str:
 
 def _unknown(path: Path) -> str:
     key = str(path[-1])
-    refused = _REFUSED.get(tuple(str(part) for part in path))
+    refused = _REFUSED.get(path)
     if refused:
         return f"not a key, {refused}"
     if key == "dp":

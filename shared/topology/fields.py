@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -56,16 +57,13 @@ def _folder(info: ValidationInfo) -> str:
     return folder
 
 
-def _absolute(value: str, info: ValidationInfo) -> str:
-    return paths.absolute(value, _folder(info))
+def _in_folder(resolve: Callable[[str, str], str]) -> AfterValidator:
+    """Return a validator that passes a value and the topology's folder to `resolve`."""
 
+    def check(value: str, info: ValidationInfo) -> str:
+        return resolve(value, _folder(info))
 
-def _model(value: str, info: ValidationInfo) -> str:
-    return paths.model_folder(value, _folder(info))
-
-
-def _source(value: str, info: ValidationInfo) -> str:
-    return paths.source(value, _folder(info))
+    return AfterValidator(check)
 
 
 def _listed(value: Any) -> Any:
@@ -75,9 +73,9 @@ def _listed(value: Any) -> Any:
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
-ModelFolder = Annotated[str, Field(min_length=1), AfterValidator(_model)]
-DataSource = Annotated[str, AfterValidator(_source)]
+LocalPath = Annotated[str, Field(min_length=1), _in_folder(paths.absolute)]
+ModelFolder = Annotated[str, Field(min_length=1), _in_folder(paths.model_folder)]
+DataSource = Annotated[str, _in_folder(paths.source)]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 # YAML has lists only. Tuples keep a frozen section frozen, and their items stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_listed)]

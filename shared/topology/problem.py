@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+SHOWN_CHARS = 80
 Path = tuple[str | int, ...]
+Found = Iterator[tuple[Path, str]]
+"""What a check yields: the path of a key, and the value, the limit and the remedy in one line."""
 
 
 def dotted(path: Path) -> str:
@@ -13,10 +16,10 @@ def dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def shown(value: object, limit_chars: int = 80) -> str:
-    """Return `value` for a one-line error: its repr, cut at `limit_chars` characters."""
+def shown(value: object) -> str:
+    """Return `value` for a one-line error: its repr, cut at `SHOWN_CHARS` characters."""
     text = repr(value)
-    return text if len(text) <= limit_chars else text[: limit_chars - 3] + "..."
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
 @dataclass(frozen=True)

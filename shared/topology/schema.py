@@ -6,6 +6,7 @@ It uses no file, process or network. The description of a field is its documenta
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,8 +15,7 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
-from shared.topology.plan import ServiceSpec
-from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, Lease, Placement, Services, Transport
+from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, LeaseSettings, Placement, Services, Transport
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
@@ -161,6 +161,19 @@ class Sampling(Section):
     stop: Strings = Field(default=(), description="texts that end a completion")
 
 
+@dataclass(frozen=True)
+class ServiceSpec:
+    """A process `service/instance` of a run, and its host in `placement.hosts` (None: this machine)."""
+
+    service: str
+    instance: int
+    host: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}/{self.instance}"
+
+
 class Topology(Section):
     run: Run = Field(description="name and length of the run")
     policy: Policy = Field(description="the trained model")
@@ -182,7 +195,7 @@ class Topology(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
     placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
-    lease: Lease = Field(default_factory=Lease, description="how long work may make no progress")
+    lease: LeaseSettings = Field(default_factory=LeaseSettings, description="how long work may make no progress")
     transport: Transport = Field(default_factory=Transport, description="how hosts communicate")
 
     @property
@@ -202,10 +215,7 @@ class Topology(Section):
 
     def store_hosts(self) -> list[str | None]:
         """One host for each batch-store. None is the machine on which the run was started."""
-        placed = [self.services.policy_trainer, self.services.rollout]
-        if self.services.reference is not None:
-            placed.append(self.services.reference)
-        return sorted({service.host for service in placed}, key=lambda host: host or "")
+        return sorted({service.host for service in self.services.placed.values()}, key=lambda host: host or "")
 
     def services_plan(self) -> list[ServiceSpec]:
         """Return every process of the run, each after those that it needs to start."""

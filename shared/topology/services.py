@@ -54,7 +54,7 @@ class Placed(Section):
         return "cuda" if self.gpus else "cpu"
 
 
-class Scorer(Placed):
+class ScorerSettings(Placed):
     backend: Backend = Field(default="torch", description="library that runs the model")
     max_tokens_per_micro_batch: Count = Field(
         default=16384, description="tokens of one forward pass; at least the longest sample"
@@ -64,7 +64,7 @@ class Scorer(Placed):
     )
 
 
-class PolicyTrainer(Scorer):
+class TrainerSettings(ScorerSettings):
     workers: Count | None = Field(
         default=None,
         description="ranks on CPU, one process each, a multiple of tp*pp*cp; default: one copy of the model",
@@ -80,7 +80,7 @@ class PolicyTrainer(Scorer):
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
-class Reference(Scorer):
+class Reference(ScorerSettings):
     """The frozen model. Every rank is an instance, and the ranks that hold pieces of one copy are consecutive."""
 
 
@@ -110,8 +110,7 @@ class Rollout(Placed):
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
-        default=1,
-        description="tasks per lease, must divide tasks_per_step; default: as many as make 256 samples",
+        default=1, description="tasks per lease, must divide tasks_per_step; default: as many as make 256 samples"
     )
 
 
@@ -139,8 +138,8 @@ class Monitor(Section):
 
 
 class Services(Section):
-    policy_trainer: PolicyTrainer = Field(
-        default_factory=PolicyTrainer, alias="policy-trainer", description="the training service"
+    policy_trainer: TrainerSettings = Field(
+        default_factory=TrainerSettings, alias="policy-trainer", description="the training service"
     )
     reference: Reference | None = Field(
         default=None, description="the frozen model; started if algorithm.kl.coef is above 0"
@@ -148,6 +147,17 @@ class Services(Section):
     rollout: Rollout = Field(default_factory=Rollout, description="the sampling engines")
     batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
     monitor: Monitor = Field(default_factory=Monitor, description="telemetry")
+
+    @property
+    def scorers(self) -> dict[str, ScorerSettings]:
+        """The services of the run that score given tokens, by key."""
+        reference = {} if self.reference is None else {"reference": self.reference}
+        return {"policy-trainer": self.policy_trainer, **reference}
+
+    @property
+    def placed(self) -> dict[str, Placed]:
+        """The services of the run that compute with the model, by key."""
+        return {**self.scorers, "rollout": self.rollout}
 
 
 class Checkpoint(Section):
@@ -196,6 +206,6 @@ class Transport(Section):
     encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
 
 
-class Lease(Section):
+class LeaseSettings(Section):
     lease_s: Seconds = Field(default=30.0, description="seconds without progress after which a lease is lost, above 0")
     attempts: Count = Field(default=3, description="leases of a task before it is dropped as failed, 1 or more")

@@ -4,27 +4,21 @@ backend and against the numbers in the model's config.json. Imports no model lib
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shared.topology.model_files import read_config
-from shared.topology.problem import Path
+from shared.topology.problem import Found
 from shared.topology.schema import Topology
-from shared.topology.services import Scorer
-
-Found = Iterator[tuple[Path, str]]
+from shared.topology.services import ScorerSettings
 
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def check(topology: Topology) -> Found:
     """Yield degrees that the backend does not support, and degrees that do not divide what they split."""
-    services = topology.services
-    yield from _check(topology, "policy-trainer", services.policy_trainer, {"tp", "pp"})
-    if services.reference is not None:
-        yield from _check(topology, "reference", services.reference, {"tp", "pp", "cp"})
+    for name, service in topology.services.scorers.items():
+        yield from _check(topology, name, service, {"tp", "pp"} if name == "policy-trainer" else {"tp", "pp", "cp"})
 
 
-def _check(topology: Topology, name: str, service: Scorer, torch_has_no: set[str]) -> Found:
+def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no: set[str]) -> Found:
     place = ("services", name)
     degrees = {"tp": service.parallel.tp, "pp": service.parallel.pp, "cp": service.parallel.cp}
     if service.backend == "torch":

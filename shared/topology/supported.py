@@ -5,65 +5,40 @@ An option that silently does nothing is worse than one that is refused. When a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from shared.topology.problem import Path
+from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
 
 
-@dataclass(frozen=True)
-class Unsupported:
-    """Refuses a value at `path` (`*` is any key) for which `refuses` holds. `what` may contain `{value}`."""
+class Unsupported(NamedTuple):
+    """An option at `path` (`*` is any key) of which this build supports one value. `what` may contain `{value}`."""
 
     path: str
-    refuses: Callable[[Any], bool]
+    supported: object
     what: str
     use: str
 
 
-def _any_of(*values: object) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _given(value: Any) -> bool:
-    return value is not None
-
-
-def _other_than(*values: object) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value not in values
-
-
-def _above(limit: float) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value > limit
-
-
-def _more_items_than(limit: int) -> Callable[[Any], bool]:
-    return lambda value: value is not None and len(value) > limit
-
-
 UNSUPPORTED = (
-    Unsupported("services.rollout.parallel.pp", _above(1), "pipeline parallelism {value}", "1"),
-    Unsupported("services.rollout.parallel.cp", _above(1), "context parallelism {value}", "1"),
-    Unsupported("services.*.host", _given, "placement on host {value}", "no host (this machine)"),
-    Unsupported("services.monitor.wandb", _given, "reporting to Weights & Biases", "metrics.jsonl of the run"),
-    Unsupported("services.monitor.port", _given, "a web page at port {value}", "python -m launch.monitor"),
-    Unsupported("placement.engine", _any_of("ray"), "placement by ray", "local"),
-    Unsupported("placement.hosts", _more_items_than(0), "several hosts", "no hosts (this machine)"),
+    Unsupported("services.rollout.parallel.pp", 1, "pipeline parallelism {value}", "1"),
+    Unsupported("services.rollout.parallel.cp", 1, "context parallelism {value}", "1"),
+    Unsupported("services.*.host", None, "placement on host {value}", "no host (this machine)"),
+    Unsupported("services.monitor.wandb", None, "reporting to Weights & Biases", "metrics.jsonl of the run"),
+    Unsupported("services.monitor.port", None, "a web page at port {value}", "python -m launch.monitor"),
+    Unsupported("placement.engine", "local", "placement by ray", "local"),
+    Unsupported("placement.hosts", {}, "several hosts", "no hosts (this machine)"),
 )
 
 
-def unsupported(topology: Topology) -> Iterator[tuple[Path, str]]:
+def unsupported(topology: Topology) -> Found:
     """Yield the path and the message of every option in `topology` on which this build would not act."""
     document = topology.document()
     for option in UNSUPPORTED:
         for path, value in _values(document, tuple(option.path.split("."))):
-            if option.refuses(value):
-                yield (
-                    path,
-                    f"not available in this version: {option.what.format(value=value)}, use {option.use}",
-                )
+            if value != option.supported:
+                yield path, f"not available in this version: {option.what.format(value=value)}, use {option.use}"
 
 
 def _values(node: Any, pattern: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:

@@ -21,10 +21,10 @@ import zmq
 
 from proto import codec
 from proto.messages import Error, GetInventory, GetSnapshot, Inventory, Located, Snapshot
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
-from shared.rpc.transport import EXTRA_FRAMES, SKIP_FRAMES, Pump
+from shared.rpc.transport import MAX_FRAMES, SKIP_FRAMES, Pump
 from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES
 from shared.rundir import RunDir
 from shared.security import keys
@@ -401,7 +401,7 @@ def test_a_pump_passes_on_the_beginning_of_a_message_that_is_too_long_and_contin
         giver.connect("inproc://x")
         got: list[list[bytes]] = []
         pump = Pump(taker, got.append)
-        most = codec.CONTROL.frames + EXTRA_FRAMES
+        most = MAX_FRAMES
         giver.send_multipart([b"a"] * (most + 1))
         giver.send_multipart([b"b"] * (2 * SKIP_FRAMES + 7))
         giver.send_multipart([b"c" * (9 << 20), b"c" * (8 << 20), b"c", b"c"])

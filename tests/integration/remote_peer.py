@@ -15,7 +15,6 @@ import zmq
 
 from proto import codec
 from proto.ids import new_incarnation
-from proto.limits import CONTROL
 from proto.messages import (
     GetInventory,
     GetSnapshot,
@@ -106,7 +105,7 @@ async def watch(endpoint: str, folder: str) -> dict[str, Any]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = Client(context, endpoint, "monitor/0", new_incarnation(), keys=ring)
     snapshot = await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
-    socket = open_socket(context, zmq.SUB, CONTROL)
+    socket = open_socket(context, zmq.SUB)
     unlock(socket, ring)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.connect(snapshot.stream)

@@ -19,6 +19,7 @@ from proto.messages import GetStoreStats, StoreStats
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded
 from shared.rundir import RunDir
+from shared.security.access import read
 from shared.security.roles import Role
 from tests.integration.netns import Host, two_hosts
 from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, environment, wait_for
@@ -77,7 +78,7 @@ def test_a_rollout_of_a_joined_host_feeds_the_run_and_the_run_is_done(tmp_path: 
         )
         wait_for("keys of the run", lambda: (path / "topology.yaml").exists(), LIMIT_S)
         access.export(RunDir.open(path), Role.SERVICE, tmp_path / "file")
-        joined = access.join(tmp_path / "file", tmp_path / "joined")
+        joined = RunDir.join(tmp_path / "joined", read(tmp_path / "file"))
         stack.callback(joined.remove_volatile)
         own = ("--run", str(joined.path), "--instance", "1", "--listen", f"tcp://{away.address}:0")
         stack.enter_context(on(away, tmp_path / "rollout.out", "services.rollout", *own))

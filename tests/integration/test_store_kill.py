@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from proto.messages import (
     Ack,
     BatchMeta,
@@ -132,7 +132,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
 
 def test_a_put_whose_file_cannot_have_its_sealed_name_is_not_acknowledged(store: StoreProcess) -> None:
     task = shards_of(1)
-    layout = Layout([(task.task_id, task.fence, task.shards)])
+    layout = BlockLayout([(task.task_id, task.fence, task.shards)])
     begin = PutBegin(put_id="a" * 32, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence)])
     seal = PutSeal(put_id=begin.put_id)
 

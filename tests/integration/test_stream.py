@@ -427,7 +427,7 @@ def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_c
                 said: list[float] = []
                 moved = partial(_note, said)
                 moved()
-                assert_same(await data.fetch(meta_of(tasks), ("a", "b"), deadline_s=0.4, moved=moved), tasks)
+                assert_same(await data.fetch(meta_of(tasks), ("a", "b"), deadline_s=0.4, on_progress=moved), tasks)
                 moved()
                 assert said[-1] - said[0] > 3 * 0.4
                 assert all(later - one < 2 * 0.4 for one, later in pairwise(said))

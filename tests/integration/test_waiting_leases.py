@@ -19,8 +19,8 @@ from services.rollout import weights_source
 from services.rollout.weights_source import Arrays, ShardSource
 from services.scheduler.pace import Paces
 from shared.dataplane.client import TaskShards
+from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
-from shared.moved import Moved
 from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of
 from tests.integration.stream_line import TcpLine, TcpStoreProcess, remote
 from tests.unit.told_engine import ref_of
@@ -85,8 +85,8 @@ def test_weights_that_come_slower_than_their_lease_lasts_arrive_and_in_one_go(
             await peer.data.put([TaskShards(ref.task_id, ref.fence, weights)], store=STORE, deadline_s=10)
             data = remote(peer)
 
-            async def fetch(moved: Moved) -> Any:
-                return await ShardSource(data).fetch(ref, moved)
+            async def fetch(on_progress: OnProgress) -> Any:
+                return await ShardSource(data).fetch(ref, on_progress)
 
             async with holder.beating():
                 found = await holder.book.persist(holder.lease, "weights", fetch, LEASE_S)
@@ -115,7 +115,7 @@ def test_a_store_that_is_away_for_several_terms_costs_its_waiters_no_lease(tmp_p
             assert store.process is not None
             os.kill(store.process.pid, signal.SIGSTOP)
 
-            async def put(_: Moved) -> Any:
+            async def put(_: OnProgress) -> Any:
                 return await peer.data.put(shards, store=STORE, deadline_s=20)
 
             async with holder.beating():

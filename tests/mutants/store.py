@@ -98,15 +98,15 @@ STORE = [
     Mutation(
         "a store grants more bytes than its limit",
         "services/batch_store/room.py",
-        "if self._missing_bytes(nbytes, spare) > 0:",
+        "if self.missing_bytes(nbytes, spare) > 0:",
         "if False:",
         PROPERTY,
     ),
     Mutation(
         "a file that somebody maps is no longer counted",
         "services/batch_store/room.py",
-        "        self._zombie_bytes += held_bytes(nbytes)\n        return Retire",
-        "        self._used[place] -= held_bytes(nbytes)\n        return Retire",
+        "        self.zombie_bytes += held_bytes(nbytes)\n        if lend",
+        "        self.used[place] -= held_bytes(nbytes)\n        if lend",
         PROPERTY,
     ),
     Mutation(

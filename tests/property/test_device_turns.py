@@ -25,10 +25,10 @@ from shared.devices import (
     PARAMETERS,
     REFERENCE,
     WEIGHTS,
+    DeviceLedger,
     ForbiddenPair,
     Holder,
     Holding,
-    Ledger,
     Parts,
 )
 from shared.rpc.errors import RpcError
@@ -334,7 +334,7 @@ def test_a_process_that_hangs_is_killed_at_work_at_once_and_idle_when_others_nee
 
 @given(parts=st.lists(st.sampled_from([PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, KV_CACHE]), max_size=8))
 def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
-    ledger = Ledger()
+    ledger = DeviceLedger()
     there: set[str] = set()
     for index, part in enumerate(parts):
         wrong = [other for other in there if (part, other) in FORBIDDEN or (other, part) in FORBIDDEN]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto import blockfile
-from proto.blockfile import Layout, Table
+from proto.blockfile import BlockLayout, Table
 from proto.messages import (
     Canary,
     CheckpointSaved,
@@ -41,7 +41,7 @@ from proto.messages import (
     WeightsRef,
 )
 from services.batch_store import spares
-from services.batch_store.room import Place, Retire, held_bytes
+from services.batch_store.room import Retire, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -92,7 +92,7 @@ PLAN = Plan(
 
 
 def block(tasks: list[tuple[str, int]], key: str) -> tuple[Table, int]:
-    layout = Layout([(task_id, fence, {key: np.zeros(100)}) for task_id, fence in tasks])
+    layout = BlockLayout([(task_id, fence, {key: np.zeros(100)}) for task_id, fence in tasks])
     digests = [hash((task_id, fence, key)) & 0xFFFF for task_id, fence in tasks]
     return blockfile.parse(layout.head(digests), layout.file_bytes), layout.file_bytes
 
@@ -130,9 +130,9 @@ class Both(RuleBasedStateMachine):
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
         """Unsealed files and their sizes. Some producers are dead, and the files of some went with the store's life."""
-        self.files: dict[str, tuple[Table, int, Place]] = {}
+        self.files: dict[str, tuple[Table, int, Tier]] = {}
         """Sealed, in the order of their seals."""
-        self.zombies: dict[str, tuple[Place, int]] = {}
+        self.zombies: dict[str, tuple[Tier, int]] = {}
         self.spares: dict[str, int] = {}
         self.tombs: dict[str, int] = {}
         self.puts = 0
@@ -191,13 +191,13 @@ class Both(RuleBasedStateMachine):
         self.ask(request)
 
     def register_store(self) -> None:
-        self.register("batch-store", self.life, self.store.limit_bytes)
+        self.register("batch-store", self.life, self.store.room.limit_bytes)
 
     def retire(self, effects: list[Retire]) -> None:
         for effect in effects:
             put_id, _, kind = effect.source.partition(".")
             if kind == "tmp":
-                nbytes, place = self.granted.pop(put_id), Place.MEMORY
+                nbytes, place = self.granted.pop(put_id), Tier.MEMORY
             else:
                 _, nbytes, place = self.files.pop(put_id)
             assert place == effect.place
@@ -261,7 +261,7 @@ class Both(RuleBasedStateMachine):
             return error.code
         if new:
             self.store.seal(put_id, put.table)
-            self.files[put_id] = (put.table, self.granted.pop(put_id), Place.MEMORY)
+            self.files[put_id] = (put.table, self.granted.pop(put_id), Tier.MEMORY)
             self.retire(self.store.supersede(put_id))
         else:
             self.retire([self.store.abandon(put_id)])
@@ -271,7 +271,7 @@ class Both(RuleBasedStateMachine):
         """Delete the files of spares that the index has given up."""
         for name in spares:
             del self.spares[name]
-            self.store.reaped(name)
+            self.store.room.reaped(name)
 
     def take_back(self, now: float) -> None:
         """Withdraw old grants whose producers hold no lock."""
@@ -285,8 +285,8 @@ class Both(RuleBasedStateMachine):
             return False
         table, nbytes, _ = self.files[put_id]
         effect = self.store.end_move(put_id)
-        self.zombies[effect.target] = (Place.MEMORY, held_bytes(nbytes))
-        self.files[put_id] = (table, nbytes, Place.DISK)
+        self.zombies[effect.target] = (Tier.MEMORY, held_bytes(nbytes))
+        self.files[put_id] = (table, nbytes, Tier.DISK)
         return True
 
     def publish(self, step: int) -> None:
@@ -400,7 +400,7 @@ class Both(RuleBasedStateMachine):
     def expire(self) -> None:
         self.now += LEASE_S + 1
         self.take_back(self.now)
-        self.delete(self.store.surplus(self.now))
+        self.delete(self.store.room.surplus(self.now))
         self.take(self.machine.handle(Tick(), self.now))
         self.forget_gone()
 
@@ -551,10 +551,10 @@ class Both(RuleBasedStateMachine):
     def last_mappings_go(self) -> None:
         for target in list(self.zombies):
             _, nbytes = self.zombies.pop(target)
-            if self.store.keep(target, self.now):
+            if self.store.room.keep(target, self.now):
                 self.spares[target] = nbytes
             else:
-                self.store.reaped(target)
+                self.store.room.reaped(target)
 
     @rule()
     def store_is_killed(self) -> None:
@@ -565,8 +565,8 @@ class Both(RuleBasedStateMachine):
         self.store.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         for put_id, (table, nbytes, place) in list(self.files.items()):
             self.retire(self.store.recover(put_id, nbytes, table, place))
-        refused = [(f"{put_id}.tmp", Place.MEMORY, held_bytes(nbytes)) for put_id, nbytes in self.granted.items()]
-        refused += [(name, Place.MEMORY, nbytes) for name, nbytes in self.spares.items()]
+        refused = [(f"{put_id}.tmp", Tier.MEMORY, held_bytes(nbytes)) for put_id, nbytes in self.granted.items()]
+        refused += [(name, Tier.MEMORY, nbytes) for name, nbytes in self.spares.items()]
         refused += [(name, *held) for name, held in former]
         for name, place, nbytes in refused:
             self.zombies[self.store.recover_refuse(name, nbytes, place).target] = (place, nbytes)
@@ -670,8 +670,8 @@ class Both(RuleBasedStateMachine):
     @invariant()
     def bytes_stay_within_their_limits(self) -> None:
         """Promise 4."""
-        assert self.store.used(Place.MEMORY) <= LIMIT
-        assert self.store.used(Place.DISK) <= SPILL
+        assert self.store.room.used[Tier.MEMORY] <= LIMIT
+        assert self.store.room.used[Tier.DISK] <= SPILL
         assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
 
     @invariant()

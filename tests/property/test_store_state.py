@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto import blockfile
-from proto.blockfile import Layout, Table
+from proto.blockfile import BlockLayout, Table
 from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import spares
-from services.batch_store.room import Place, Retire, held_bytes
+from services.batch_store.room import Retire, Tier, held_bytes
 from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
 
@@ -32,7 +32,7 @@ KEYS = st.sampled_from([("a",), ("b",), ("a", "b"), ("p:1",), ("p:2",)])
 
 
 def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> tuple[Table, int]:
-    layout = Layout([(f"t/0/{n}", fence, {key: np.full(200, value + n) for key in keys}) for n, fence in tasks])
+    layout = BlockLayout([(f"t/0/{n}", fence, {key: np.full(200, value + n) for key in keys}) for n, fence in tasks])
     head = layout.head([value * 100 + n for n, _ in tasks for _ in keys])
     return blockfile.parse(head, layout.file_bytes), layout.file_bytes
 
@@ -54,7 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.order: list[str] = []
         self.disk: set[str] = set()
         self.moving: dict[str, int] = {}
-        self.zombies: dict[str, tuple[Place, int]] = {}
+        self.zombies: dict[str, tuple[Tier, int]] = {}
         self.lendable: dict[str, int] = {}
         self.spares: dict[str, tuple[int, float]] = {}
         self.lent = 0
@@ -70,10 +70,10 @@ class StoreMachine(RuleBasedStateMachine):
             put_id, _, kind = effect.source.partition(".")
             _, nbytes = (self.open if kind == "tmp" else self.sealed).pop(put_id)
             assert effect.target not in self.zombies
-            assert effect.place == (Place.DISK if put_id in self.disk else Place.MEMORY)
+            assert effect.place == (Tier.DISK if put_id in self.disk else Tier.MEMORY)
             self.disk.discard(put_id)
             self.zombies[effect.target] = (effect.place, held_bytes(nbytes))
-            if kind == "blk" and effect.place == Place.MEMORY and not self.recovering:
+            if kind == "blk" and effect.place == Tier.MEMORY and not self.recovering:
                 self.lendable[effect.target] = nbytes  # nobody can have it open for writing
 
     def buried(self, task_id: str, fence: int) -> bool:
@@ -81,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def given_up(self, names: list[str]) -> None:
         for name in names:
-            self.zombies[name] = (Place.MEMORY, held_bytes(self.spares.pop(name)[0]))
+            self.zombies[name] = (Tier.MEMORY, held_bytes(self.spares.pop(name)[0]))
 
     @rule(
         tasks=TASKS,
@@ -115,9 +115,9 @@ class StoreMachine(RuleBasedStateMachine):
         spare = self.state.spare(put_id, nbytes)
         assert (spare is not None) == any(size <= 2 * nbytes <= 4 * size for size, _ in self.spares.values())
         if spare is not None and not claimed:
-            self.given_up([self.state.give_up_spare(spare)])
+            self.given_up([self.state.room.give_up_spare(spare)])
             spare = None
-        used = self.state.used(Place.MEMORY)
+        used = self.state.room.used[Tier.MEMORY]
         if spare is not None:
             used -= held_bytes(self.spares[spare][0])
         try:
@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.state.forget(put_id)
             return None
         if spare is not None:
-            self.state.count_lent()
+            self.state.room.lent += 1
             self.lent += 1
         assert not self.state.begin(put_id, nbytes, names, 0.0)
         assert self.state.spare(put_id, nbytes) is None  # it has its file
@@ -158,19 +158,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.given_up(names)
         for name in names:
             del self.zombies[name]
-            self.state.reaped(name)
+            self.state.room.reaped(name)
         if self.state.lacks_room(put_id, nbytes):
             assert set(self.spares) <= {self.state.spare(put_id, nbytes)}
         elif names:
             last = held_bytes(before[names[-1]][0])
             mine = self.state.spare(put_id, nbytes)
             freed = held_bytes(self.spares[mine][0]) if mine is not None else 0
-            assert self.state.used(Place.MEMORY) - freed + held_bytes(nbytes) + last > LIMIT
+            assert self.state.room.used[Tier.MEMORY] - freed + held_bytes(nbytes) + last > LIMIT
 
     @rule(seconds=st.sampled_from([1.0, spares.IDLE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        names = self.state.surplus(self.now)
+        names = self.state.room.surplus(self.now)
         self.given_up(names)
         assert all(self.now - since <= spares.IDLE_S for _, since in self.spares.values())
         assert sum(size for size, _ in self.spares.values()) <= LIMIT // spares.SHARE
@@ -251,17 +251,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def last_mapping_goes(self, data: st.DataObject) -> None:
         target = data.draw(st.sampled_from(sorted(self.zombies)))
-        kept = self.state.keep(target, self.now)
+        kept = self.state.room.keep(target, self.now)
         assert kept == (target in self.lendable)
         del self.zombies[target]
         if kept:
             self.spares[target] = (self.lendable.pop(target), self.now)
         else:
-            self.state.reaped(target)
+            self.state.room.reaped(target)
 
     @rule()
     def begin_move(self) -> None:
-        free = SPILL - self.state.used(Place.DISK)
+        free = SPILL - self.state.room.used[Tier.DISK]
         fits = [
             put_id
             for put_id in self.order
@@ -288,10 +288,10 @@ class StoreMachine(RuleBasedStateMachine):
                 self.order.insert(0, put_id)
             return
         effect = self.state.end_move(put_id)
-        assert (effect.source, effect.place) == (f"{put_id}.blk", Place.MEMORY)
-        self.zombies[effect.target] = (Place.MEMORY, nbytes)
+        assert (effect.source, effect.place) == (f"{put_id}.blk", Tier.MEMORY)
+        self.zombies[effect.target] = (Tier.MEMORY, nbytes)
         self.disk.add(put_id)
-        assert self.state.place(put_id) == Place.DISK
+        assert self.state.sealed(put_id).place == Tier.DISK
 
     @rule()
     def restart(self) -> None:
@@ -305,7 +305,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
         for put_id, (table, nbytes) in list(self.sealed.items()):
-            place = Place.DISK if put_id in self.disk else Place.MEMORY
+            place = Tier.DISK if put_id in self.disk else Tier.MEMORY
             self.retire(self.state.recover(put_id, nbytes, table, place))
         for name, (place, nbytes) in list(self.zombies.items()):
             del self.zombies[name]
@@ -320,17 +320,17 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.state.stats()
         held = [0, 0]
         for _, nbytes in self.open.values():
-            held[Place.MEMORY] += held_bytes(nbytes)
+            held[Tier.MEMORY] += held_bytes(nbytes)
         for put_id, (_, nbytes) in self.sealed.items():
             held[put_id in self.disk] += held_bytes(nbytes)
         for place, nbytes in self.zombies.values():
             held[place] += nbytes
         spare = sum(held_bytes(nbytes) for nbytes, _ in self.spares.values())
-        held[Place.MEMORY] += spare
-        held[Place.DISK] += sum(self.moving.values())
-        assert [self.state.used(place) for place in Place] == held
-        assert held[Place.MEMORY] <= LIMIT
-        assert held[Place.DISK] <= SPILL
+        held[Tier.MEMORY] += spare
+        held[Tier.DISK] += sum(self.moving.values())
+        assert [self.state.room.used[place] for place in Tier] == held
+        assert held[Tier.MEMORY] <= LIMIT
+        assert held[Tier.DISK] <= SPILL
         assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
         assert (stats.spare_bytes, stats.lent) == (spare, self.lent)
         assert stats.bytes == sum(held)

@@ -102,7 +102,7 @@ def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_p
         assert not key_file(away.keys, Role.OPERATOR).exists()
         assert away.topology.read_text() == home.topology.read_text()
         with pytest.raises(RpcError, match="holds a run already"):
-            launch_access.join(tmp_path / "file", away.path)
+            RunDir.join(away.path, access.read(tmp_path / "file"))
     finally:
         away.remove_volatile()
 
@@ -110,7 +110,7 @@ def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_p
 def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
     launch_access.export(home, Role.OPERATOR, tmp_path / "file")
     with pytest.raises(RpcError, match="who joins needs the role service, not operator"):
-        launch_access.join(tmp_path / "file", tmp_path / "away")
+        RunDir.join(tmp_path / "away", access.read(tmp_path / "file"))
     assert not (tmp_path / "away").exists()
 
 

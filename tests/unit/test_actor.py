@@ -29,7 +29,7 @@ from proto.messages import (
     ServiceReport,
     Telemetry,
 )
-from shared.actor.service import UNUSABLE_STATUS, Service, State
+from shared.actor.service import UNUSABLE_STATUS, ProcessState, Service
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -57,7 +57,7 @@ def reports(run: RunDir, seen: list[ServiceReport]) -> Any:
 
 
 @asynccontextmanager
-async def living(service: Service, state: str = State.READY) -> AsyncIterator[asyncio.Task[int]]:
+async def living(service: Service, state: str = ProcessState.READY) -> AsyncIterator[asyncio.Task[int]]:
     """The service running in this loop, stopped at the end."""
     task = asyncio.create_task(service.run_until_stopped())
     await eventually(lambda: service.state == state)
@@ -98,7 +98,7 @@ def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str
             setattr(service, phase, fail)
             task = asyncio.create_task(service.run_until_stopped())
             if phase == "drain":
-                await eventually(lambda: service.state == State.READY)
+                await eventually(lambda: service.state == ProcessState.READY)
                 service.request_stop()
             async with asyncio.timeout(DEADLINE_S):
                 assert await task == status
@@ -113,7 +113,7 @@ def test_stop_during_start_ends_well(run: RunDir) -> None:
     async def main() -> None:
         service = Quiet(run, 0)
         service.start = asyncio.Event().wait  # type: ignore[assignment,method-assign]
-        async with living(service, State.STARTING) as task, asking(run.endpoint("quiet", 0)) as client:
+        async with living(service, ProcessState.STARTING) as task, asking(run.endpoint("quiet", 0)) as client:
             pong = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
             assert pong.state == "STARTING"  # answers while it starts
         assert task.result() == 0
@@ -171,7 +171,7 @@ def test_service_registers_beats_and_registers_again_at_a_restarted_scheduler(ru
 
         service = Beating(run, 0)
         scheduler = run.endpoint("scheduler", 0)
-        async with living(service, State.READY):
+        async with living(service, ProcessState.READY):
             async with serving(scheduler, (Register, register), (Heartbeat, beat)):
                 await eventually(lambda: beats)
             life = 2

@@ -227,7 +227,7 @@ def test_a_computation_that_outlives_its_lost_lease_for_a_reason_is_waited_for(w
             lease.give_up()
             for _ in range(8):
                 made.progress += why == "moves"
-                made.book.stands = lambda: why != "moves"
+                made.book.blocked_on_devices = lambda: why != "moves"
                 await asyncio.sleep(LEASE_S / 2)  # the time that passes is what is tested
             raise LeaseLost("given up at last")
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from proto.messages import BatchMeta, LeaseGrant
+from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook, LeaseLost
-from shared.moved import Moved
 
 
 def grant() -> LeaseGrant:
@@ -57,14 +57,14 @@ def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_d
     monkeypatch.setattr("shared.lease.time", SimpleNamespace(monotonic=lambda: now))
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
-    calls: list[Moved] = []
+    calls: list[OnProgress] = []
 
     async def scenario() -> None:
         nonlocal now
         begun = asyncio.Event()
 
-        async def attempt(moved: Moved) -> None:
-            calls.append(moved)
+        async def attempt(on_progress: OnProgress) -> None:
+            calls.append(on_progress)
             begun.set()
             await asyncio.Event().wait()
 
@@ -92,7 +92,7 @@ def test_a_call_for_a_lease_that_is_lost_ends_at_once() -> None:
     async def scenario() -> None:
         begun = asyncio.Event()
 
-        async def attempt(_: Moved) -> None:
+        async def attempt(_: OnProgress) -> None:
             begun.set()
             try:
                 await asyncio.Event().wait()

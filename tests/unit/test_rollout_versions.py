@@ -28,8 +28,8 @@ from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import Arrays, Entry, Loaded, ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker, _Prepared
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost
-from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
 from shared.topology.schema import RewardRetry
 from shared.turns import OwnDevices
@@ -373,10 +373,10 @@ class Source:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Lost:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Lost:
         return Lost(self._entry)
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
         return Arrays(weights_of(ref.step))
 
 
@@ -490,7 +490,7 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
             waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), None)))
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert worker.leases.behind == {waits}
+            assert worker.leases.queued == {waits}
             worker.leases.progress()
             before = waits.progress
             worker.leases.progress()
@@ -501,7 +501,7 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
             waits.give_up()
             with pytest.raises(LeaseLost):
                 await asyncio.wait_for(waiting, 10)
-            assert not worker.leases.behind
+            assert not worker.leases.queued
             made.in_flight.end(other)
 
     asyncio.run(scenario())
@@ -592,7 +592,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
 class Cleared(Source):
     """The trainer is away, and the scheduler has had the version cleared."""
 
-    async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
         raise RpcError(ErrorCode.MISSING, "collected")
 
 
@@ -623,9 +623,9 @@ def test_weights_that_could_not_get_in_by_a_drilled_way_are_not_brought_under_sa
             brought: list[int] = []
 
             class FromStore(Source):
-                async def from_store(self, ref: WeightsRef, moved: Moved = nobody) -> Arrays:
+                async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
                     brought.append(ref.step)
-                    return await super().from_store(ref, moved)
+                    return await super().from_store(ref, on_progress)
 
             made.sync._drilled = {Entry.RECEIVE}
             made.in_flight._source = FromStore(Entry.RECEIVE)

@@ -16,7 +16,7 @@ from proto.messages import ErrorCode, WeightsRef
 from services.rollout.shared_source import SharedSource
 from services.rollout.tasks import PreparedTasks
 from services.rollout.weights_source import Arrays, Delivery
-from shared.moved import Moved, nobody
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
 from tests.unit.test_rollout_versions import FIRST, FRESH, lease_of, ref_of, rig, tasks, weights_of, worker_of
 
@@ -28,10 +28,10 @@ class Store:
         self.fetched: list[int] = []
         self.failing = failing
 
-    async def fetch(self, ref: WeightsRef, moved: Moved = nobody) -> Delivery:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         self.fetched.append(ref.step)
         await asyncio.sleep(0)
-        moved()
+        on_progress()
         if len(self.fetched) <= self.failing:
             raise RpcError(ErrorCode.DEADLINE, "the store is away")
         return Arrays(weights_of(ref.step))

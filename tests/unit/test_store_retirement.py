@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from proto.messages import PutTask
 from services.batch_store import retirement
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import AT_ONCE, Retirement
-from services.batch_store.room import Place, held_bytes
+from services.batch_store.room import Tier, held_bytes
 from services.batch_store.spill import Spiller
 from services.batch_store.state import StoreState
-from services.batch_store.stream_source import STREAM_SHARE, Kept, pin
+from services.batch_store.stream_source import STREAM_SHARE, SealedFile, pin
 from shared.dataplane.mapping import MappingCache, lock_named
 from shared.dataplane.write import write_block
-from shared.descriptors import raise_descriptor_limit
+from shared.os_limits import raise_descriptor_limit
 from tests.descriptors import descriptors_left
 
 
 def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) -> str:
     put_id = f"{hash(task_id) & (1 << 64) - 1:032x}"
-    layout = Layout([(task_id, 1, {"a": np.zeros(nbytes, np.uint8)})])
+    layout = BlockLayout([(task_id, 1, {"a": np.zeros(nbytes, np.uint8)})])
     index.begin(put_id, layout.file_bytes, [PutTask(task_id, 1)], 0.0)
     descriptor = os.open(files.create(put_id, layout.file_bytes), os.O_RDWR)
     write_block(descriptor, layout)
@@ -42,7 +42,7 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
 def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     names = [f"train/0/{i}" for i in range(AT_ONCE + 10)]
     put_ids = [put(index, files, name) for name in names]
     with descriptors_left(0):
@@ -61,7 +61,7 @@ def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> No
 def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 28, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     names = [f"train/0/{i}" for i in range(20)]
     for name in names:
         put(index, files, name, 1 << 18)
@@ -69,7 +69,7 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
     held = index.stats().spare_bytes
     assert held == index.stats().bytes > 20 * (1 << 18)
     with descriptors_left(0):
-        ended.free(index.give_up_spares())
+        ended.free(index.room.give_up_spares())
         assert (index.stats().zombie_bytes, index.stats().spare_bytes) == (held, 0)
     with descriptors_left(3):
         ended.settle()
@@ -81,7 +81,7 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
 def test_a_file_whose_mapping_is_kept_for_streams_goes_without_another_descriptor(tmp_path: Path) -> None:
     index, cache = StoreState("store", 1 << 24, 1), MappingCache()
     files = StoreFiles("store", tmp_path / "store", on_retire=cache.drop)
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put_id = put(index, files, "train/0/0")
     cache.get(files.path(f"{put_id}.blk"))
     with descriptors_left(0):
@@ -108,7 +108,7 @@ def test_mapped_zombies_take_a_share_of_the_descriptors_and_keep_no_others_up(
     monkeypatch.setattr(retirement, "AT_ONCE", 2)
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put_ids = [put(index, files, f"train/0/{i}") for i in range(12)]
     readers = [lock_named(files.path(f"{put_id}.blk"), os.O_RDONLY) for put_id in put_ids]
     before = descriptors()
@@ -139,7 +139,7 @@ def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path / "store")
     put_ids = [put(index, files, f"train/0/{i}") for i in range(9)]
     tasks = [PutTask(f"train/0/{i}", 1) for i in range(9)]
-    kept = [Kept(files.path(f"{put_id}.blk"), index.table(put_id)) for put_id in put_ids]
+    kept = [SealedFile(files.path(f"{put_id}.blk"), index.sealed(put_id).table) for put_id in put_ids]
     cache.most_files = 4 * STREAM_SHARE
     first = pin("store", kept, [[at] for at in range(9)], tasks, (), 1 << 30, cache)
     assert first.covered == 4
@@ -162,7 +162,7 @@ def descriptors() -> int:
 def test_a_file_that_cannot_be_renamed_stays_due_and_keeps_nobody_up(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put_ids = [put(index, files, f"train/0/{i}") for i in range(3)]
     effects = index.clear([PutTask(f"train/0/{i}", 1) for i in range(3)])
     in_the_way = Path(files.path(effects[0].target))
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_renamed_stays_due_and_keeps_nobody_up(tmp_path: P
 def test_a_zombie_that_cannot_be_deleted_counts_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put(index, files, "train/0/0")
 
     def refuse(path: Path, *, missing_ok: bool) -> None:
@@ -200,7 +200,7 @@ def test_a_zombie_that_cannot_be_deleted_counts_until_it_is(tmp_path: Path, monk
 def test_a_file_that_somebody_deleted_is_let_go(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put_ids = [put(index, files, f"train/0/{i}") for i in range(2)]
     os.unlink(files.path(f"{put_ids[0]}.blk"))
     ended.take(index.clear([PutTask(f"train/0/{i}", 1) for i in range(2)]))
@@ -211,7 +211,7 @@ def test_a_file_that_somebody_deleted_is_let_go(tmp_path: Path) -> None:
 def test_a_spare_that_cannot_become_a_put_s_file_is_gone_and_so_are_its_bytes(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put(index, files, "train/0/0", 1 << 18)
     ended.take(index.clear([PutTask("train/0/0", 1)]))
     before = descriptors()
@@ -233,7 +233,7 @@ def test_a_spare_that_cannot_become_a_put_s_file_is_gone_and_so_are_its_bytes(tm
 def test_a_copy_on_disk_that_cannot_have_its_name_takes_no_room_and_is_tried_again(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 20, 1, 1 << 20)
     files = StoreFiles("store", tmp_path / "store", tmp_path / "disk")
-    ended = Retirement("store", index, files, lambda: 0.0)
+    ended = Retirement("store", index.room, files, lambda: 0.0)
     put_id = put(index, files, "train/0/0", 1 << 19)
     in_the_way = tmp_path / "disk" / f"{put_id}.blk"
     in_the_way.mkdir()
@@ -243,9 +243,9 @@ def test_a_copy_on_disk_that_cannot_have_its_name_takes_no_room_and_is_tried_aga
         await Spiller("store", index, files, ended).make_room("f" * 32, 1 << 19, deadline)
 
     asyncio.run(make_room())
-    assert [index.used(place) for place in Place] == [held_bytes((1 << 19) + 1), 0]
+    assert [index.room.used[place] for place in Tier] == [held_bytes((1 << 19) + 1), 0]
     assert os.listdir(tmp_path / "disk") == [in_the_way.name]
     in_the_way.rmdir()
     asyncio.run(make_room())
-    assert [index.used(place) for place in Place] == [0, held_bytes((1 << 19) + 1)]
+    assert [index.room.used[place] for place in Tier] == [0, held_bytes((1 << 19) + 1)]
     files.close()

@@ -14,19 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proto.blockfile import Layout, parse
+from proto.blockfile import BlockLayout, parse
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import spares as spares_module
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import Retirement
-from services.batch_store.room import Place, held_bytes
+from services.batch_store.room import Tier, held_bytes
 from services.batch_store.spares import IDLE_S, Spares
 from services.batch_store.state import StoreState
-from shared.dataplane import landing as landing_module
-from shared.dataplane import reread as reread_module
-from shared.dataplane.landing import POPULATE_BYTES, WriteMappingPool
+from shared.dataplane import lent_pages
+from shared.dataplane.lent_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
-from shared.dataplane.reread import ReadMappingPool
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -36,8 +34,7 @@ VALUES = np.arange(40_000, dtype=np.float32)
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares_module, "SPARE_BYTES", 1)
-    monkeypatch.setattr(landing_module, "MIN_BYTES", 1)
-    monkeypatch.setattr(reread_module, "MIN_BYTES", 1)
+    monkeypatch.setattr(lent_pages, "MIN_BYTES", 1)
 
 
 @pytest.fixture
@@ -53,11 +50,11 @@ class Store:
     def __init__(self, folder: Path, limit: int = 1 << 20, spill: Path | None = None) -> None:
         self.index = StoreState("store", limit, 1)
         self.files = StoreFiles("store", folder, spill)
-        self.ended = Retirement("store", self.index, self.files, lambda: self.now)
+        self.ended = Retirement("store", self.index.room, self.files, lambda: self.now)
         self.puts = 0
         self.now = 0.0
 
-    def begin(self, layout: Layout, task_id: str) -> tuple[str, str]:
+    def begin(self, layout: BlockLayout, task_id: str) -> tuple[str, str]:
         self.puts += 1
         put_id = f"{self.puts:032x}"
         self.delete(self.index.make_room(put_id, layout.file_bytes))
@@ -68,11 +65,11 @@ class Store:
         if spare is None:
             return put_id, self.files.create(put_id, layout.file_bytes)
         path = self.files.reuse(spare, put_id, layout.file_bytes)
-        self.index.count_lent()
+        self.index.room.lent += 1
         return put_id, path
 
     def put(self, task_id: str, values: np.ndarray) -> str:  # type: ignore[type-arg]
-        layout = Layout([(task_id, 1, {"w": values})])
+        layout = BlockLayout([(task_id, 1, {"w": values})])
         put_id, path = self.begin(layout, task_id)
         descriptor = os.open(path, os.O_RDWR)
         write_block(descriptor, layout)
@@ -98,14 +95,14 @@ def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) 
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     inode = os.stat(path).st_ino
-    used = store.index.used(Place.MEMORY)
+    used = store.index.room.used[Tier.MEMORY]
     store.clear("weights/0/0")
     assert not os.path.exists(path)
-    assert store.index.used(Place.MEMORY) == used  # kept, and counted
+    assert store.index.room.used[Tier.MEMORY] == used  # kept, and counted
     again = store.put("weights/0/1", VALUES * 2)
     assert os.stat(again).st_ino == inode
     assert again != path
-    assert store.index.used(Place.MEMORY) == used
+    assert store.index.room.used[Tier.MEMORY] == used
     found = BlockMapping(again, TableCache()).arrays([0], None)[0]
     assert np.array_equal(found["w"], VALUES * 2)
 
@@ -128,7 +125,7 @@ def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> Non
     store = Store(tmp_path / "s")
     store.put("weights/0/0", VALUES)
     store.clear("weights/0/0")
-    layout = Layout([("weights/0/1", 1, {"w": VALUES})])
+    layout = BlockLayout([("weights/0/1", 1, {"w": VALUES})])
     _, path = store.begin(layout, "weights/0/1")
     data = Path(path).read_bytes()
     with pytest.raises(Exception, match="magic"):
@@ -136,7 +133,7 @@ def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> Non
 
 
 def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_needed(tmp_path: Path) -> None:
-    nbytes = held_bytes(Layout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
+    nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(3):
         store.put(f"train/0/{number}", VALUES)
@@ -144,13 +141,13 @@ def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_ne
         store.clear(f"train/0/{number}")
     stats = store.index.stats()
     assert (stats.bytes, stats.spare_bytes, stats.files, stats.lent) == (3 * nbytes, 3 * nbytes, 0, 0)
-    larger = Layout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
+    larger = BlockLayout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
     store.begin(larger, "train/0/3")  # four times as large: no spare serves it, and one of the three is in its way
     stats = store.index.stats()
     assert stats.spare_bytes == 2 * nbytes
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
     assert len(list((tmp_path / "s").glob("*.dead"))) == 2
-    assert [name.partition(".")[0] for name in store.index._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
+    assert [name.partition(".")[0] for name in store.index.room._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -177,16 +174,16 @@ def test_a_file_collected_while_it_is_copied_to_disk_is_copied_whole(
 
 
 def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: Path) -> None:
-    layout = Layout([("train/0/0", 1, {"w": VALUES})])
+    layout = BlockLayout([("train/0/0", 1, {"w": VALUES})])
     more = np.resize(VALUES, len(VALUES) + 1024)
     store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
-    store.index._spares._max_bytes = store.index.limits[Place.MEMORY]
+    store.index.room._spares._max_bytes = store.index.room.limits[Tier.MEMORY]
     store.put("train/0/0", VALUES)
     store.clear("train/0/0")
     assert not store.index.lacks_room("f" * 32, layout.file_bytes)
     store.put("train/0/1", more)
     assert store.index.stats().lent == 1
-    assert store.index.used(Place.MEMORY) == store.index.limits[Place.MEMORY]
+    assert store.index.room.used[Tier.MEMORY] == store.index.room.limits[Tier.MEMORY]
     with pytest.raises(RpcError) as caught:
         store.put("train/0/2", VALUES)
     assert caught.value.code == ErrorCode.BUSY
@@ -199,7 +196,7 @@ def test_a_spare_becomes_as_long_as_the_put_that_takes_it(tmp_path: Path) -> Non
         values = np.arange(length, dtype=np.float32) + number
         path = store.put(f"train/0/{number}", values)
         inodes.add(os.stat(path).st_ino)
-        assert store.index.used(Place.MEMORY) == held_bytes(os.stat(path).st_size)
+        assert store.index.room.used[Tier.MEMORY] == held_bytes(os.stat(path).st_size)
         assert np.array_equal(BlockMapping(path, TableCache()).arrays([0], None)[0]["w"], values)
         store.clear(f"train/0/{number}")
     assert len(inodes) == 1
@@ -215,24 +212,24 @@ def test_of_several_spares_the_nearest_in_size_serves_and_none_of_another_order(
 
 
 def test_spares_that_nobody_takes_and_those_that_are_too_many_are_deleted(tmp_path: Path) -> None:
-    nbytes = held_bytes(Layout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
+    nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(4):
         store.put(f"train/0/{number}", VALUES)
     for number in range(4):
         store.now = float(number)
         store.clear(f"train/0/{number}")
-    store.delete(store.index.surplus(store.now))
+    store.delete(store.index.room.surplus(store.now))
     assert store.index.stats().spare_bytes == 3 * nbytes  # half of the limit
-    store.delete(store.index.surplus(2.5 + IDLE_S))
+    store.delete(store.index.room.surplus(2.5 + IDLE_S))
     assert store.index.stats().spare_bytes == nbytes
-    store.delete(store.index.surplus(4.0 + IDLE_S))
-    assert store.index.used(Place.MEMORY) == 0
+    store.delete(store.index.room.surplus(4.0 + IDLE_S))
+    assert store.index.room.used[Tier.MEMORY] == 0
     assert not list((tmp_path / "s").glob("*.dead"))
 
 
 def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: Path) -> None:
-    layout = Layout([("weights/0/0", 1, {"w": VALUES, "empty": VALUES[:0], "b": VALUES[:7]})])
+    layout = BlockLayout([("weights/0/0", 1, {"w": VALUES, "empty": VALUES[:0], "b": VALUES[:7]})])
     path = memory / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
@@ -242,7 +239,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: 
     written = path.read_bytes()
     os.close(descriptor)
 
-    other = Layout([("weights/0/0", 1, {"w": VALUES + 1, "empty": VALUES[:0], "b": VALUES[:7]})])
+    other = BlockLayout([("weights/0/0", 1, {"w": VALUES + 1, "empty": VALUES[:0], "b": VALUES[:7]})])
     for block in (other, layout):
         locked = lock_named(str(path), os.O_RDWR)
         assert locked is not None
@@ -305,11 +302,11 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(mem
     del target
     watch = os.open(path, os.O_RDONLY)
     store.clear("weights/0/0")
-    assert store.index.used(Place.MEMORY)  # the producer's own lock still counts as a reader's
+    assert store.index.room.used[Tier.MEMORY]  # the producer's own lock still counts as a reader's
     os.close(locked)
     store.reap()
-    store.delete(store.index.surplus(IDLE_S + 1))
-    assert store.index.used(Place.MEMORY) == 0
+    store.delete(store.index.room.surplus(IDLE_S + 1))
+    assert store.index.room.used[Tier.MEMORY] == 0
     assert os.fstat(watch).st_blocks == 0  # freed although `landings` maps the file
     os.close(watch)
     landings.close()
@@ -339,11 +336,11 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
         assert np.array_equal(found, VALUES * step)
         places.add(address(found))
         store.clear(f"weights/0/{step}")
-        held = store.index.used(Place.MEMORY)
+        held = store.index.room.used[Tier.MEMORY]
         assert np.array_equal(found, VALUES * step)  # in use: retired, counted, lent to nobody
         del found
         store.reap()
-        assert store.index.used(Place.MEMORY) == held  # a spare, nobody's
+        assert store.index.room.used[Tier.MEMORY] == held  # a spare, nobody's
     assert len(places) == 1
 
 
@@ -368,13 +365,13 @@ def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path
     watch = os.open(path, os.O_RDONLY)
     found = read(path, kept)
     store.clear("weights/0/0")
-    store.delete(store.index.surplus(IDLE_S + 1))
+    store.delete(store.index.room.surplus(IDLE_S + 1))
     assert np.array_equal(found, VALUES)
-    assert store.index.used(Place.MEMORY)
+    assert store.index.room.used[Tier.MEMORY]
     del found
     store.reap()
-    store.delete(store.index.surplus(IDLE_S + 1))
-    assert store.index.used(Place.MEMORY) == 0
+    store.delete(store.index.room.surplus(IDLE_S + 1))
+    assert store.index.room.used[Tier.MEMORY] == 0
     assert os.fstat(watch).st_blocks == 0
     os.close(watch)
     kept.close()

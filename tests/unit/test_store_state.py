@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from proto import blockfile
-from proto.blockfile import Layout, Table
+from proto.blockfile import BlockLayout, Table
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
@@ -22,7 +22,7 @@ from shared.rpc.errors import RpcError
 
 
 def sealed(state: StoreState, put_id: str, task_ids: list[str], fence: int = 1) -> None:
-    layout = Layout([(task_id, fence, {"a": np.zeros(1)}) for task_id in task_ids])
+    layout = BlockLayout([(task_id, fence, {"a": np.zeros(1)}) for task_id in task_ids])
     state.begin(put_id, layout.file_bytes, [PutTask(task_id, fence) for task_id in task_ids], 0.0)
     table = blockfile.parse(layout.head([1] * len(task_ids)), layout.file_bytes)
     assert state.has_new_shards(put_id, table)
@@ -46,7 +46,7 @@ def test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered(
     partly, wholly = "0" * 32, "1" * 32
     sealed(before, partly, ["t/0/0", "t/0/1"])
     sealed(before, wholly, ["t/0/2"])  # its file was still there when the store died
-    tables = {put_id: before.table(put_id) for put_id in (partly, wholly)}
+    tables = {put_id: before.sealed(put_id).table for put_id in (partly, wholly)}
     cleared = [PutTask("t/0/0", 1), PutTask("t/0/2", 1)]
     before.clear(cleared)
 
@@ -78,7 +78,7 @@ def test_inventory_comes_in_pages_that_hold_every_task_once() -> None:
 
 def test_put_that_holds_other_tasks_than_were_granted_is_refused() -> None:
     state = StoreState("store", 1 << 30, 1)
-    layout = Layout([("t/0/1", 1, {"a": np.zeros(1)})])
+    layout = BlockLayout([("t/0/1", 1, {"a": np.zeros(1)})])
     state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
     with pytest.raises(RpcError, match="other tasks") as caught:
         state.has_new_shards("0" * 32, blockfile.parse(layout.head([1]), layout.file_bytes))
@@ -143,7 +143,7 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
     files: dict[str, Table] = {}
 
     def put(number: int, names: list[str], keys: list[str]) -> list[str]:
-        layout = Layout([(name, 1, {key: np.full(9, number) for key in keys}) for name in names])
+        layout = BlockLayout([(name, 1, {key: np.full(9, number) for key in keys}) for name in names])
         put_id = f"{number:032x}"
         state.begin(put_id, layout.file_bytes, [PutTask(name, 1) for name in names], 0.0)
         files[f"{put_id}.blk"] = blockfile.parse(layout.head([number] * len(names) * len(keys)), layout.file_bytes)
@@ -193,7 +193,7 @@ def test_nobody_else_may_read_any_file_of_a_store_whatever_the_umask(tmp_path: P
         memory, disk = tmp_path / "memory", tmp_path / "disk"
         files = StoreFiles("store", memory, disk)
         put_id = "0" * 32
-        layout = Layout([("t/0/1", 1, {"k": np.arange(9)})])
+        layout = BlockLayout([("t/0/1", 1, {"k": np.arange(9)})])
         path = Path(files.create(put_id, layout.file_bytes))
         body = np.arange(9).tobytes()
         path.write_bytes((head := layout.head([xxhash.xxh3_64_intdigest(body)])) + bytes(layout.offsets[0] - len(head)))
@@ -221,7 +221,7 @@ def test_a_shard_that_was_put_twice_is_counted_once(tmp_path: Path) -> None:
 
     def put(number: int, keys: list[str]) -> str:
         put_id = f"{number:032x}"
-        layout = Layout([("train/0/0", 1, {key: np.zeros(100) for key in keys})])
+        layout = BlockLayout([("train/0/0", 1, {key: np.zeros(100) for key in keys})])
         table = blockfile.parse(layout.head([7] * len(keys)), layout.file_bytes)
         state.begin(put_id, layout.file_bytes, [PutTask("train/0/0", 1)], 0.0)
         assert state.has_new_shards(put_id, table)
@@ -253,7 +253,7 @@ def test_file_that_the_disk_does_not_give_is_left_alone_and_the_others_are_found
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")
     for number in range(3):
-        layout = Layout([(f"train/0/{number}", 1, {"a": np.arange(1000)})])
+        layout = BlockLayout([(f"train/0/{number}", 1, {"a": np.arange(1000)})])
         descriptor = os.open(files.create(f"{number:032x}", layout.file_bytes), os.O_RDWR)
         write_block(descriptor, layout)
         os.close(descriptor)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from proto import blockfile, bulk
-from proto.blockfile import Layout, Table
+from proto.blockfile import BlockLayout, Table
 from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, PutTask, StreamOpened
@@ -29,13 +29,13 @@ from services.batch_store.files import StoreFiles
 from services.batch_store.room import Retire
 from services.batch_store.stream_places import Places
 from services.batch_store.stream_server import READER_BYTES, StreamServer
-from services.batch_store.stream_source import Kept, StreamSource, pin
+from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane import mapping, stream_line
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
 from shared.dataplane.mapping import MappingCache
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, Outcome, StreamLine, Window
-from shared.dataplane.stream_memory import Regions
+from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -45,11 +45,11 @@ SIZE = 24 << 20
 
 @pytest.fixture
 def source(tmp_path: Path) -> StreamSource:
-    layout = Layout([("train/0/0", 1, {"a": np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)})])
+    layout = BlockLayout([("train/0/0", 1, {"a": np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)})])
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
-    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    kept = SealedFile(str(tmp_path / "file"), table_of(tmp_path / "file"))
     return pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, MappingCache())
 
 
@@ -59,7 +59,7 @@ def table_of(path: Path) -> Table:
 
 
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, source: StreamSource) -> None:
-    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    kept = SealedFile(str(tmp_path / "file"), table_of(tmp_path / "file"))
     os.truncate(tmp_path / "file", SIZE // 2)
     with pytest.raises(WireError, match=f"s: {kept.path} has {SIZE // 2} bytes, it was sealed with"):
         pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, MappingCache())
@@ -68,7 +68,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, source: StreamSour
 def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
     cache = MappingCache()
     files = StoreFiles("store", tmp_path, on_retire=cache.drop)
-    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])
     descriptor = os.open(files.create("p", layout.file_bytes), os.O_RDWR)
     write_block(descriptor, layout)
     os.close(descriptor)
@@ -86,7 +86,7 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
 
 def test_tables_of_many_small_files_are_kept_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "CACHED_ROWS", 1000)
-    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])
     file = np.zeros(layout.file_bytes, np.uint8)
     copy_block(file, layout)
     cache = mapping.TableCache()
@@ -97,7 +97,7 @@ def test_tables_of_many_small_files_are_kept_by_the_memory_that_they_take(monkey
 
 def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    layout = Layout([("train/0/0", 1, {"a": np.arange(1000)})])
+    layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])
     with path.open("w+b") as file:
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
@@ -570,7 +570,7 @@ class Lines:
 
     def __init__(self, inflight_bytes: int = 16 << 20) -> None:
         self.counts = Counts()
-        self.window = Window(inflight_bytes, self.counts)
+        self.window = RequestWindow(inflight_bytes, self.counts)
         self._checker = ThreadPoolExecutor(1)
         self._lines: list[StreamLine] = []
 
@@ -594,12 +594,15 @@ def lines() -> Iterator[Lines]:
 class Taken:
     """A stream that a line is given."""
 
-    def __init__(self, opened: StreamOpened, group: object = None, arrival: Arrival | None = None) -> None:
-        self.settled: list[tuple[Outcome, str]] = []
+    def __init__(self, opened: StreamOpened, group: StreamGroup | None = None, arrival: Arrival | None = None) -> None:
+        self.settled: list[tuple[StreamOutcome, str]] = []
         self.arrival = arrival or Arrival(opened, [PutTask("train/0/0", 1)], [], 2 * SIZE, Regions())
-        self.incoming = Incoming(self.arrival, group or self, opened.stream, lambda *end: self.settled.append(end))
+        self.incoming = Incoming(self.arrival, group or StreamGroup(), opened.stream, self._settle)
 
-    def outcome(self) -> Outcome:
+    def _settle(self, outcome: StreamOutcome, why: str) -> None:
+        self.settled.append((outcome, why))
+
+    def outcome(self) -> StreamOutcome:
         until(lambda: bool(self.settled))
         return self.settled[0][0]
 
@@ -617,7 +620,7 @@ def test_stream_comes_whole_within_its_window(server: StreamServer, source: Stre
         for each in taken:
             line.add(each.incoming)
         for each in taken:
-            assert each.outcome() is Outcome.COMPLETE
+            assert each.outcome() is StreamOutcome.COMPLETE
             assert np.array_equal(each.arrival.arrays()[0]["a"], expected())
         assert 1 << 20 < lines.counts.inflight_peak_bytes <= 3 << 20
         assert lines.counts.received_bytes == 3 * source.total_bytes
@@ -630,8 +633,8 @@ def test_stream_comes_whole_within_its_window(server: StreamServer, source: Stre
 def test_stream_whose_line_breaks_or_uses_up_its_key_goes_on_over_others(source: StreamSource, lines: Lines) -> None:
     """A key lasts for five ranges here; each line has another one, and no byte comes twice."""
     with serving(key_limit_bytes=5 << 20) as server:
-        arrival, outcome, used = None, Outcome.LOST, 0
-        while outcome is Outcome.LOST:
+        arrival, outcome, used = None, StreamOutcome.LOST, 0
+        while outcome is StreamOutcome.LOST:
             opened = server.open_line()
             line = lines.line(opened)
             taken = Taken(server.open_stream(opened.line_id, source), arrival=arrival)
@@ -645,7 +648,7 @@ def test_stream_whose_line_breaks_or_uses_up_its_key_goes_on_over_others(source:
             outcome = taken.outcome()
             used += 1
             assert arrival.received <= before + (5 << 20)
-        assert outcome is Outcome.COMPLETE
+        assert outcome is StreamOutcome.COMPLETE
         assert used >= SIZE // (5 << 20)
         assert arrival is not None
         assert np.array_equal(arrival.arrays()[0]["a"], expected())
@@ -656,10 +659,10 @@ def test_stream_whose_line_breaks_or_uses_up_its_key_goes_on_over_others(source:
 def test_groups_of_streams_take_turns_and_those_of_one_group_do_not(
     server: StreamServer, source: StreamSource, lines: Lines
 ) -> None:
-    lines.window = Window(2 << 20, lines.counts)
+    lines.window = RequestWindow(2 << 20, lines.counts)
     opened = server.open_line()
     line = lines.line(opened)
-    group = object()
+    group = StreamGroup()
     mine = [Taken(server.open_stream(opened.line_id, source), group) for _ in range(2)]
     other = Taken(server.open_stream(opened.line_id, source))
     seen: list[tuple[int, int, int]] = []
@@ -682,9 +685,9 @@ def test_cancelled_stream_is_not_written_to_and_others_on_its_line_go_on(
         line.add(each.incoming)
     until(lambda: gone.arrival.received > 0)
     line.cancel(gone.incoming)
-    assert gone.outcome() in (Outcome.LOST, Outcome.COMPLETE)
+    assert gone.outcome() in (StreamOutcome.LOST, StreamOutcome.COMPLETE)
     before = gone.arrival.received
-    assert kept.outcome() is Outcome.COMPLETE
+    assert kept.outcome() is StreamOutcome.COMPLETE
     assert gone.arrival.received == before
     assert line.is_open
     until(lambda: server.stats().streams == 0)
@@ -699,7 +702,7 @@ def test_line_that_no_stream_needs_is_closed(
     until(lambda: not server._readers)
     late = Taken(StreamOpened(stream=1, covered=1, total_bytes=300, head_bytes=200, head_checksum=1))
     line.add(late.incoming)
-    assert late.outcome() is Outcome.LOST
+    assert late.outcome() is StreamOutcome.LOST
 
 
 @pytest.mark.parametrize(
@@ -715,8 +718,8 @@ def test_endpoint_that_cannot_be_ends_no_other_line(
     lost = Taken(StreamOpened(stream=1, covered=1, total_bytes=300, head_bytes=200, head_checksum=1))
     bad.add(lost.incoming)
     good.add(whole.incoming)
-    assert whole.outcome() is Outcome.COMPLETE
-    assert lost.outcome() is Outcome.LOST
+    assert whole.outcome() is StreamOutcome.COMPLETE
+    assert lost.outcome() is StreamOutcome.LOST
 
 
 @pytest.mark.parametrize(("line_id", "secret"), [("ab" * 16, " "), ("ab " * 16, ""), ("ab" * 16, "cd" * 31 + "  ")])
@@ -766,7 +769,7 @@ def test_bytes_that_nobody_asked_for_are_not_written_and_end_the_line(lines: Lin
     with lying(lines, CHUNK) as (store, taken, line):
         with contextlib.suppress(ConnectionError):
             store.sendall(bulk.pack_head(head) + b"\xee" * head.nbytes)
-        assert taken.outcome() is Outcome.LOST
+        assert taken.outcome() is StreamOutcome.LOST
         until(lambda: not line.is_open)
     assert taken.arrival.received == 0
     assert not any(taken.arrival.room(CHUNK))
@@ -784,7 +787,7 @@ def test_bytes_that_were_not_put_end_the_stream_soon_after_they_come(lines: Line
                 at += bulk.MAX_RANGE_BYTES
                 until(lambda sent=at: bool(taken.settled) or taken.arrival.received == sent)  # type: ignore[misc]
                 time.sleep(0.01)  # so that the check is not overtaken
-        assert taken.outcome() is Outcome.CORRUPT
+        assert taken.outcome() is StreamOutcome.CORRUPT
         assert taken.arrival.received <= stream_line.CHECK_BYTES + (2 << 20)
 
 
@@ -792,7 +795,7 @@ def test_store_that_stays_silent_loses_the_line(lines: Lines, monkeypatch: pytes
     monkeypatch.setattr(stream_line, "SILENT_S", 0.3)
     with lying(lines, CHUNK) as (store, taken, _):
         store.sendall(bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + b"\xee" * 100)
-        assert taken.outcome() is Outcome.LOST
+        assert taken.outcome() is StreamOutcome.LOST
         assert "nothing came for 0.3 s" in taken.settled[0][1]
         assert taken.arrival.received == 0
 
@@ -802,7 +805,7 @@ def test_memory_is_left_alone_once_its_stream_is_cancelled_in_the_midst_of_a_ran
         store.sendall(bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + b"\xee" * 100)
         until(lambda: taken.arrival.room(CHUNK)[99] == 0xEE)
         line.cancel(taken.incoming)
-        assert taken.outcome() is Outcome.LOST
+        assert taken.outcome() is StreamOutcome.LOST
         store.sendall(b"\xee" * (CHUNK - 100))
         line.close()
     assert not any(taken.arrival.room(CHUNK)[100:])
@@ -810,11 +813,11 @@ def test_memory_is_left_alone_once_its_stream_is_cancelled_in_the_midst_of_a_ran
 
 def test_stream_ends_with_shards_that_are_empty(tmp_path: Path) -> None:
     shards = {"a": np.arange(5, dtype=np.uint8), "b": np.zeros(0, np.float32), "c": np.zeros((0, 3))}
-    layout = Layout([("train/0/0", 1, shards)])
+    layout = BlockLayout([("train/0/0", 1, shards)])
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(layout.file_bytes)
         write_block(file.fileno(), layout)
-    kept = Kept(str(tmp_path / "file"), table_of(tmp_path / "file"))
+    kept = SealedFile(str(tmp_path / "file"), table_of(tmp_path / "file"))
     made = pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], ["a", "b", "c"], 1 << 40, MappingCache())
     sent = b"".join(bytes(piece) for at in range(made.total_bytes) for piece in made.pieces(at, 1))
     assert sent == (tmp_path / "file").read_bytes()

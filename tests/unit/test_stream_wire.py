@@ -11,15 +11,15 @@ import pytest
 import xxhash
 
 from proto import blockfile, bulk, dtypes, excerpt
-from proto.blockfile import Layout, Table, parse
+from proto.blockfile import BlockLayout, Table, parse
 from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.excerpt import Picks
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array, as_wire
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
+from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_memory import Lease, Regions
 
 SECRET, LINE = bytes(range(32)), b"line-id-16-bytes"
 MIB = 1 << 20
@@ -29,7 +29,9 @@ Tasks = list[tuple[str, int, dict[str, Array]]]
 
 def block_file(tasks: Tasks) -> tuple[Table, bytes]:
     """A whole block file, as a put writes it."""
-    layout = Layout([(task_id, fence, {k: as_wire(a) for k, a in shards.items()}) for task_id, fence, shards in tasks])
+    layout = BlockLayout(
+        [(task_id, fence, {k: as_wire(a) for k, a in shards.items()}) for task_id, fence, shards in tasks]
+    )
     head = layout.head([xxhash.xxh3_64_intdigest(array.tobytes()) for array in layout.arrays])
     data = bytearray(layout.file_bytes)
     data[: len(head)] = head
@@ -310,23 +312,22 @@ def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:
 
 def test_region_is_used_again_only_after_its_last_array_went() -> None:
     regions = Regions()
-    lease = Lease(regions, 3 * MIB)
-    first = lease.region
-    whole = lease.array()
+    whole = regions.take(3 * MIB)
+    first = whole.ctypes.data
     array = whole[5:]
-    del lease, whole
-    assert Lease(regions, 3 * MIB).region is not first
+    del whole
+    assert regions.take(3 * MIB).ctypes.data != first
     del array
-    assert first in {regions.take(3 * MIB) for _ in range(2)}
+    assert first in {each.ctypes.data for each in [regions.take(3 * MIB) for _ in range(2)]}
 
 
 def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
     regions = Regions()
-    for lease in [Lease(regions, 4 * MIB) for _ in range(5)]:
-        lease.region.view[0] = 1
-    del lease
+    for array in [regions.take(4 * MIB) for _ in range(5)]:
+        array[0] = 1
+    del array
     assert regions.idle_bytes == 20 * MIB
-    large = Lease(regions, 10 * MIB)  # none of those will do: three of them go
+    large = regions.take(10 * MIB)  # none of those will do: three of them go
     assert regions.idle_bytes == 8 * MIB
     regions.close()
     del large
@@ -335,8 +336,8 @@ def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
 
 def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
     regions = Regions()
-    lease, used = Lease(regions, 4 * MIB), Lease(regions, 6 * MIB)
-    del lease
+    array, used = regions.take(4 * MIB), regions.take(6 * MIB)
+    del array
     gc.collect()
     assert regions.trim(time.monotonic() - 60)
     assert regions.idle_bytes == 4 * MIB

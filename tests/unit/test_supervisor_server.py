@@ -15,7 +15,7 @@ import structlog
 from launch.supervisor import server
 from launch.supervisor.plan import Key
 from launch.supervisor.server import Supervisor
-from launch.supervisor.state import Ended, Outcome, Reported
+from launch.supervisor.state import Reported, RunEnded, RunOutcome
 from shared.actor import logging
 from shared.rundir import RunDir
 
@@ -36,8 +36,8 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 def supervised(
     run: RunDir, keys: list[Key], program: str, scene: Callable[[Supervisor], Awaitable[None]], limit_s: float
-) -> Ended:
-    async def main() -> Ended:
+) -> RunEnded:
+    async def main() -> RunEnded:
         made = Supervisor(run, keys, threads={}, on_event=lambda _: None, command=lambda _: ["/bin/sh", "-c", program])
         ending = asyncio.create_task(made.run())
         try:
@@ -57,7 +57,7 @@ def test_a_service_whose_output_has_no_file_fails_the_run_aloud(run: RunDir) -> 
         shutil.rmtree(run.logs)  # a disk that is read-only now, no inodes left
 
     ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
-    assert ended.outcome == Outcome.FAILED
+    assert ended.outcome == RunOutcome.FAILED
 
 
 def test_a_driver_that_was_told_to_end_has_not_done_its_run_though_the_scheduler_is_silent(
@@ -82,4 +82,4 @@ def test_a_driver_that_was_told_to_end_has_not_done_its_run_though_the_scheduler
 
     program = "trap 'exit 0' TERM; while :; do sleep 0.1; done"
     ended = supervised(run, [SCHEDULER, TRAINER], program, scene, 30)
-    assert ended.outcome != Outcome.DONE
+    assert ended.outcome != RunOutcome.DONE

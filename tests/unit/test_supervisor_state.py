@@ -6,8 +6,8 @@ import pytest
 
 from launch.supervisor import state as s
 from launch.supervisor.plan import Key, module_of, select
-from launch.supervisor.state import Outcome, Phase, ProcessState, SupervisorState
-from shared.actor.service import UNUSABLE_STATUS
+from launch.supervisor.state import RunLifecycle, RunOutcome, RunPhase
+from shared.actor.service import UNUSABLE_STATUS, ProcessState
 from shared.rpc.errors import RpcError
 
 SCHEDULER, STORE, MONITOR = ("scheduler", 0), ("batch-store", 0), ("monitor", 0)
@@ -25,7 +25,7 @@ class World:
     """Carries out effects like a machine on which starting always works; remembers what was done."""
 
     def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
-        self.state = SupervisorState(plan, save_limit_s)
+        self.state = RunLifecycle(plan, save_limit_s)
         self.now = 100.0
         self.next_pid = 1
         self.pids: dict[Key, int] = {}
@@ -33,7 +33,7 @@ class World:
         self.terminated: list[Key] = []
         self.killed: list[Key] = []
         self.died: list[s.Died] = []
-        self.ended: list[s.Ended] = []
+        self.ended: list[s.RunEnded] = []
 
     def feed(self, event: s.Event) -> None:
         for effect in self.state.handle(event, self.now):
@@ -51,7 +51,7 @@ class World:
                     self.killed.append(key)
                 case s.Died():
                     self.died.append(effect)
-                case s.Ended():
+                case s.RunEnded():
                     self.ended.append(effect)
 
     def report(self, key: Key, state: str, cause: str = "") -> None:
@@ -62,11 +62,11 @@ class World:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(s.Tick())
+        self.feed(s.TimePassed())
 
     def run(self) -> World:
         """Everything READY."""
-        self.feed(s.Begin())
+        self.feed(s.TimePassed())
         for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
             self.report(key, ProcessState.READY)
         self.spawned.clear()
@@ -75,13 +75,13 @@ class World:
 
 def test_first_services_start_before_the_others() -> None:
     world = World()
-    world.feed(s.Begin())
+    world.feed(s.TimePassed())
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 
 
 def test_others_start_at_once_when_all_first_services_are_ready() -> None:
     world = World()
-    world.feed(s.Begin())
+    world.feed(s.TimePassed())
     world.report(SCHEDULER, ProcessState.READY)
     world.report(STORE, ProcessState.READY)
     assert len(world.spawned) == 3
@@ -90,7 +90,7 @@ def test_others_start_at_once_when_all_first_services_are_ready() -> None:
 
 
 def test_run_is_running_when_all_are_ready() -> None:
-    assert World().run().state.phase == Phase.RUNNING
+    assert World().run().state.phase == RunPhase.RUNNING
 
 
 def test_killed_process_starts_again_at_once() -> None:
@@ -120,12 +120,12 @@ def test_run_fails_with_the_cause_of_a_process_that_fails_too_often() -> None:
         world.report(ROLLOUT, ProcessState.FAILED, "canary does not match")
         world.exit(ROLLOUT, 1)
         world.wait(s.FAILURE_BACKOFF_S)
-    assert world.state.phase == Phase.DRAINING
+    assert world.state.phase == RunPhase.DRAINING
     for group in ([DRIVER], [REFERENCE], [WORKER], [STORE], [MONITOR], [SCHEDULER]):
         for key in group:
             world.exit(key, 0)
     (ended,) = world.ended
-    assert ended.outcome == Outcome.FAILED
+    assert ended.outcome == RunOutcome.FAILED
     assert ended.key == ROLLOUT
     assert "canary does not match" in ended.cause
 
@@ -136,7 +136,7 @@ def test_failures_far_apart_are_forgotten() -> None:
         world.exit(ROLLOUT, 1)
         world.wait(s.WINDOW_S)
         world.report(ROLLOUT, ProcessState.READY)
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
 
 
 def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
@@ -145,7 +145,7 @@ def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
         world.exit(ROLLOUT, SIGKILL)
         world.wait(s.KILL_BACKOFF_S)
         world.report(ROLLOUT, ProcessState.READY)
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
@@ -157,17 +157,17 @@ def test_a_process_that_ends_because_a_peer_died_has_not_failed_itself() -> None
         assert "was restarted" in world.died[-1].cause
         world.wait(s.KILL_BACKOFF_S)
         world.report(WORKER, ProcessState.READY)
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
     for _ in range(s.FAILURE_LIMIT):
         world.report(WORKER, ProcessState.FAILED, "out of memory")
         world.exit(WORKER, 1)
         world.wait(s.FAILURE_BACKOFF_S)
-    assert world.state.phase == Phase.DRAINING
+    assert world.state.phase == RunPhase.DRAINING
 
 
 def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() -> None:
     world = World()
-    world.feed(s.Begin())
+    world.feed(s.TimePassed())
     world.report(STORE, ProcessState.FAILED, "services.batch-store.directory: not writable")
     world.exit(STORE, UNUSABLE_STATUS)
     assert world.died == []
@@ -175,7 +175,7 @@ def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() ->
     world.exit(MONITOR, 0)
     world.exit(SCHEDULER, 0)
     [ended] = world.ended
-    assert (ended.outcome, ended.key) == (Outcome.FAILED, STORE)
+    assert (ended.outcome, ended.key) == (RunOutcome.FAILED, STORE)
     assert ended.cause.startswith("batch-store/0: services.batch-store.directory: not writable (another start")
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 
@@ -185,7 +185,7 @@ def test_a_refused_start_of_a_process_that_was_ready_before_is_tried_again() -> 
     world.exit(ROLLOUT, SIGKILL)
     world.report(ROLLOUT, ProcessState.FAILED, "model: cannot be loaded: stale file handle")
     world.exit(ROLLOUT, UNUSABLE_STATUS)
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
     assert [each.cause for each in world.died][-1] == "model: cannot be loaded: stale file handle"
     world.wait(s.FIRST_BACKOFF_S)
     assert world.spawned == [ROLLOUT, ROLLOUT]
@@ -203,7 +203,7 @@ def test_driver_exit_with_work_left_restarts_the_driver() -> None:
     world.exit(DRIVER, 0, run_complete=False)
     world.wait(1.0)
     assert world.spawned == [DRIVER]
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
 
 
 def test_other_service_that_ends_by_itself_starts_again() -> None:
@@ -226,7 +226,7 @@ def test_run_drains_in_order_after_the_driver_is_done() -> None:
             world.report(key, ProcessState.STOPPED)
             world.exit(key, 0)
     assert order == [REFERENCE, ROLLOUT, WORKER, STORE, MONITOR, SCHEDULER]
-    assert world.ended == [s.Ended(Outcome.DONE, "", None)]
+    assert world.ended == [s.RunEnded(RunOutcome.DONE, "", None)]
     assert all(process.state == ProcessState.STOPPED for process in world.state.processes.values())
 
 
@@ -282,17 +282,17 @@ def test_second_interrupt_kills_all_that_are_left() -> None:
     assert set(world.killed) == {key for key in PLAN if key != DRIVER}
     for key in world.killed:
         world.exit(key, SIGKILL)
-    assert world.ended[0].outcome == Outcome.STOPPED
+    assert world.ended[0].outcome == RunOutcome.STOPPED
 
 
 def test_stop_while_starting_starts_nothing_more() -> None:
     world = World()
-    world.feed(s.Begin())
+    world.feed(s.TimePassed())
     world.feed(s.StopAsked("interrupted"))
     for key in (STORE, MONITOR, SCHEDULER):
         world.exit(key, 0)
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
-    assert world.ended[0].outcome == Outcome.STOPPED
+    assert world.ended[0].outcome == RunOutcome.STOPPED
 
 
 def test_operator_restart_drains_then_starts_again_without_counting_as_a_failure() -> None:
@@ -311,7 +311,7 @@ def test_restarted_driver_that_exits_well_does_not_end_the_run() -> None:
     world.feed(s.RestartAsked([DRIVER]))
     world.exit(DRIVER, 0)
     assert world.spawned == [DRIVER]
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
 
 
 def test_operator_restart_ends_a_backoff() -> None:
@@ -333,12 +333,12 @@ def test_report_of_an_earlier_life_is_ignored() -> None:
 def test_report_of_an_unknown_service_is_ignored() -> None:
     world = World().run()
     world.feed(s.Reported(("rollout", 9), 5, 5, ProcessState.READY))
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RunPhase.RUNNING
 
 
 def test_process_that_never_gets_ready_is_killed_and_counts_as_failed() -> None:
     world = World()
-    world.feed(s.Begin())
+    world.feed(s.TimePassed())
     world.wait(s.START_LIMIT_S)
     assert world.killed == [SCHEDULER, STORE, MONITOR]
     world.exit(SCHEDULER, SIGKILL)

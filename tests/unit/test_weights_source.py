@@ -23,8 +23,8 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.transfer import TransferFailed, Transfers
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
 from services.rollout.weights_sync import Version, WeightsSync
+from shared.dataplane.stream import OnProgress
 from shared.drill import perturb
-from shared.moved import Moved
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -81,7 +81,7 @@ class Trainer:
 class Shards:
     """The store."""
 
-    async def fetch(self, ref: WeightsRef, moved: Moved) -> Delivery:
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress) -> Delivery:
         return Arrays(SENT[ref.step])
 
 

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from proto.blockfile import Layout
+from proto.blockfile import BlockLayout
 from shared.dataplane import write
 
 
 def test_a_half_that_fails_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout([(f"t/0/{i}", 1, {"a": np.zeros(1 << 20, np.uint8)}) for i in range(16)])
+    layout = BlockLayout([(f"t/0/{i}", 1, {"a": np.zeros(1 << 20, np.uint8)}) for i in range(16)])
     begun, ended = threading.Event(), threading.Event()
     mine = threading.get_ident()
 
-    def rows(descriptor: int, layout: Layout, begin: int, end: int) -> list[int]:
+    def rows(descriptor: int, layout: BlockLayout, begin: int, end: int) -> list[int]:
         if threading.get_ident() == mine:
             assert begun.wait(30)
             raise OSError(28, "No space left on device")

@@ -14,9 +14,9 @@ import numpy as np
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.devices import Parts
 from shared.drill import perturb
-from shared.moved import Moved, nobody
 
 T = TypeVar("T")
 DRILL_SEED = 3
@@ -55,7 +55,7 @@ class ToldWeights:
     """A data plane that holds every version's weights."""
 
     async def fetch(
-        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, moved: Moved = nobody
+        self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, on_progress: OnProgress = ignore_progress
     ) -> list[dict[str, Array]]:
         return [weights_of(int(task.task_id.rpartition("/")[2])) for task in meta.tasks]
 

@@ -117,7 +117,7 @@ class Calls:
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.publish import Canaries
         from services.policy_trainer.worker.start import make_backend
-        from shared.model.determinism import require_deterministic_algorithms
+        from shared.model.load import require_deterministic_algorithms
 
         deterministic = self._topology.run.deterministic
         if deterministic:

@@ -29,10 +29,9 @@ from services.rollout.engines.slots import SlotTable
 from services.rollout.engines.weights import fitting, shown
 from shared.devices import WEIGHTS, Parts
 from shared.model import cpu, few_rows
-from shared.model.determinism import require_deterministic_algorithms
 from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
-from shared.model.load import load_model, named_weights, weight_holders
+from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.model.shelf import Released, give_back, own_storages, release, restore

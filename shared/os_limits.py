@@ -1,4 +1,4 @@
-"""Raises the soft limit on open descriptors.
+"""Limits of the operating system: errors of exhausted disks and descriptors, and the limit on open descriptors.
 
 libzmq aborts a process that has no descriptor left when a peer connects over ipc. Each connection from another host
 takes two, and a batch may map thousands of files with one each.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import resource
 
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full mount and of an exhausted quota. Producers and stores answer them with BUSY and keep running."""
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 """Errors that no descriptor is left for this process or on this machine. A later attempt may succeed."""
 
