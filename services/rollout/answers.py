@@ -71,12 +71,12 @@ class AnswerSampler:
         for part in (_Fresh(fresh, sampling), _Resumed(tasks.ready, answers, sampling)):
             if part.prompts:
 
-                def note(first: int, groups: list[list[Generation]], part: _Part = part) -> None:
-                    journal.note(part.answers(first, groups, versions), lineage, sampling.temperature)
+                def note(groups: list[list[Generation]], part: _Part = part) -> None:
+                    journal.note(part.answers(groups, versions), lineage, sampling.temperature)
 
                 watch = Watch(journal.every_s, note)
                 groups = await self._engine.generate(part.prompts, part.sampling, lease.cancel, watch)
-                answers |= part.answers(0, groups, versions)
+                answers |= part.answers(groups, versions)
         return [answers[task_id] for task_id in ids]
 
 
@@ -87,10 +87,10 @@ class _Fresh:
         self.prompts = [task.prompt() for task in tasks]
         self.sampling = sampling
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """Return the answers by task id, for the prompts from number `first` on."""
-        names = [prompt.name for prompt in self.prompts[first : first + len(groups)]]
-        return {name: [answer_of(each, versions) for each in group] for name, group in zip(names, groups, strict=True)}
+    def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
+        """Return the answers by task id."""
+        made = [[answer_of(each, versions) for each in group] for group in groups]
+        return {prompt.name: group for prompt, group in zip(self.prompts, made, strict=True)}
 
 
 class _Resumed:
@@ -108,10 +108,10 @@ class _Resumed:
                     name = f"{task.handle.task_id}/{index}+{len(answer.token_ids)}"
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """Return the answers by task id, for the prompts from number `first` on. Other samples are as noted."""
+    def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
+        """Return the answers by task id. Samples that had ended are as noted."""
         found: dict[str, list[Answer]] = {}
-        for (task_id, index), (generation,) in zip(self._places[first:], groups, strict=False):
+        for (task_id, index), (generation,) in zip(self._places, groups, strict=True):
             before = self._noted[task_id][index]
             found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(
                 before, answer_of(generation, versions)

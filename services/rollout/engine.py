@@ -25,14 +25,14 @@ class WeightsMismatch(Exception):
 class Prompt:
     """A prompt to complete.
 
-    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `said` holds
-    tokens of the completion that were sampled before: generation continues after them and does not return them. They
-    count towards the block's `max_new_tokens` and are fewer than that.
+    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
+    holds tokens of the completion that were sampled before: generation continues after them and does not return them.
+    They count towards the block's `max_new_tokens` and are fewer than that.
     """
 
     name: str
     token_ids: Sequence[int]
-    said: Sequence[int] = ()
+    resumed_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Generation:
 class Watch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(first, groups)` receives the generations so far of the prompts from number `first` on; unfinished ones have
-    finish_reason "". It is called on the engine's compute thread, so it must be quick and must not raise.
+    `note(groups)` receives the generations of all prompts so far; unfinished ones have finish_reason "". It is called
+    on the engine's compute thread, so it must be quick and must not raise.
     """
 
     every_s: float
-    note: Callable[[int, list[list[Generation]]], None]
+    note: Callable[[list[list[Generation]]], None]
 
 
 class Engine(Protocol):
@@ -114,8 +114,8 @@ class Engine(Protocol):
 
         Calls may overlap (see `side_by_side`).
 
-        The openai engine supports neither `watch` nor `said` in prompts (`services.rollout.partial_s`). vllm finds a
-        stop text only within the tokens that it samples itself, not one that begins in `said`.
+        The openai engine supports neither `watch` nor `resumed_ids` (`services.rollout.partial_s`). vllm finds a
+        stop text only within the tokens that it samples itself, not one that begins in `resumed_ids`.
         """
 
     async def base_weights(self) -> dict[str, Array]:

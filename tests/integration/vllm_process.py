@@ -66,7 +66,7 @@ class Shown:
         self.taken: list[list[list[dict[str, Any]]]] = []
 
     def watch(self, every_s: float) -> Watch:
-        return Watch(every_s, lambda first, groups: self.taken.append(plain(groups)))
+        return Watch(every_s, lambda groups: self.taken.append(plain(groups)))
 
 
 class CancelLater(threading.Event):

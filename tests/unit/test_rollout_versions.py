@@ -191,7 +191,7 @@ def test_weights_that_are_not_proved_let_no_token_out(tmp_path: Path) -> None:
 
             made.engine.before_step = before_step
             versions = made.in_flight.begin(FIRST, exact=False)
-            watch = Watch(0.0, lambda first, groups: shown.append(len(groups[0][0].token_ids)))
+            watch = Watch(0.0, lambda groups: shown.append(len(groups[0][0].token_ids)))
             prompts = [each.prompt() for each in tasks([FRESH]).ready]
             block = asyncio.create_task(made.engine.generate(prompts, tasks([FRESH]).sampling, cancel, watch))
             with pytest.raises(RpcError, match="canary mismatch after version 5") as failed:

@@ -90,7 +90,7 @@ class ToldEngine:
     ) -> list[list[Generation]]:
         """Each sample as long as `max_new_tokens` allows; shows each step to `watch`."""
         told: list[tuple[int, int]] = []
-        longest = max(sampling.max_new_tokens - len(each.said) for each in prompts)
+        longest = max(sampling.max_new_tokens - len(each.resumed_ids) for each in prompts)
         while len(told) < longest:
             self.steps += 1
             await self.before_step(self.steps)
@@ -100,7 +100,7 @@ class ToldEngine:
             told.append((int(self._loaded), self.swaps))
             self.progress += 1
             if watch is not None:
-                watch.note(0, _generations(told, prompts, sampling))
+                watch.note(_generations(told, prompts, sampling))
         return _generations(told, prompts, sampling)
 
     async def base_weights(self) -> dict[str, Array]:
@@ -140,7 +140,7 @@ class ToldEngine:
 def _generations(
     told: Sequence[tuple[int, int]], prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[list[Generation]]:
-    return [[_generation(told, sampling.max_new_tokens - len(each.said))] * sampling.samples for each in prompts]
+    return [[_generation(told, sampling.max_new_tokens - len(each.resumed_ids))] * sampling.samples for each in prompts]
 
 
 def _generation(told: Sequence[tuple[int, int]], limit: int) -> Generation:

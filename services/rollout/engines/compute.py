@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from services.rollout.engines.decode import check_cancelled
+from services.rollout.engine import GenerationCancelled
 
 _PAUSE_POLL_S = 0.1
 T = TypeVar("T")
@@ -88,14 +88,14 @@ class ComputeThread:
         """Do the same for a block that is alone on the thread. Also raises GenerationCancelled if `cancel` is set."""
 
         def going_on() -> bool:
-            check_cancelled(cancel)
+            _check_cancelled(cancel)
             return True
 
         self.before_step(going_on)
 
     def check_stopped(self) -> None:
         """Raise GenerationCancelled if the thread is to end."""
-        check_cancelled(self._stopped)
+        _check_cancelled(self._stopped)
 
     def _do_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -120,3 +120,9 @@ class Counted:
             return result
 
         return await self._compute.run(counted)
+
+
+def _check_cancelled(cancel: threading.Event) -> None:
+    """Raise GenerationCancelled if `cancel` is set."""
+    if cancel.is_set():
+        raise GenerationCancelled("the block was given up: its lease ended")

@@ -7,6 +7,7 @@ touch the samples of another.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -17,7 +18,6 @@ from typing import Protocol
 
 from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.notes import Notes
 
 
 class Call:
@@ -29,8 +29,19 @@ class Call:
         self.prompts = prompts
         self.sampling = sampling
         self.cancel = cancel
-        self.notes = Notes(watch, 0) if watch is not None else None
         self.answer: Future[list[list[Generation]]] = Future()
+        self._watch = watch
+        self._note_due = time.monotonic() + watch.every_s if watch is not None else math.inf
+
+    @property
+    def note_is_due(self) -> bool:
+        return time.monotonic() >= self._note_due
+
+    def note(self, groups: list[list[Generation]]) -> None:
+        """Show what the call has so far, if it is watched."""
+        if self._watch is not None:
+            self._watch.note(groups)
+            self._note_due = time.monotonic() + self._watch.every_s
 
 
 class Stepper(Protocol):
@@ -77,8 +88,8 @@ class SideBySide:
             while self._compute.before_step(self._going_on):
                 self._take_up()
                 for call in self._under_way:
-                    if call.notes is not None and call.notes.due:
-                        call.notes.take(self._stepper.so_far(call))
+                    if call.note_is_due:
+                        call.note(self._stepper.so_far(call))
                 if self._under_way:
                     self._stepper.step()
                 self._under_way = [call for call in self._under_way if not call.answer.done()]
@@ -124,8 +135,8 @@ class SideBySide:
     def _end(self, call: Call, error: BaseException) -> None:
         """End a call in progress with an error."""
         try:
-            if call.notes is not None and isinstance(error, GenerationCancelled):
-                call.notes.take(self._stepper.so_far(call))
+            if isinstance(error, GenerationCancelled):
+                call.note(self._stepper.so_far(call))
             self._stepper.drop(call)
         except Exception as defect:
             error = defect

@@ -315,7 +315,7 @@ class VllmEngine(Counted):
         params = VllmParams(
             n=samples,
             temperature=sampling.temperature,
-            max_tokens=sampling.max_new_tokens - len(prompt.said),
+            max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             logprobs=0,  # only the sampled token's
             flat_logprobs=True,
@@ -326,7 +326,7 @@ class VllmEngine(Counted):
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return [*prompt.token_ids, *prompt.said], params
+        return [*prompt.token_ids, *prompt.resumed_ids], params
 
     def _ask(self, token_ids: list[int], params: Any) -> str:
         """Add a request and return its name."""
