@@ -67,7 +67,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class GenerationWatch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
     `note(groups)` receives the generations of all prompts so far; unfinished ones have finish_reason "". It is called
@@ -108,7 +108,7 @@ class Engine(Protocol):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         """Return `sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
 

@@ -48,7 +48,7 @@ class Receiver(Protocol[R]):
         """Leave the communicator."""
 
 
-class Transfers:
+class EngineTransfers:
     """The communicator of one engine. Belongs to the service's loop; transfers never overlap."""
 
     def __init__(self, run: RunDir, trainer: Client, *, instance: int, incarnation: int, deadline_s: float) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines import passes
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.side_by_side import Call, SideBySide
+from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, generator_of, pick
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
@@ -46,7 +46,7 @@ class Watched:
         self.compute = ComputeThread()
         self.calls = SideBySide(self.compute, self)
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         return self.table.add(call)
 
     def step(self) -> None:
@@ -54,10 +54,10 @@ class Watched:
         self.at.pop(self.steps, lambda: None)()
         self.table.step()
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         return self.table.so_far(call)
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         self.table.drop(call)
 
     async def generate(
@@ -130,7 +130,7 @@ def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(tabl
     check_logprobs(PROMPTS, groups, HOT)
     lengths = [max(len(each.token_ids) for each in group) for group in groups]
     assert max(lengths) > 3 * min(lengths)
-    if table.table._gathers:
+    if table.table._joins:
         # 12 rows are 3 groups at a time: fewer passes than when three groups wait for the longest of the three before
         waves = sum(max(lengths[first : first + 3]) for first in range(0, 9, 3))
         assert table.steps < waves
@@ -155,7 +155,7 @@ def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watc
     assert ids(first) == ids(alone(table, PROMPTS[:2], long))
     assert ids(second) == ids(alone(table, PROMPTS[2:4], short))
     check_logprobs(PROMPTS[2:4], second, HOT)
-    if table.table._gathers:
+    if table.table._joins:
         assert ended == ["short", "long"]
 
 
@@ -167,7 +167,7 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
     made.at[6] = cancel.set
 
     async def scenario() -> list[list[Generation]]:
-        watch = Watch(1e9, lambda groups: shown.append(groups))
+        watch = GenerationWatch(1e9, lambda groups: shown.append(groups))
         given_up = asyncio.create_task(made.calls.generate(PROMPTS[:2], chosen, cancel, watch))
         await asyncio.sleep(0)  # it has asked
         kept = await made.generate(PROMPTS[2:6], chosen)
@@ -233,7 +233,7 @@ def test_a_steady_table_samples_one_call_after_the_other_and_runs_its_padding_ro
     made = Watched(slots=16, steady=True)
     chosen = sampling(4, HOT, 12, block_rows=12)
     sizes: list[int] = []
-    made.at = {step: lambda: sizes.append(len(made.table._rows)) for step in range(1, 20)}
+    made.at = {step: lambda: sizes.append(len(made.table._rows)) for step in range(1, 40)}
 
     async def scenario() -> list[list[list[Generation]]]:
         return await asyncio.gather(made.generate(PROMPTS[:2], chosen), made.generate(PROMPTS[2:8], chosen))

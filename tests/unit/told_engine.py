@@ -13,7 +13,7 @@ import numpy as np
 
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from shared.devices import Parts
 from shared.drill import perturb
 from shared.moved import Moved, nobody
@@ -86,7 +86,7 @@ class ToldEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         """Each sample as long as `max_new_tokens` allows; shows each step to `watch`."""
         told: list[tuple[int, int]] = []

@@ -29,9 +29,21 @@ class ComputeThread:
         self._stopped = threading.Event()
         self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Work that a paused block does while it waits. Without such a block, the thread does it."""
+        self.progress = 0
+        """See `Engine.progress`. Only work on the thread advances it."""
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def counted(self, work: Callable[[], T]) -> T:
+        """Run `work` as `run` does, and count it as progress."""
+
+        def run() -> T:
+            result = work()
+            self.progress += 1
+            return result
+
+        return await self.run(run)
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run `work` as `run` does, but do not wait: the work itself reports its end."""
@@ -101,25 +113,6 @@ class ComputeThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._between.get_nowait()()
-
-
-class Counted:
-    """The part of `services.rollout.engine.Engine` that engines on a compute thread share: progress and other work."""
-
-    _compute: ComputeThread
-    _progress: int
-
-    @property
-    def progress(self) -> int:
-        return self._progress
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        def counted() -> T:
-            result = work()
-            self._progress += 1
-            return result
-
-        return await self._compute.run(counted)
 
 
 def _check_cancelled(cancel: threading.Event) -> None:

@@ -24,10 +24,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -35,8 +35,8 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread, Counted
+from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.load_trace import Proof
 from services.rollout.engines.transformers_engine import eos_ids
@@ -54,6 +54,7 @@ from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 
+T = TypeVar("T")
 STOP_S = 10.0
 SILENCE_S = 120.0
 """Maximum seconds to wait for a server's next bytes: while it loads weights, or for a token when it is busy."""
@@ -64,7 +65,7 @@ _LIKELIEST = 5
 _EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
 
 
-class OpenAIEngine(Counted):
+class OpenAIEngine:
     """An `Engine` on an inference server. `progress` counts the events that the server sends."""
 
     def __init__(
@@ -87,9 +88,12 @@ class OpenAIEngine(Counted):
         self._sizes = (0, 0)
         self._mark = ""
         self._swaps = 0
-        self._progress = 0
         self._tokens = 0
         self._generate_s = 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._compute.progress
 
     @property
     def swaps(self) -> int:
@@ -116,7 +120,7 @@ class OpenAIEngine(Counted):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         if watch is not None:
             raise ValueError("the openai engine does not show unfinished generations")
@@ -127,6 +131,9 @@ class OpenAIEngine(Counted):
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))
@@ -152,7 +159,7 @@ class OpenAIEngine(Counted):
     def stats(self) -> dict[str, float]:
         return {
             "generated_tokens": float(self._tokens),
-            "decode_steps": float(self._progress),
+            "decode_steps": float(self._compute.progress),
             "generate_s": self._generate_s,
         }
 
@@ -244,7 +251,7 @@ class OpenAIEngine(Counted):
             async for event in self._http.events("/v1/completions", body):
                 if "error" in event:
                     raise RpcError(ErrorCode.INTERNAL, f"{self._who}: {str(event['error'])[:300]}")
-                self._progress += 1
+                self._compute.progress += 1
                 for choice in event["choices"]:
                     at = choice["index"]
                     token_ids[at] += choice.get("token_ids") or []
@@ -270,7 +277,7 @@ class OpenAIEngine(Counted):
         self._mark = secrets.token_hex(8)
         with self._handed_over(tensors) as path:
             await self._rpc("read_policy_weights", path, self._mark)
-        self._progress += 1
+        self._compute.progress += 1
         self._swaps += 1
         answer = await self._http.post("/reset_prefix_cache", {})
         if not answer["success"]:
@@ -283,7 +290,7 @@ class OpenAIEngine(Counted):
         proofs = [Proof.of(each) for each in await self._rpc("policy_proof")]
         digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
         check_proofs(proofs, self._expected, digests)
-        self._progress += 1
+        self._compute.progress += 1
 
     def _handed_over(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[str]:
         return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)
@@ -292,7 +299,7 @@ class OpenAIEngine(Counted):
         # One token is sampled because a server may insist on one. It is discarded.
         body = self._body(token_ids.tolist(), 1.0, 1) | {"echo": True, "logprobs": 0, "stream": False}
         (choice,) = (await self._http.post("/v1/completions", body))["choices"]
-        self._progress += 1
+        self._compute.progress += 1
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         if len(logprobs) < len(token_ids):
             raise self._lacks("echo with the prompt's log-probs", "use a server that has it, as vLLM")

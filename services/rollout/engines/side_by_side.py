@@ -16,15 +16,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread
 
 
-class Call:
+class EngineCall:
     """One call of `Engine.generate`. Belongs to the compute thread once it is submitted."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: GenerationWatch | None,
     ) -> None:
         self.prompts = prompts
         self.sampling = sampling
@@ -47,16 +51,16 @@ class Call:
 class Stepper(Protocol):
     """The part of an engine that works on calls, always on the compute thread."""
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         """Accept the call. Return False to be asked again when the calls in progress are done."""
 
     def step(self) -> None:
         """Make one step for all calls, and set the `answer` of those that it finishes."""
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         """Return what a call has so far. Its unfinished generations have finish_reason ""."""
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         """Forget a call."""
 
 
@@ -66,17 +70,21 @@ class SideBySide:
     def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
         self._compute = compute
         self._stepper = stepper
-        self._coming: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._under_way: list[Call] = []
+        self._coming: queue.SimpleQueue[EngineCall] = queue.SimpleQueue()
+        self._waiting: deque[EngineCall] = deque()
+        self._under_way: list[EngineCall] = []
         self.seconds = 0.0
         """Total seconds with at least one call in progress."""
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: GenerationWatch | None,
     ) -> list[list[Generation]]:
         """See `Engine.generate`."""
-        call = Call(prompts, sampling, cancel, watch)
+        call = EngineCall(prompts, sampling, cancel, watch)
         self._coming.put(call)
         self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one
         return await asyncio.wrap_future(call.answer)
@@ -132,7 +140,7 @@ class SideBySide:
                 self._under_way.append(call)
             self._waiting.popleft()
 
-    def _end(self, call: Call, error: BaseException) -> None:
+    def _end(self, call: EngineCall, error: BaseException) -> None:
         """End a call in progress with an error."""
         try:
             if isinstance(error, GenerationCancelled):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from services.rollout.engine import Generation, Prompt
 from services.rollout.engines.passes import Part, Passes, gathered, make_passes
-from services.rollout.engines.side_by_side import Call
+from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
 """Maximum number of rows that are decoded at once, because rows cost key/value memory."""
@@ -42,7 +42,7 @@ Stopped = Callable[[list[int]], bool]
 class _Held:
     """A call with its results so far."""
 
-    call: Call
+    call: EngineCall
     stopped: Stopped | None
     results: list[list[Generation]]
     left: int
@@ -153,15 +153,15 @@ class SlotTable:
         self._swaps = swaps
         self._slots = slots
         self._device = next(model.parameters()).device
-        self._held: dict[Call, _Held] = {}
+        self._held: dict[EngineCall, _Held] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
         """Number of steps since a waiting group could have been added."""
         self._passes: Passes | None = None
         """Keys and values of the rows. Without a call there are none."""
         self._steady = steady
-        self._gathers = not steady and make_passes(model, 1).gathers
-        """Whether rows may be added to others."""
+        self._joins = not steady and make_passes(model, 1).gathers
+        """Whether rows may join others."""
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
         """The group of each row, and its number in it."""
@@ -170,7 +170,7 @@ class SlotTable:
 
     # ---- calls
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         if self._steady and self._held:
             return False
         sampling = call.sampling
@@ -184,7 +184,7 @@ class SlotTable:
         return True
 
     @torch.inference_mode()
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         held = self._held.pop(call)
         self._waiting = deque(group for group in self._waiting if group.held is not held)
         mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held]
@@ -192,7 +192,7 @@ class SlotTable:
         if not self._held:
             self._empty()
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         held = self._held[call]
         groups = [list(group) for group in held.results]
         running = self._rows.running_R.tolist()
@@ -219,7 +219,7 @@ class SlotTable:
 
     def _groups_to_add(self, running: int) -> list[_Group]:
         """Return the groups to add now."""
-        if not self._waiting or (running and not self._gathers):
+        if not self._waiting or (running and not self._joins):
             return []
         self._waited += 1
         coming: list[_Group] = []
@@ -227,7 +227,7 @@ class SlotTable:
         for group in self._waiting:
             if group.samples > free and (running or coming):
                 break
-            if not self._gathers and coming and group.samples != coming[0].samples:
+            if not self._joins and coming and group.samples != coming[0].samples:
                 break  # all prompts must be repeated equally often
             coming.append(group)
             free -= group.samples
@@ -253,15 +253,11 @@ class SlotTable:
         samples = torch.tensor([group.samples for group in coming])
         prompt_N = torch.arange(len(coming)).repeat_interleave(samples).to(self._device)
         kept = self._rows.running_R.nonzero().squeeze(1)
-        if self._gathers:
-            parts: list[Part] = [(prompts, prompt_N)]
-            if self._passes is not None and len(kept):
-                parts.insert(0, (self._passes, kept))
-                room = max(room, int((self._rows.limit_R - self._rows.count_R)[kept].max()))
-            self._passes = gathered(self._model, parts, room)
-        else:  # the table is empty
-            prompts.repeat(coming[0].samples)
-            self._passes = prompts
+        parts: list[Part] = [(prompts, prompt_N)]
+        if self._passes is not None and len(kept):
+            parts.insert(0, (self._passes, kept))
+            room = max(room, int((self._rows.limit_R - self._rows.count_R)[kept].max()))
+        self._passes = gathered(self._model, parts, room)
         self._whose = [self._whose[row] for row in kept.tolist()]
         self._whose += [(group, sample) for group in coming for sample in range(group.samples)]
         self._rows = self._rows.taken(kept).followed_by(new)

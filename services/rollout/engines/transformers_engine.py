@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread, Counted
-from services.rollout.engines.side_by_side import Call, SideBySide
+from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
 from services.rollout.engines.weights import fitting, shown
 from shared.devices import WEIGHTS, Parts
@@ -35,10 +35,11 @@ from shared.model.shelf import Released, give_back, own_storages, release, resto
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 
+T = TypeVar("T")
 STOP_S = 1.0
 
 
-class TransformersEngine(Counted):
+class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
@@ -59,8 +60,11 @@ class TransformersEngine(Counted):
         """Whether the weights' memory was released and nothing has been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
-        self._progress = 0
         self._steps = 0
+
+    @property
+    def progress(self) -> int:
+        return self._compute.progress
 
     @property
     def swaps(self) -> int:
@@ -86,12 +90,15 @@ class TransformersEngine(Counted):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
@@ -137,12 +144,12 @@ class TransformersEngine(Counted):
             self._asleep = release(self._model.parameters())
             self._lost = True
         give_back()
-        self._progress += 1
+        self._compute.progress += 1
 
     def _wake(self) -> None:
         restore(self._asleep)
         self._asleep = []
-        self._progress += 1
+        self._compute.progress += 1
 
     def _must_have_weights(self) -> None:
         if self._lost:
@@ -166,23 +173,23 @@ class TransformersEngine(Counted):
             swaps=lambda: self._swaps,
             steady=self._deterministic,
         )
-        self._progress += 1
+        self._compute.progress += 1
 
     # `side_by_side.Stepper`
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
         return self._table.add(call)
 
     def step(self) -> None:
         self._table.step()
         self._steps += 1
-        self._progress += 1
+        self._compute.progress += 1
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         return self._table.so_far(call)
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         self._table.drop(call)
 
     @torch.no_grad()
@@ -201,7 +208,7 @@ class TransformersEngine(Counted):
             else:
                 for parameter in tied:
                     parameter.data = sources[name].to(parameter.device)
-            self._progress += 1
+            self._compute.progress += 1
         self._swaps += 1
         self._lost = False
 
@@ -219,7 +226,7 @@ class TransformersEngine(Counted):
             same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
             if not same_place or not same_bits or digest not in (None, as_int(digest_whole(tied[0]))):
                 wrong.add(name)
-            self._progress += 1
+            self._compute.progress += 1
         if wrong:
             raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have other bits: {shown(sorted(wrong))}")
 
@@ -228,7 +235,7 @@ class TransformersEngine(Counted):
         """Score by the passes that sample, so that a canary proves those."""
         self._must_have_weights()
         if is_plain(self._model):
-            self._progress += 1
+            self._compute.progress += 1
             ids = torch.from_numpy(np.asarray(token_ids, np.int64))
             return to_numpy(PlainDecoder(self._model, few_rows.linear).logprobs(ids))
         mask = np.ones(len(token_ids), np.uint8)
@@ -236,7 +243,7 @@ class TransformersEngine(Counted):
         lengths = np.array([len(token_ids)], np.int32)
         with FewRows():
             logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
-        self._progress += 1
+        self._compute.progress += 1
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores
 
