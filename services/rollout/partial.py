@@ -66,7 +66,7 @@ class _Note(msgspec.Struct, array_like=True):
     finish_reason: str
 
 
-class _Record(msgspec.Struct):
+class _TaskNotes(msgspec.Struct):
     task_id: str
     lineage: int
     temperature: float
@@ -80,7 +80,7 @@ CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingNote:
     task_id: str
     lineage: int
     temperature: float
@@ -97,7 +97,7 @@ class PartialJournal:
         self._folder.mkdir(exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="partial")
         self._lock = threading.Lock()
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _WaitingNote] = {}
         self._writer.submit(self._sweep)
 
     def note(self, answers: Mapping[str, Sequence[Completion]], lineage: int, temperature: float) -> None:
@@ -105,7 +105,7 @@ class PartialJournal:
         with self._lock:
             is_scheduled = bool(self._waiting)
             for task_id, samples in answers.items():
-                self._waiting[task_id] = _Waiting(task_id, lineage, temperature, samples)
+                self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
         if not is_scheduled:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._writer.submit(self._write)
@@ -130,7 +130,7 @@ class PartialJournal:
         Samples that must start over are empty. Blocks, so do not call it on the loop's thread.
         """
         try:
-            record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_Record)
+            record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_TaskNotes)
             answers = [_answer(each) for each in record.samples]
         except (OSError, ValueError):
             return None
@@ -166,7 +166,7 @@ class PartialJournal:
                 written = target.with_suffix(f".{os.getpid()}")
                 notes = [_note(answer) for answer in each.answers]
                 written.write_bytes(
-                    msgspec.msgpack.encode(_Record(each.task_id, each.lineage, each.temperature, notes))
+                    msgspec.msgpack.encode(_TaskNotes(each.task_id, each.lineage, each.temperature, notes))
                 )
                 written.rename(target)
 

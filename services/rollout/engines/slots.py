@@ -39,7 +39,7 @@ Stopped = Callable[[list[int]], bool]
 
 
 @dataclass(eq=False)
-class _Held:
+class _OpenCall:
     """A call with its results so far."""
 
     call: EngineCall
@@ -52,7 +52,7 @@ class _Held:
 class _Group:
     """The samples of one prompt."""
 
-    held: _Held
+    held: _OpenCall
     number: int
     prompt: Prompt
     generator: torch.Generator
@@ -153,7 +153,7 @@ class SlotTable:
         self._swaps = swaps
         self._slots = slots
         self._device = next(model.parameters()).device
-        self._held: dict[EngineCall, _Held] = {}
+        self._held: dict[EngineCall, _OpenCall] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
         """Number of steps since a waiting group could have been added."""
@@ -176,7 +176,7 @@ class SlotTable:
         sampling = call.sampling
         results = [[_NOTHING] * sampling.samples for _ in call.prompts]
         left = sampling.samples * len(call.prompts)
-        held = self._held[call] = _Held(call, self._stopped(sampling.stop), results, left)
+        held = self._held[call] = _OpenCall(call, self._stopped(sampling.stop), results, left)
         self._waiting += [
             _Group(held, number, prompt, generator_of(sampling.seed, prompt.name))
             for number, prompt in enumerate(call.prompts)

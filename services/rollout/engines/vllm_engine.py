@@ -57,7 +57,7 @@ _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Requests:
     """The requests of a call, `samples` of each, and the number of weight swaps when they were made."""
 
     names: list[str]
@@ -112,7 +112,7 @@ class VllmEngine:
         self._expected: Expected = {}
         self._eos_ids: list[int] = []
         self._calls = SideBySide(self._compute, self)
-        self._held: dict[EngineCall, _Held] = {}
+        self._held: dict[EngineCall, _Requests] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
@@ -289,7 +289,7 @@ class VllmEngine:
         except BaseException:
             self._llm.abort_request(names)
             raise
-        self._held[call] = _Held(names, samples, self._swaps)
+        self._held[call] = _Requests(names, samples, self._swaps)
         return True
 
     def step(self) -> None:

@@ -205,6 +205,7 @@ class RewardPool:
                 calls = await self._take()
                 if process.leaving.is_set():
                     self._waiting.extendleft(reversed(calls))
+                    self._queue_changed.set()
                 elif calls[0].alone:
                     async with self._pool.alone() as own:
                         await self._run(own, calls[0])
