@@ -96,18 +96,10 @@ class ComputeThread:
         self.check_stopped()
         return going_on()
 
-    def before_block_step(self, cancel: threading.Event) -> None:
-        """Do the same for a block that is alone on the thread. Also raises GenerationCancelled if `cancel` is set."""
-
-        def going_on() -> bool:
-            _check_cancelled(cancel)
-            return True
-
-        self.before_step(going_on)
-
     def check_stopped(self) -> None:
         """Raise GenerationCancelled if the thread is to end."""
-        _check_cancelled(self._stopped)
+        if self._stopped.is_set():
+            raise given_up()
 
     def _do_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -115,7 +107,6 @@ class ComputeThread:
                 self._between.get_nowait()()
 
 
-def _check_cancelled(cancel: threading.Event) -> None:
-    """Raise GenerationCancelled if `cancel` is set."""
-    if cancel.is_set():
-        raise GenerationCancelled("the block was given up: its lease ended")
+def given_up() -> GenerationCancelled:
+    """Return the error of a call whose `cancel` event is set."""
+    return GenerationCancelled("the block was given up: its lease ended")

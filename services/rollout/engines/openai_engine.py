@@ -36,7 +36,7 @@ from torch import Tensor
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.load_trace import Proof
 from services.rollout.engines.transformers_engine import eos_ids
@@ -206,7 +206,7 @@ class OpenAIEngine:
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
     ) -> list[list[Generation]]:
-        self._compute.before_block_step(cancel)
+        self._before_waiting(cancel)
         started = time.perf_counter()
         room = asyncio.Semaphore(_CONNECTIONS)
         tasks = [asyncio.create_task(self._group(prompt, sampling, room)) for prompt in prompts]
@@ -214,7 +214,7 @@ class OpenAIEngine:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-                self._compute.before_block_step(cancel)
+                self._before_waiting(cancel)
                 for task in done:
                     task.result()
         finally:
@@ -233,6 +233,10 @@ class OpenAIEngine:
         self._tokens += sum(len(each.token_ids) for group in groups for each in group)
         # Greedy samples of a group are equal, and vLLM refuses more than one.
         return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
+
+    def _before_waiting(self, cancel: threading.Event) -> None:
+        if not self._compute.before_step(lambda: not cancel.is_set()):
+            raise given_up()
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, room: asyncio.Semaphore) -> list[Generation]:
         count = 1 if sampling.temperature == 0 else sampling.samples

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, given_up
 
 
 class EngineCall:
@@ -122,10 +122,10 @@ class SideBySide:
                 self._waiting.append(call)
         for call in [call for call in self._under_way if call.cancel.is_set()]:
             self._under_way.remove(call)
-            self._end(call, _given_up())
+            self._end(call, given_up())
         for call in [call for call in self._waiting if call.cancel.is_set()]:
             self._waiting.remove(call)
-            call.answer.set_exception(_given_up())
+            call.answer.set_exception(given_up())
         return bool(self._under_way or self._waiting)
 
     def _take_up(self) -> None:
@@ -149,7 +149,3 @@ class SideBySide:
         except Exception as defect:
             error = defect
         call.answer.set_exception(error)
-
-
-def _given_up() -> GenerationCancelled:
-    return GenerationCancelled("the block was given up: its lease ended")
