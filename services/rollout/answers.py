@@ -11,7 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.rollout.engine import Engine, Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import (
+    Engine,
+    FinishReason,
+    Generation,
+    GenerationCancelled,
+    GenerationWatch,
+    Prompt,
+    SamplingParams,
+)
 from services.rollout.partial import Completion, PartialJournal, ResumableNotes, answer_of
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.versions import BlockVersions
@@ -90,8 +98,9 @@ def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> lis
     answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]
     if len(answers) < len(tasks) or not tasks:
         return None
+    stop = FinishReason.STOP
     return [
-        [Generation(ids, np.zeros(len(ids), np.float32), "stop", np.full(len(ids), swaps, np.int32))] * samples
+        [Generation(ids, np.zeros(len(ids), np.float32), stop, np.full(len(ids), swaps, np.int32))] * samples
         for ids in answers
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from proto.tensors import Array
@@ -51,18 +52,26 @@ class SamplingParams:
     block_rows: int = 0
 
 
+class FinishReason(StrEnum):
+    """Why a completion has ended: with an EOS or a stop text, or at its limit of tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    UNFINISHED = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
-    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N] is `Engine.swaps` when each
+    temperature 1 when greedy); `swaps` int32 [N] is `Engine.swaps` when each
     token was sampled.
     """
 
     token_ids: Array
     logprobs: Array
-    finish_reason: str
+    finish_reason: FinishReason
     swaps: Array
 
 
@@ -70,8 +79,8 @@ class Generation:
 class GenerationWatch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(groups)` receives the generations of all prompts so far; unfinished ones have finish_reason "". It is called
-    on the engine's compute thread, so it must be quick and must not raise.
+    `note(groups)` receives the generations of all prompts so far, some of them UNFINISHED. It is called on the engine's
+    compute thread, so it must be quick and must not raise.
     """
 
     every_s: float

@@ -21,19 +21,19 @@ import msgspec
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.engine import Generation
+from services.rollout.engine import FinishReason, Generation
 from services.rollout.versions import BlockVersions
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A completion so far. `token_ids` int32 [N]; `logprobs` float32 [N]; `versions` int32 [N], the policy version that
-    sampled each token; `finish_reason` stop, length, or "" while it is unfinished."""
+    sampled each token."""
 
     token_ids: Array
     logprobs: Array
     versions: Array
-    finish_reason: str
+    finish_reason: FinishReason
 
 
 def answer_of(generation: Generation, versions: BlockVersions) -> Completion:
@@ -43,7 +43,7 @@ def answer_of(generation: Generation, versions: BlockVersions) -> Completion:
     )
 
 
-NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Note(msgspec.Struct, array_like=True):
     token_ids: bytes
     logprobs: bytes
     versions: bytes
-    finish_reason: str
+    finish_reason: FinishReason
 
 
 class _TaskNotes(msgspec.Struct):

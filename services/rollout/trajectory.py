@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from proto.tensors import Array
+from services.rollout.engine import FinishReason
 from services.rollout.partial import Completion
 
 
@@ -53,6 +54,5 @@ def rolled(prompt_ids: Sequence[int], answer: Completion) -> Rolled:
     logprobs[before:] = answer.logprobs
     versions = np.full(before + after, -1, np.int32)
     versions[before:] = answer.versions
-    return Rolled(
-        [SequenceTokens(token_ids, loss_mask, logprobs, versions)], truncated=answer.finish_reason == "length"
-    )
+    tokens = SequenceTokens(token_ids, loss_mask, logprobs, versions)
+    return Rolled([tokens], truncated=answer.finish_reason == FinishReason.LENGTH)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.load_trace import Proof
@@ -56,6 +56,7 @@ from shared.tensors_torch import to_numpy, to_torch
 
 T = TypeVar("T")
 STOP_S = 10.0
+_REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 SILENCE_S = 120.0
 """Maximum seconds to wait for a server's next bytes: while it loads weights, or for a token when it is busy."""
 _CONNECTIONS = 64  # maximum number of prompts sampled at the same time
@@ -263,7 +264,7 @@ class OpenAIEngine:
                     reasons[at] = choice.get("finish_reason") or reasons[at]
         for at in range(count):
             sampled = len(token_ids[at])
-            if reasons[at] not in ("stop", "length") or not sampled or len(logprobs[at]) != sampled:
+            if reasons[at] not in _REASONS or not sampled or len(logprobs[at]) != sampled:
                 raise RpcError(
                     ErrorCode.INTERNAL,
                     f"{self._who}: sample {at} of {prompt.name} ended with {reasons[at] or 'no reason'}, "
@@ -271,7 +272,10 @@ class OpenAIEngine:
                 )
         return [
             Generation(
-                np.array(ids, np.int32), np.array(values, np.float32), reason, np.full(len(ids), self._swaps, np.int32)
+                np.array(ids, np.int32),
+                np.array(values, np.float32),
+                FinishReason(reason),
+                np.full(len(ids), self._swaps, np.int32),
             )
             for ids, values, reason in zip(token_ids, logprobs, reasons, strict=True)
         ]

@@ -58,7 +58,7 @@ class Stepper(Protocol):
         """Make one step for all calls, and set the `answer` of those that it finishes."""
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        """Return what a call has so far. Its unfinished generations have finish_reason ""."""
+        """Return what a call has so far."""
 
     def drop(self, call: EngineCall) -> None:
         """Forget a call."""

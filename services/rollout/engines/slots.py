@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from services.rollout.engine import Generation, Prompt
+from services.rollout.engine import FinishReason, Generation, Prompt
 from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import EngineCall
 
@@ -71,7 +71,7 @@ class _Group:
         return [*self.prompt.token_ids, *self.prompt.resumed_ids]
 
 
-_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "", np.zeros(0, np.int32))
+_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), FinishReason.UNFINISHED, np.zeros(0, np.int32))
 
 
 @dataclass
@@ -197,7 +197,7 @@ class SlotTable:
         groups = [list(group) for group in held.results]
         running = self._rows.running_R.tolist()
         mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held and running[row]]
-        for row, generation in zip(mine, self._generations(mine, [""] * len(mine)), strict=True):
+        for row, generation in zip(mine, self._generations(mine, [FinishReason.UNFINISHED] * len(mine)), strict=True):
             group, sample = self._whose[row]
             groups[group.number][sample] = generation
         return groups
@@ -331,7 +331,7 @@ class SlotTable:
         return found_N.to(self._device)
 
     def _end(self, rows: list[int], stopped: list[bool]) -> None:
-        reasons = ["stop" if each else "length" for each in stopped]
+        reasons = [FinishReason.STOP if each else FinishReason.LENGTH for each in stopped]
         for row, generation in zip(rows, self._generations(rows, reasons), strict=True):
             group, sample = self._whose[row]
             group.held.results[group.number][sample] = generation
@@ -343,7 +343,7 @@ class SlotTable:
         if not self._held:
             self._empty()
 
-    def _generations(self, rows: list[int], reasons: list[str]) -> list[Generation]:
+    def _generations(self, rows: list[int], reasons: list[FinishReason]) -> list[Generation]:
         """Return what these rows have sampled so far. `reasons` say why they ended."""
         ids, logprobs, swaps = (
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.rollout.engine import Generation
+from services.rollout.engine import FinishReason, Generation
 from services.rollout.prompts import PromptBuilder, PromptTooLong
 from services.rollout.workflows.messages import same
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
@@ -48,7 +48,7 @@ class Conversation:
         self._reserved_tokens = 0
         self.last_messages: list[Message] = []
         self.last_text = ""
-        self.finish_reason = ""
+        self.finish_reason = FinishReason.UNFINISHED
         self.turns = 0
 
     def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> PreparedCall:

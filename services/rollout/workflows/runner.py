@@ -15,7 +15,7 @@ import numpy as np
 
 from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
-from services.rollout.engine import Engine, GenerationCancelled
+from services.rollout.engine import Engine, FinishReason, GenerationCancelled
 from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.score import WORKFLOW, Score, failed
@@ -195,7 +195,8 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
         state=returned.state,
     )
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    return Made(Rolled(sequences, truncated=conversation.finish_reason == "length"), sample, returned.score, metrics)
+    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
+    return Made(rolled, sample, returned.score, metrics)
 
 
 def tokens_of(sequence: Sequence) -> SequenceTokens:
