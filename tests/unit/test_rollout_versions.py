@@ -569,7 +569,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
                 return ahead.pop(0)
 
             async def prepare(lease: Lease) -> _Prepared:
-                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), None)
+                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), Fetched())
 
             async def before_step(number: int) -> None:
                 if number == 3:
