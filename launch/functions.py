@@ -20,7 +20,7 @@ import msgspec
 
 from launch.supervisor.server import child_environment
 from services.rollout.function_check import Wanted, problem
-from services.rollout.rewards.load import is_inline
+from services.rollout.user_code.load import is_inline
 from shared.rpc.errors import RpcError
 from shared.topology import Topology
 from shared.topology.algorithm import is_function

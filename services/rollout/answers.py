@@ -11,9 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.rollout.engine import Engine, Generation, GenerationCancelled, Prompt, SamplingParams, Watch
-from services.rollout.partial import Answer, PartialJournal, Wanted, answer_of
-from services.rollout.recite import recited
+from services.rollout.engine import (
+    Engine,
+    FinishReason,
+    Generation,
+    GenerationCancelled,
+    GenerationWatch,
+    Prompt,
+    SamplingParams,
+)
+from services.rollout.partial import Completion, PartialJournal, ResumableNotes, answer_of
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
@@ -29,11 +36,11 @@ class AnswerSampler:
 
     async def sample(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
-    ) -> list[list[Answer]]:
+    ) -> list[list[Completion]]:
         """Return the answers of each task. For `versions` see `InFlight.begin`. Raises LeaseLost."""
-        told = recited(tasks.ready, tasks.sampling.samples, versions.began)
-        if told is not None:
-            return [[answer_of(each, versions) for each in group] for group in told]
+        known = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
+        if known is not None:
+            return [[answer_of(each, versions) for each in group] for group in known]
         try:
             if self._journal is None or lease.grant.exact:
                 prompts = [task.prompt() for task in tasks.ready]
@@ -54,9 +61,9 @@ class AnswerSampler:
 
     async def _noted(
         self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
-    ) -> list[list[Answer]]:
+    ) -> list[list[Completion]]:
         sampling = tasks.sampling
-        wanted = Wanted(
+        wanted = ResumableNotes(
             samples=sampling.samples,
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -71,13 +78,31 @@ class AnswerSampler:
         for part in (_Fresh(fresh, sampling), _Resumed(tasks.ready, answers, sampling)):
             if part.prompts:
 
-                def note(first: int, groups: list[list[Generation]], part: _Part = part) -> None:
-                    journal.note(part.answers(first, groups, versions), lineage, sampling.temperature)
+                def note(groups: list[list[Generation]], part: _Part = part) -> None:
+                    journal.note(part.answers(groups, versions), lineage, sampling.temperature)
 
-                watch = Watch(journal.every_s, note)
+                watch = GenerationWatch(journal.every_s, note)
                 groups = await self._engine.generate(part.prompts, part.sampling, lease.cancel, watch)
-                answers |= part.answers(0, groups, versions)
+                answers |= part.answers(groups, versions)
         return [answers[task_id] for task_id in ids]
+
+
+def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> list[list[Generation]] | None:
+    """Return the data set's answers in place of sampled ones, or None if `tasks` are to be sampled.
+
+    This is supervised fine-tuning on the path of sampling, without running a model. There are `samples` equal answers
+    for each task, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set
+    had been certain. They suit only losses that do not use the sampler's log-probs, such as
+    `algorithm.loss.name: cross_entropy`.
+    """
+    answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]
+    if len(answers) < len(tasks) or not tasks:
+        return None
+    stop = FinishReason.STOP
+    return [
+        [Generation(ids, np.zeros(len(ids), np.float32), stop, np.full(len(ids), swaps, np.int32))] * samples
+        for ids in answers
+    ]
 
 
 class _Fresh:
@@ -87,16 +112,18 @@ class _Fresh:
         self.prompts = [task.prompt() for task in tasks]
         self.sampling = sampling
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """Return the answers by task id, for the prompts from number `first` on."""
-        names = [prompt.name for prompt in self.prompts[first : first + len(groups)]]
-        return {name: [answer_of(each, versions) for each in group] for name, group in zip(names, groups, strict=True)}
+    def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
+        """Return the answers by task id."""
+        made = [[answer_of(each, versions) for each in group] for group in groups]
+        return {prompt.name: group for prompt, group in zip(self.prompts, made, strict=True)}
 
 
 class _Resumed:
     """Tasks with notes: one prompt per sample to resume, with random numbers that were not used before."""
 
-    def __init__(self, tasks: Sequence[ReadyTask], noted: dict[str, list[Answer]], sampling: SamplingParams) -> None:
+    def __init__(
+        self, tasks: Sequence[ReadyTask], noted: dict[str, list[Completion]], sampling: SamplingParams
+    ) -> None:
         self._noted = dict(noted)
         self._places: list[tuple[str, int]] = []
         self.prompts: list[Prompt] = []
@@ -108,10 +135,10 @@ class _Resumed:
                     name = f"{task.handle.task_id}/{index}+{len(answer.token_ids)}"
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
-    def answers(self, first: int, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Answer]]:
-        """Return the answers by task id, for the prompts from number `first` on. Other samples are as noted."""
-        found: dict[str, list[Answer]] = {}
-        for (task_id, index), (generation,) in zip(self._places[first:], groups, strict=False):
+    def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
+        """Return the answers by task id. Samples that had ended are as noted."""
+        found: dict[str, list[Completion]] = {}
+        for (task_id, index), (generation,) in zip(self._places, groups, strict=True):
             before = self._noted[task_id][index]
             found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(
                 before, answer_of(generation, versions)
@@ -122,8 +149,8 @@ class _Resumed:
 _Part = _Fresh | _Resumed
 
 
-def _joined(before: Answer, after: Answer) -> Answer:
-    return Answer(
+def _joined(before: Completion, after: Completion) -> Completion:
+    return Completion(
         np.concatenate([before.token_ids, after.token_ids]),
         np.concatenate([before.logprobs, after.logprobs]),
         np.concatenate([before.versions, after.versions]),

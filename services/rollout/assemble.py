@@ -30,23 +30,6 @@ class Assembled:
     named: list[Mapping[str, float]] = field(default_factory=list)
 
 
-@dataclass
-class _Columns:
-    reward: list[float] = field(default_factory=list)
-    length: list[int] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    version_min: list[int] = field(default_factory=list)
-    version_max: list[int] = field(default_factory=list)
-
-    def add(self, reward: float, sample: Rolled) -> None:
-        self.reward.append(reward)
-        self.length.append(sample.sampled)
-        self.truncated.append(sample.truncated)
-        oldest, newest = sample.versions
-        self.version_min.append(oldest)
-        self.version_max.append(newest)
-
-
 def assemble(
     tasks: Sequence[ReadyTask],
     samples: Sequence[Sequence[Rolled]],
@@ -56,7 +39,7 @@ def assemble(
     named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
     """Leave out failed samples and drop tasks with fewer than `min_survivors` left. For `named` see `Assembled`."""
-    columns = _Columns()
+    survivors: list[tuple[Rolled, float]] = []
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
     dropped: list[TaskResult] = []
@@ -76,12 +59,11 @@ def assemble(
         made = task_shards([each for each, _ in alive])
         shards.append(made)
         results.append(_done(task.handle, made, len(alive), failed, lost))
-        for each, value in alive:
-            columns.add(value, each)
+        survivors += alive
         if named is not None:
             known = zip(named[number], group_scores, strict=True)
             kept += [values for values, score in known if score.value is not None]
-    return Assembled(results, shards, dropped, _scalars(columns), kept)
+    return Assembled(results, shards, dropped, _scalars(survivors), kept)
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
@@ -133,13 +115,14 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
     )
 
 
-def _scalars(columns: _Columns) -> dict[str, Array]:
-    length = np.array(columns.length, np.int32)
+def _scalars(samples: Sequence[tuple[Rolled, float]]) -> dict[str, Array]:
+    length = np.array([each.sampled for each, _ in samples], np.int32)
+    oldest_newest = np.array([each.versions for each, _ in samples], np.int32).reshape(-1, 2)
     return {
-        "reward": np.array(columns.reward, np.float32),
+        "reward": np.array([reward for _, reward in samples], np.float32),
         "length": length,
         "loss_tokens": length.copy(),
-        "truncated": np.array(columns.truncated, np.uint8),
-        "version_min": np.array(columns.version_min, np.int32),
-        "version_max": np.array(columns.version_max, np.int32),
+        "truncated": np.array([each.truncated for each, _ in samples], np.uint8),
+        "version_min": oldest_newest[:, 0].copy(),
+        "version_max": oldest_newest[:, 1].copy(),
     }

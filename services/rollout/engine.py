@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from proto.tensors import Array
@@ -25,14 +26,14 @@ class WeightsMismatch(Exception):
 class Prompt:
     """A prompt to complete.
 
-    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `said` holds
-    tokens of the completion that were sampled before: generation continues after them and does not return them. They
-    count towards the block's `max_new_tokens` and are fewer than that.
+    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
+    holds tokens of the completion that were sampled before: generation continues after them and does not return them.
+    They count towards the block's `max_new_tokens` and are fewer than that.
     """
 
     name: str
     token_ids: Sequence[int]
-    said: Sequence[int] = ()
+    resumed_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +52,39 @@ class SamplingParams:
     block_rows: int = 0
 
 
+class FinishReason(StrEnum):
+    """Why a completion has ended: with an EOS or a stop text, or at its limit of tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    UNFINISHED = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
-    temperature 1 when greedy); `finish_reason` is `stop` or `length`; `swaps` int32 [N] is `Engine.swaps` when each
+    temperature 1 when greedy); `swaps` int32 [N] is `Engine.swaps` when each
     token was sampled.
     """
 
     token_ids: Array
     logprobs: Array
-    finish_reason: str
+    finish_reason: FinishReason
     swaps: Array
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class GenerationWatch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(first, groups)` receives the generations so far of the prompts from number `first` on; unfinished ones have
-    finish_reason "". It is called on the engine's compute thread, so it must be quick and must not raise.
+    `note(groups)` receives the generations of all prompts so far, some of them UNFINISHED. It is called on the engine's
+    compute thread, so it must be quick and must not raise.
     """
 
     every_s: float
-    note: Callable[[int, list[list[Generation]]], None]
+    note: Callable[[list[list[Generation]]], None]
 
 
 class Engine(Protocol):
@@ -108,14 +117,14 @@ class Engine(Protocol):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         """Return `sampling.samples` generations for each prompt. Raises GenerationCancelled once `cancel` is set.
 
         Calls may overlap (see `side_by_side`).
 
-        The openai engine supports neither `watch` nor `said` in prompts (`services.rollout.partial_s`). vllm finds a
-        stop text only within the tokens that it samples itself, not one that begins in `said`.
+        The openai engine supports neither `watch` nor `resumed_ids` (`services.rollout.partial_s`). vllm finds a
+        stop text only within the tokens that it samples itself, not one that begins in `resumed_ids`.
         """
 
     async def base_weights(self) -> dict[str, Array]:

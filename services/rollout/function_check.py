@@ -2,8 +2,8 @@
 
 The process imports users' modules, so its parent must be able to kill it. It runs none of the functions.
 
-FD is a socket. The process reads a JSON list of `Wanted` up to the end of the stream and answers with one JSON line for
-each: its error, or "" for a function that a run could use.
+FD is a socket. The process reads a JSON list of `Wanted` up to the end of the stream and answers with one JSON
+line for each: its error, or "" for a function that a run could use.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from services.rollout.confined import confine
-from services.rollout.rewards.load import load_reward
-from services.rollout.workflows.load import load_workflow
+from services.rollout.user_code.confined import confine
+from services.rollout.user_code.frames import Purpose
+from services.rollout.user_code.load import load
 from shared.rpc.errors import RpcError
 from shared.user_function import find_function
 
@@ -35,10 +35,8 @@ class Wanted(msgspec.Struct):
 def problem(wanted: Wanted) -> str:
     """Import the function and return in one line why a run could not use it, or an empty text if it could."""
     try:
-        if wanted.kind == "reward":
-            load_reward(wanted.path, wanted.params)
-        elif wanted.kind == "workflow":
-            load_workflow(wanted.path, wanted.params)
+        if wanted.kind in tuple(Purpose):
+            load(Purpose(wanted.kind), wanted.path, wanted.params)
         else:
             find_function(wanted.path, wanted.key, ARGUMENTS, wanted.params)
     except (RpcError, ValueError) as error:

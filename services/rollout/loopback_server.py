@@ -30,11 +30,9 @@ class LoopbackServer:
     def __init__(self, application: ASGIApp, idle_s: int = IDLE_S) -> None:
         config = uvicorn.Config(
             application,
-            http=_Connection,
+            http=_GuestConnection,
             ws="none",
             lifespan="off",
-            interface="asgi3",
-            workers=1,
             log_config=None,
             log_level=logging.CRITICAL + 1,
             access_log=False,
@@ -77,7 +75,7 @@ class _Guest(uvicorn.Server):
         yield
 
 
-class _Connection(H11Protocol):
+class _GuestConnection(H11Protocol):
     """A connection that is closed if its client is silent for too long while a request is awaited or incomplete.
 
     uvicorn starts its timer only after an answer, and stops it at the next byte.

@@ -21,31 +21,33 @@ import msgspec
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.engine import Generation
+from services.rollout.engine import FinishReason, Generation
 from services.rollout.versions import BlockVersions
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """A completion so far. `token_ids` int32 [N]; `logprobs` float32 [N]; `versions` int32 [N], the policy version that
-    sampled each token; `finish_reason` stop, length, or "" while it is unfinished."""
+    sampled each token."""
 
     token_ids: Array
     logprobs: Array
     versions: Array
-    finish_reason: str
+    finish_reason: FinishReason
 
 
-def answer_of(generation: Generation, versions: BlockVersions) -> Answer:
+def answer_of(generation: Generation, versions: BlockVersions) -> Completion:
     """Return what an engine sampled, with the policy version of each token."""
-    return Answer(generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason)
+    return Completion(
+        generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason
+    )
 
 
-NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResumableNotes:
     """The notes that a lease can resume: `samples` answers of at most `max_new_tokens`, at its temperature, sampled by
     versions from `oldest` to `newest` of `lineage`."""
 
@@ -61,10 +63,10 @@ class _Note(msgspec.Struct, array_like=True):
     token_ids: bytes
     logprobs: bytes
     versions: bytes
-    finish_reason: str
+    finish_reason: FinishReason
 
 
-class _Record(msgspec.Struct):
+class _TaskNotes(msgspec.Struct):
     task_id: str
     lineage: int
     temperature: float
@@ -78,11 +80,11 @@ CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingNote:
     task_id: str
     lineage: int
     temperature: float
-    answers: Sequence[Answer]
+    answers: Sequence[Completion]
 
 
 class PartialJournal:
@@ -95,15 +97,15 @@ class PartialJournal:
         self._folder.mkdir(exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="partial")
         self._lock = threading.Lock()
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _WaitingNote] = {}
         self._writer.submit(self._sweep)
 
-    def note(self, answers: Mapping[str, Sequence[Answer]], lineage: int, temperature: float) -> None:
+    def note(self, answers: Mapping[str, Sequence[Completion]], lineage: int, temperature: float) -> None:
         """Write `answers` (by task id, one per sample) in place of the previous notes of these tasks."""
         with self._lock:
             is_scheduled = bool(self._waiting)
             for task_id, samples in answers.items():
-                self._waiting[task_id] = _Waiting(task_id, lineage, temperature, samples)
+                self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
         if not is_scheduled:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._writer.submit(self._write)
@@ -122,13 +124,13 @@ class PartialJournal:
         with contextlib.suppress(RuntimeError):
             self._writer.submit(remove)
 
-    def read(self, task_id: str, wanted: Wanted) -> list[Answer] | None:
+    def read(self, task_id: str, wanted: ResumableNotes) -> list[Completion] | None:
         """Return the answers to resume, one per sample, or None if there are none.
 
         Samples that must start over are empty. Blocks, so do not call it on the loop's thread.
         """
         try:
-            record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_Record)
+            record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_TaskNotes)
             answers = [_answer(each) for each in record.samples]
         except (OSError, ValueError):
             return None
@@ -164,7 +166,7 @@ class PartialJournal:
                 written = target.with_suffix(f".{os.getpid()}")
                 notes = [_note(answer) for answer in each.answers]
                 written.write_bytes(
-                    msgspec.msgpack.encode(_Record(each.task_id, each.lineage, each.temperature, notes))
+                    msgspec.msgpack.encode(_TaskNotes(each.task_id, each.lineage, each.temperature, notes))
                 )
                 written.rename(target)
 
@@ -172,7 +174,7 @@ class PartialJournal:
         return self._folder / f"{task_id.replace('/', '-')}.msgpack"
 
 
-def _note(answer: Answer) -> _Note:
+def _note(answer: Completion) -> _Note:
     return _Note(
         token_ids=answer.token_ids.tobytes(),
         logprobs=answer.logprobs.tobytes(),
@@ -181,9 +183,9 @@ def _note(answer: Answer) -> _Note:
     )
 
 
-def _answer(note: _Note) -> Answer:
+def _answer(note: _Note) -> Completion:
     """Decode a note. Raises ValueError if its parts differ in length."""
-    answer = Answer(
+    answer = Completion(
         np.frombuffer(note.token_ids, np.int32),
         np.frombuffer(note.logprobs, np.float32),
         np.frombuffer(note.versions, np.int32),
@@ -194,7 +196,7 @@ def _answer(note: _Note) -> Answer:
     return answer
 
 
-def _fits(answer: Answer, wanted: Wanted) -> bool:
+def _fits(answer: Completion, wanted: ResumableNotes) -> bool:
     if not len(answer.token_ids):
         return True
     longest = wanted.max_new_tokens if answer.finish_reason else wanted.max_new_tokens - 1

@@ -24,11 +24,12 @@ from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.shared_source import SharedSource
 from services.rollout.tasks import TaskSets
-from services.rollout.transfer import Receiver, Transfers
+from services.rollout.transfer import EngineTransfers, Receiver
+from services.rollout.user_code.frames import Purpose, Setup
+from services.rollout.user_code.pool import UserPool
 from services.rollout.weights_source import SHARDS, ShardSource, TransferSource, WeightsSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
-from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
@@ -56,7 +57,7 @@ class RolloutService(Service):
         self._data = DataClient(self.client)
         self._engine: Engine | None = None
         self._rewards: RewardPool | None = None
-        self._workflows: WorkflowPool | None = None
+        self._workflows: UserPool | None = None
         self._endpoint: OpenAIEndpoint | None = None
         self._answers: AnswerSampler | None = None
         self._worker: RolloutWorker | None = None
@@ -82,15 +83,11 @@ class RolloutService(Service):
         if chosen is not None:
             self._endpoint = OpenAIEndpoint(model.name)
             await self._endpoint.start()
-            self._workflows = WorkflowPool(
-                chosen.function,
-                chosen.params,
-                timeout_s=chosen.timeout_s,
-                memory_bytes=chosen.memory,
-                processes=chosen.processes,
-                endpoint=self._endpoint,
-            )
-            await self._workflows.start()
+            functions = [(chosen.function, chosen.params)]
+            setup = Setup(Purpose.WORKFLOW, functions, chosen.timeout_s, chosen.memory)
+            self._workflows = UserPool(setup, chosen.processes)
+            # All processes are started before the first sample, because the samples of a lease are assigned at once.
+            await self._workflows.start(at_once=chosen.processes)
         # Importing an engine takes seconds and happens off the loop, so that the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
@@ -120,10 +117,11 @@ class RolloutService(Service):
         await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
         workflow: WorkflowRunner | None = None
-        if chosen is not None and self._workflows is not None:
+        if chosen is not None and self._workflows is not None and self._endpoint is not None:
             workflow = WorkflowRunner(
                 chosen.function,
                 self._workflows,
+                self._endpoint,
                 engine=engine,
                 prompts=prompts,
                 on_text=self._on_text,
@@ -158,7 +156,7 @@ class RolloutService(Service):
         shards = ShardSource(self._data)
         if settings.weights == SHARDS or settings.transfer_s is None:
             return shards
-        transfers = Transfers(
+        transfers = EngineTransfers(
             self.run,
             self.client("policy-trainer-worker"),
             instance=self.instance,

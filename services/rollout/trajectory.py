@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.partial import Answer
+from services.rollout.engine import FinishReason
+from services.rollout.partial import Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class SequenceTokens:
     """One sequence of N tokens: `token_ids` int32, `loss_mask` uint8 (1: sampled by the policy), `logprobs` float32
     (0 where not sampled), `versions` int32 (-1 where not sampled), each [N]."""
 
@@ -26,7 +27,7 @@ class Tokens:
 class Rolled:
     """A sample. It has no sequences if it failed. `truncated` says that its last answer reached the length limit."""
 
-    sequences: list[Tokens]
+    sequences: list[SequenceTokens]
     truncated: bool
 
     @property
@@ -41,7 +42,7 @@ class Rolled:
         return int(each.min()), int(each.max())
 
 
-def rolled(prompt_ids: Sequence[int], answer: Answer) -> Rolled:
+def rolled(prompt_ids: Sequence[int], answer: Completion) -> Rolled:
     """Return the sample of a single turn: the prompt, followed by the sampled tokens."""
     before, after = len(prompt_ids), len(answer.token_ids)
     token_ids = np.empty(before + after, np.int32)
@@ -53,4 +54,5 @@ def rolled(prompt_ids: Sequence[int], answer: Answer) -> Rolled:
     logprobs[before:] = answer.logprobs
     versions = np.full(before + after, -1, np.int32)
     versions[before:] = answer.versions
-    return Rolled([Tokens(token_ids, loss_mask, logprobs, versions)], truncated=answer.finish_reason == "length")
+    tokens = SequenceTokens(token_ids, loss_mask, logprobs, versions)
+    return Rolled([tokens], truncated=answer.finish_reason == FinishReason.LENGTH)

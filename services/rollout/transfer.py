@@ -48,7 +48,7 @@ class Receiver(Protocol[R]):
         """Leave the communicator."""
 
 
-class Transfers:
+class EngineTransfers:
     """The communicator of one engine. Belongs to the service's loop; transfers never overlap."""
 
     def __init__(self, run: RunDir, trainer: Client, *, instance: int, incarnation: int, deadline_s: float) -> None:
@@ -162,13 +162,13 @@ class HostMemory:
     ranks = 1
 
     def __init__(self) -> None:
-        self._line: _Line | None = None
+        self._line: _ReceivingLine | None = None
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
         """Return the arrays by parameter name."""
         if self._line is None or self._line.communicator != offer.communicator:
             self.leave()
-            self._line = _Line(offer.communicator)
+            self._line = _ReceivingLine(offer.communicator)
         line = self._line
         return await asyncio.get_running_loop().run_in_executor(line.thread, line.take, offer, meeting)
 
@@ -179,7 +179,7 @@ class HostMemory:
             self._line = None
 
 
-class _Line:
+class _ReceivingLine:
     """A communicator and the thread that uses it."""
 
     def __init__(self, communicator: int) -> None:

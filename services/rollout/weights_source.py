@@ -18,7 +18,7 @@ import structlog
 from proto.messages import ErrorCode, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine
-from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
+from services.rollout.transfer import EngineTransfers, HostMemory, Receiver, TransferFailed
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
@@ -150,7 +150,7 @@ class TransferSource:
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: EngineTransfers,
         shards: ShardSource,
         *,
         route: str,

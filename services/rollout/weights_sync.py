@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import structlog
@@ -29,7 +29,7 @@ CALIBRATION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class HeldVersion:
     """The version that an engine holds, ordered by lineage, then step. (0, -1) means none yet."""
 
     lineage: int = 0
@@ -98,7 +98,7 @@ class WeightsSync:
         """Largest canary error of the drills, whose weights were verified."""
         self._calibrated: float | None = None
         self._coming: _Coming | None = None
-        self.holds = Version()
+        self.holds = HeldVersion()
         self.last: SyncReport | None = None
         """Report of the sync that brought the newest weights."""
 
@@ -112,13 +112,13 @@ class WeightsSync:
         """Return whether this entry was proved to reach every parameter."""
         return entry in self._drilled
 
-    def stays(self, held: Version) -> None:
+    def stays(self, held: HeldVersion) -> None:
         """Record that the expected version did not arrive and the engine still holds `held`."""
         self.holds, self._coming = held, None
 
     def forget(self) -> None:
         """Record that the engine sleeps and has lost its weights."""
-        self.holds = Version()
+        self.holds = HeldVersion()
         if self._coming is not None:
             self._coming.loaded = None
 
@@ -133,7 +133,7 @@ class WeightsSync:
         Raises RpcError(conflict) if they do not fit, after which the engine must not continue, and TransferFailed if
         they do not arrive, which leaves the engine unchanged.
         """
-        self.holds = Version()  # neither the old version nor the new one until the proof
+        self.holds = HeldVersion()  # neither the old version nor the new one until the proof
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:
@@ -154,7 +154,7 @@ class WeightsSync:
         error = await self._prove(ref.canary, self._tolerance(ref.canary), loaded.parameters, what)
         if ref.canary.floor and self._calibrated is None:
             self._calibrated = self._calibrate(ref.canary, max(self._noise, error))
-        self.holds = Version(ref.lineage, ref.step)
+        self.holds = HeldVersion(ref.lineage, ref.step)
         report = self.last = SyncReport(
             step=ref.step,
             lineage=ref.lineage,
@@ -166,20 +166,8 @@ class WeightsSync:
             tolerance=self._tolerance(ref.canary),
             route=loaded.route,
         )
-        self._emit(
-            "weights",
-            {
-                "step": report.step,
-                "lineage": report.lineage,
-                "parameters": report.parameters,
-                "bytes": report.nbytes,
-                "seconds": report.seconds,
-                "verify_s": report.verify_s,
-                "canary_error": report.canary_error,
-                "tolerance": report.tolerance,
-                "route": report.route,
-            },
-        )
+        values = asdict(report)
+        self._emit("weights", {"bytes": values.pop("nbytes"), **values})
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:

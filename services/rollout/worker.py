@@ -5,39 +5,33 @@ Nothing is sampled with weights older than a lease allows.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
-from proto.messages import ErrorCode, LeaseGrant, TaskResult, Trouble, WeightsRef
+from proto.messages import LeaseGrant, TaskResult, Trouble
 from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
 from services.rollout.in_flight import InFlight
+from services.rollout.lease_report import Sampled, report_lease, report_workflow
 from services.rollout.named_values import NamedValues, named
 from services.rollout.prompts import messages_of
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.rewards.score import WORKFLOW, Score
+from services.rollout.rewards.score import Score
 from services.rollout.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
 from services.rollout.trajectory import rolled
-from services.rollout.transfer import TransferFailed
+from services.rollout.version_loader import Fetched, VersionLoader, WeightsGone
 from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import FETCH_S, Delivery, WeightsSource
-from services.rollout.weights_sync import SyncReport, Version, WeightsSync
+from services.rollout.weights_source import WeightsSource
+from services.rollout.weights_sync import HeldVersion, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.dataplane.stream import OnProgress
-from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
-from shared.rpc.errors import RpcError
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
 from shared.turns import OwnDevices, Turns
@@ -45,41 +39,21 @@ from shared.turns import OwnDevices, Turns
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2
 """Maximum number of leases sampled together: the next one uses the rows that short samples of the first one leave."""
-_WEIGHTS: Parts = frozenset({WEIGHTS})
-
-
-@dataclass
-class _Prepared:
-    """The prompts of a lease. `weights` is set if its version has to be loaded, and cleared once it is."""
-
-    tasks: PreparedTasks
-    weights: Delivery | None
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    made: list[list[Made]]
-    version: int
-    seconds: float
-    sync: SyncReport | None
-    """The sync that brought the weights; the last one if they changed during sampling."""
+class _Prepared:
+    """The prompts of a lease, and its weights."""
 
-
-class _WeightsGone(Exception):
-    """The scheduler cleared the version of a lease while the lease waited, so its samples would be of no use."""
-
-
-async def _unless_gone(fetching: Awaitable[Delivery]) -> Delivery:
-    try:
-        return await fetching
-    except RpcError as error:
-        if error.code in (ErrorCode.MISSING, ErrorCode.COLLECTED):
-            raise _WeightsGone(str(error)) from None
-        raise
+    tasks: PreparedTasks
+    weights: Fetched
 
 
 class RolloutWorker:
-    """Works through the leases of one engine. Belongs to the service's loop, which it never blocks."""
+    """Works through the leases of one engine. Belongs to the service's loop, which it never blocks.
+
+    Its parts: `VersionLoader` holds the version that a lease needs in the engine, `report_lease` reports what was made.
+    """
 
     def __init__(
         self,
@@ -111,8 +85,6 @@ class RolloutWorker:
         self._workflow = workflow
         self._answer_sampler = answers
         self._data = data
-        self._source = source
-        self._in_flight = in_flight
         self._turns = turns
         self._sampling = 0
         self._store = store
@@ -121,7 +93,10 @@ class RolloutWorker:
         self._names = NamedValues()
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
         self.leases.blocked_on_devices = lambda: turns.waiting
-        self._pipeline: LeasePipeline[_Prepared, _Sampled] = LeasePipeline(
+        self._versions = VersionLoader(
+            self.leases, engine=engine, sync=sync, source=source, in_flight=in_flight, turns=turns
+        )
+        self._pipeline: LeasePipeline[_Prepared, Sampled] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(block_tasks, lambda: (self.holds.lineage, self.holds.step)),
             prepare=self._prepare,
@@ -133,7 +108,7 @@ class RolloutWorker:
         )
 
     @property
-    def holds(self) -> Version:
+    def holds(self) -> HeldVersion:
         """The version that the engine has been proved to hold."""
         return self._sync.holds
 
@@ -151,13 +126,10 @@ class RolloutWorker:
 
     async def _prepare(self, lease: Lease) -> _Prepared:
         """Fetch the weights if they will be needed, and build the prompts."""
-        grant = lease.grant
-        ref, weights = grant.weights, None
-        if ref is not None and self._sync.needs(ref, exact=grant.exact):
-            weights = await self._fetch(lease, ref)
+        weights = await self._versions.fetch_ahead(lease)
         return _Prepared(await prepare(self._tasks, lease, self._on_text), weights)
 
-    async def _sample(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
+    async def _sample(self, lease: Lease, prepared: _Prepared) -> Sampled | None:
         """Acquire the devices, load the version if needed, and generate. Return None if the lease was handed back."""
         self._sampling += 1
         try:
@@ -171,94 +143,22 @@ class RolloutWorker:
         if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
-    async def _in_turn(self, lease: Lease, prepared: _Prepared) -> _Sampled | None:
-        """Load the version and sample.
-
-        Memory for the weights comes first: the trainer's parameters may stay in memory while they are taken over.
-        """
+    async def _in_turn(self, lease: Lease, prepared: _Prepared) -> Sampled | None:
+        # A workflow's calls form many blocks, some of which would begin in a swap: each lease has one version.
+        exact = lease.grant.exact or self._workflow is not None
         try:
-            async with self._settled(lease):
-                await self._acquire_memory(_WEIGHTS)
-                placed = await self._load_version(lease, prepared)
-                await self._acquire_memory(ENGINE)
-                if placed or await self._load_version(lease, prepared):  # it may have slept while it waited
-                    await self._verify_canary(lease)
-                prepared.weights = None
-                held, lineage = self.holds.step, self.holds.lineage
-                # A workflow's calls form many blocks, some of which would begin in a swap: each lease has one version.
-                versions = self._in_flight.begin(held, exact=lease.grant.exact or self._workflow is not None)
-        except _WeightsGone as error:
+            versions, lineage = await self._versions.acquire(lease, prepared.weights, exact=exact)
+        except WeightsGone as error:
             await self.leases.hand_back(lease, f"waited for longer than its version lasted: {error}", untouched=True)
             return None
         try:
             return await self._sampled(lease, prepared, versions, lineage)
         finally:
-            self._in_flight.end(versions)
-
-    @asynccontextmanager
-    async def _settled(self, lease: Lease) -> AsyncIterator[None]:
-        """Enter `InFlight.settled`, after the running leases have ended if the engine must load another version.
-
-        Raises LeaseLost as soon as the lease is lost while it waits.
-        """
-
-        def may_begin() -> bool:
-            lease.check()
-            return self._in_flight.is_quiet or not self._needs_other(lease)
-
-        async def watch() -> None:
-            await lease.given_up.wait()
-            self._in_flight.look_again()
-
-        watching = asyncio.create_task(watch())
-        self.leases.queued.add(lease)
-        lease.untouched = True
-        try:
-            async with self._in_flight.settled(may_begin):
-                self.leases.queued.discard(lease)
-                lease.untouched = False
-                yield
-        finally:
-            self.leases.queued.discard(lease)
-            watching.cancel()
-
-    def _needs_other(self, lease: Lease) -> bool:
-        """Return whether the engine must load another version first."""
-        ref = lease.grant.weights
-        return ref is not None and self._sync.needs(ref, exact=lease.grant.exact)
-
-    async def _load_version(self, lease: Lease, prepared: _Prepared) -> bool:
-        """Load the version of the lease into the engine. Return False if the engine holds it already."""
-        ref = lease.grant.weights
-        if ref is None or not self._needs_other(lease):
-            return False
-        # There are none if the engine held this version when the lease was prepared, and has left it since.
-        weights = prepared.weights or await _unless_gone(self._fetch(lease, ref))
-        prepared.weights = None
-        try:
-            await self._sync.place(ref, weights)
-        except TransferFailed:
-            await self._sync.place(ref, await _unless_gone(self._from_store(lease, ref)))
-        return True
-
-    async def _verify_canary(self, lease: Lease) -> None:
-        """Check that the engine holds what was placed."""
-        ref = lease.grant.weights
-        try:
-            await self._sync.prove()
-        except TransferFailed:
-            if ref is None:
-                raise
-            await self._sync.load(ref, await _unless_gone(self._from_store(lease, ref)))
-
-    async def _acquire_memory(self, parts: Parts) -> None:
-        """Acquire memory for `parts` of the engine."""
-        await self._turns.acquire(parts)
-        await self._engine.wake(parts)
+            self._versions.release(versions)
 
     async def _sampled(
         self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
-    ) -> _Sampled | None:
+    ) -> Sampled | None:
         """Generate, or return None if the lease was handed back. `versions` are those held while sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
@@ -271,12 +171,12 @@ class RolloutWorker:
         if self._workflow is not None:
             before_s = self._workflow.generate_s
             made = await self._workflow.run(lease, prepared.tasks, versions)
-            return _Sampled(made, held, self._workflow.generate_s - before_s, self._sync.last)
+            return Sampled(made, held, self._workflow.generate_s - before_s, self._sync.last)
         if prepared.tasks.ready:
             made = await self._answers(lease, prepared.tasks, versions, lineage)
         seconds = time.perf_counter() - started
         self._service.telemetry.span("generate" if grant.split == TRAIN else "evaluate", seconds)
-        return _Sampled(made, held, seconds, self._sync.last)
+        return Sampled(made, held, seconds, self._sync.last)
 
     async def _answers(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
@@ -295,13 +195,7 @@ class RolloutWorker:
             for task, group in zip(tasks.ready, groups, strict=True)
         ]
 
-    async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self.leases.persist(lease, "weights", functools.partial(self._source.fetch, ref), FETCH_S)
-
-    async def _from_store(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self.leases.persist(lease, "weights", functools.partial(self._source.from_store, ref), FETCH_S)
-
-    async def _finish(self, lease: Lease, prepared: _Prepared, sampled: _Sampled) -> None:
+    async def _finish(self, lease: Lease, prepared: _Prepared, sampled: Sampled) -> None:
         """Score the samples, put the shards and complete the lease."""
         tasks = prepared.tasks
         if self._workflow is None:
@@ -318,7 +212,10 @@ class RolloutWorker:
         scalars = block.scalars | brought | self._names.columns(block.named)
         await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], scalars)
         self._answer_sampler.forget(tasks.ready)
-        self._tell(lease.grant.split, tasks, sampled, block, scores)
+        report_lease(self._service, lease.grant.split, tasks, sampled, block, scores)
+        if self._workflow is not None:
+            report_workflow(self._service, sampled.made, self._workflow.lost_processes)
+        self._service.telemetry.emit("engine", dict(self._engine.stats()))
 
     async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
         """Put the shards of a block and return its results with the shards' locations."""
@@ -357,62 +254,6 @@ class RolloutWorker:
         lease.untouched = False
         found = [iter(group) for group in scored]
         return [[each.score or next(scores) for each in group] for group, scores in zip(made, found, strict=True)]
-
-    def _tell(
-        self,
-        split: str,
-        tasks: PreparedTasks,
-        sampled: _Sampled,
-        block: Assembled,
-        scores: Sequence[Sequence[Score]],
-    ) -> None:
-        dropped = [*block.dropped, *tasks.dropped]
-        for result in dropped:
-            self._service.log.warning("task dropped", task_id=result.task_id, reason=result.reason)
-        flat = [score for group in scores for score in group]
-        failures = [score for score in flat if score.value is None]
-        for task, group in zip(tasks.ready, scores, strict=True):
-            lost = [score.failure for score in group if score.value is None]
-            if lost:
-                self._service.log.warning("samples failed", task_id=task.handle.task_id, count=len(lost), first=lost[0])
-        rewards, lengths = block.scalars["reward"], block.scalars["length"]
-        values: dict[str, float | str] = {
-            "version": sampled.version,
-            "tasks": len(block.results),
-            "samples": len(rewards),
-            "samples_failed": len(failures),
-            "dropped": len(dropped),
-            "generate_s": sampled.seconds,
-            "tokens_per_s": float(lengths.sum()) / max(sampled.seconds, 1e-9),
-        }
-        if len(rewards):
-            values["reward_mean"] = float(rewards.mean())
-            values["length_mean"] = float(lengths.mean())
-        for part in sorted({name for score in flat for name in score.parts}):
-            values[f"reward/{part}"] = float(np.mean([score.parts[part] for score in flat if part in score.parts]))
-        self._tell_workflow(sampled.made)
-        self._service.telemetry.emit("rollout" if split == TRAIN else f"rollout/{split}", values)
-        self._service.telemetry.emit("engine", dict(self._engine.stats()))
-
-    def _tell_workflow(self, made: list[list[Made]]) -> None:
-        if self._workflow is None:
-            return
-        flat = [each for group in made for each in group]
-        lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
-        values: dict[str, float | str] = {
-            "samples": len(flat),
-            "samples_failed": len(lost),
-            "total/processes_lost": self._workflow.lost_processes,
-        }
-        if lost:
-            values["last_failure"] = lost[-1]
-        kept = [each for each in flat if each.rolled.sequences]
-        if kept:
-            values["turns_mean"] = float(np.mean([each.sample.turns for each in kept]))
-            values["sequences_mean"] = float(np.mean([len(each.rolled.sequences) for each in kept]))
-        for name in sorted({name for each in kept for name in each.metrics}):
-            values[f"metric/{name}"] = float(np.mean([each.metrics[name] for each in kept if name in each.metrics]))
-        self._service.telemetry.emit("workflow", values)
 
 
 def _needed(grant: LeaseGrant) -> str:

@@ -7,7 +7,7 @@ import re
 import zmq
 
 from proto import blockfile, bulk, dtypes, envelope, excerpt, inline, tensors
-from proto.limits import BULK, CONTROL, MAX_INLINE_BYTES, MAX_NDIM
+from proto.limits import CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.batch_store import server as store_server

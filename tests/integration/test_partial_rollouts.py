@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.partial import Answer, PartialJournal, Wanted
+from services.rollout.partial import Completion, PartialJournal, ResumableNotes
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
 
 TASKS, SAMPLES, NEW_TOKENS = 8, 16, 480
@@ -26,10 +26,10 @@ def topology(engine: str, temperature: float) -> str:
     )
 
 
-def noted(processes: Processes, temperature: float) -> dict[str, list[Answer]]:
+def noted(processes: Processes, temperature: float) -> dict[str, list[Completion]]:
     """What lies in the journal of the first block."""
     journal = PartialJournal(processes.run.path / "partial", 1.0)
-    wanted = Wanted(SAMPLES, NEW_TOKENS, temperature, 0, 0, 0)
+    wanted = ResumableNotes(SAMPLES, NEW_TOKENS, temperature, 0, 0, 0)
     names = [file.stem.split("-") for file in (processes.run.path / "partial").glob("train-*.msgpack")]
     found = {task_id: journal.read(task_id, wanted) for task_id in map("/".join, names)}
     return {task_id: answers for task_id, answers in found.items() if answers is not None}

@@ -85,7 +85,8 @@ def log_of(processes: Processes, event: str) -> list[dict[str, Any]]:
 def user_processes(processes: Processes, kind: str) -> list[psutil.Process]:
     """Those that run users' code; the service's own children are their keepers."""
     service = psutil.Process(processes.running["rollout"].pid)
-    keepers = [each for each in service.children() if f"services.rollout.{kind}.process" in each.cmdline()]
+    command = {"services.rollout.user_code.process", kind}
+    keepers = [each for each in service.children() if command <= set(each.cmdline())]
     return [child for keeper in keepers for child in keeper.children()]
 
 
@@ -137,7 +138,7 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
                 says = ["no answer within 4 s", "died of SIGSEGV", "more memory", "ValueError: cannot score this"]
                 assert kind < 4
                 assert says[kind] in line["first"]
-            await until_there(processes, "rewards", 2)
+            await until_there(processes, "reward", 2)
             check_killed_with_the_service(processes)
 
     asyncio.run(scenario())
@@ -178,7 +179,7 @@ def test_a_workflow_of_two_turns_goes_through_the_whole_service(engine: str, tmp
                 for line in failed
             )
             assert all(line["count"] == 1 for line in failed)
-            await until_there(processes, "workflows", 2)
+            await until_there(processes, "workflow", 2)
             check_killed_with_the_service(processes)
 
     asyncio.run(scenario())

@@ -27,7 +27,7 @@ from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, Weig
 from proto.tensors import Array
 from services.policy_trainer.worker.transfer import WeightsSender
 from services.rollout.in_flight import InFlight
-from services.rollout.transfer import HostMemory, TransferFailed, Transfers
+from services.rollout.transfer import EngineTransfers, HostMemory, TransferFailed
 from services.rollout.weights_source import ShardSource, TransferSource
 from services.rollout.weights_sync import WeightsSync
 from shared.dataplane.client import DataClient, TaskShards
@@ -176,7 +176,7 @@ class Sampler(ToldEngine):
 class UnderWay:
     """A block that is sampled while newer weights are announced with every heartbeat."""
 
-    def __init__(self, transfers: Transfers, data: DataClient) -> None:
+    def __init__(self, transfers: EngineTransfers, data: DataClient) -> None:
         self._engine = Sampler()
         self._source = TransferSource(
             transfers, ShardSource(data), route="gloo", emit=lambda *_: None, engine=self._engine
@@ -208,7 +208,7 @@ async def engine(run: RunDir, instance: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = new_incarnation()
     peer = client_of(run, context, "policy-trainer-worker", incarnation)
-    transfers = Transfers(run, peer, instance=instance, incarnation=incarnation, deadline_s=DEADLINE_S)
+    transfers = EngineTransfers(run, peer, instance=instance, incarnation=incarnation, deadline_s=DEADLINE_S)
     memory = HostMemory()
     store = client_of(run, context, "batch-store", incarnation)
     under_way = UnderWay(transfers, DataClient(lambda service, number: store))

@@ -22,7 +22,14 @@ import psutil
 
 from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch, WeightsMismatch
+from services.rollout.engine import (
+    Generation,
+    GenerationCancelled,
+    GenerationWatch,
+    Prompt,
+    SamplingParams,
+    WeightsMismatch,
+)
 from services.rollout.engines import vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.weights_sync import WeightsSync
@@ -65,8 +72,8 @@ class Shown:
     def __init__(self) -> None:
         self.taken: list[list[list[dict[str, Any]]]] = []
 
-    def watch(self, every_s: float) -> Watch:
-        return Watch(every_s, lambda first, groups: self.taken.append(plain(groups)))
+    def watch(self, every_s: float) -> GenerationWatch:
+        return GenerationWatch(every_s, lambda groups: self.taken.append(plain(groups)))
 
 
 class CancelLater(threading.Event):

@@ -16,7 +16,7 @@ from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights_sync import Version, WeightsSync
+from services.rollout.weights_sync import HeldVersion, WeightsSync
 from shared.devices import ENGINE, KV_CACHE, WEIGHTS
 from shared.drill import perturb
 from shared.rpc.errors import RpcError
@@ -116,10 +116,10 @@ def test_a_sync_that_a_sleep_came_into_sets_the_weights_again_and_proves_them(tm
         await sync.place(ref, base)
         await sleep()
         await sync.prove()
-        assert sync.holds == Version(0, 0)
+        assert sync.holds == HeldVersion(0, 0)
         await sync.place(ref, base)
         await sleep()
-        assert sync.holds == Version()
+        assert sync.holds == HeldVersion()
         await sync.prove()
         await sleep()
         assert sync.needs(ref, exact=False)

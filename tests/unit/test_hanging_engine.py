@@ -13,11 +13,12 @@ import pytest
 import structlog
 
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle
+from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.user_code.frames import Failed
 from services.rollout.versions import BlockVersions
-from services.rollout.workflows.frames import Failed
-from services.rollout.workflows.host import Attempt, Job
+from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.runner import WATCH_S, Made, WorkflowRunner
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
@@ -57,8 +58,9 @@ class ImpatientPool:
         self.left = SAMPLES
         self.over = asyncio.Event()
 
-    async def make(self, job: Job) -> Attempt:
-        calls = job.calls()
+    async def make(self, new_attempt: Callable[[], Attempt]) -> tuple[Failed, Attempt]:
+        attempt = new_attempt()
+        calls = attempt.calls
         call = asyncio.create_task(calls.chat([{"role": "user", "content": "1+1="}], None))
         await self._reached.wait()
         call.cancel()
@@ -66,7 +68,7 @@ class ImpatientPool:
         self.left -= 1
         if not self.left:
             self.over.set()
-        return Attempt(Failed(0, "no trajectory within 1 s"), calls)
+        return Failed(0, "no trajectory within 1 s"), attempt
 
 
 @dataclass
@@ -96,6 +98,7 @@ async def over_a_hanging_engine() -> Workflow:
     runner = WorkflowRunner(
         "my:workflow",
         pool,  # type: ignore[arg-type]
+        OpenAIEndpoint("tiny"),
         engine=engine,
         prompts=PromptBuilder(MODEL, add_generation_prompt=True),
         on_text=on_text,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from proto.messages import TaskHandle
+from services.rollout.answers import dataset_answers
 from services.rollout.prompts import PromptBuilder
-from services.rollout.recite import recited
 from services.rollout.tasks import ReadyTask
 from tests.unit.rollout_engine import MODEL
 
@@ -34,7 +34,7 @@ def test_a_row_without_answer_is_refused(prompts: PromptBuilder) -> None:
 
 
 def test_answers_stand_where_samples_would() -> None:
-    made = recited([task([7, 8, 2]), task([9, 2])], samples=1, swaps=2)
+    made = dataset_answers([task([7, 8, 2]), task([9, 2])], samples=1, swaps=2)
     assert made is not None
     assert [[each.token_ids.tolist() for each in group] for group in made] == [[[7, 8, 2]], [[9, 2]]]
     assert {each.finish_reason for group in made for each in group} == {"stop"}
@@ -43,5 +43,5 @@ def test_answers_stand_where_samples_would() -> None:
 
 
 def test_tasks_without_answers_are_left_to_the_engine() -> None:
-    assert recited([task(None), task(None)], samples=4, swaps=2) is None
-    assert recited([], samples=1, swaps=2) is None
+    assert dataset_answers([task(None), task(None)], samples=4, swaps=2) is None
+    assert dataset_answers([], samples=1, swaps=2) is None

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from proto.messages import ErrorCode
-from services.rollout.rewards import pool as reward_pool
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import ANSWER, Score, total
+from services.rollout.user_code import frames
 from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
@@ -47,6 +47,9 @@ async def later(sample):
     if sample.completion == "hang":
         await asyncio.sleep(60)
     return float(len(sample.completion))
+
+def own_loop(sample):
+    return asyncio.run(later(sample))
 
 def slow(sample):
     if sample.completion == "hang":
@@ -290,6 +293,11 @@ def test_coroutines_of_all_blocks_share_one_loop_and_what_belongs_to_it(folder: 
     asyncio.run(scenario())
 
 
+def test_a_plain_function_may_run_a_loop_of_its_own(folder: Path) -> None:
+    scores = score([[sample("a"), sample("abc")]], Line("my_rewards:own_loop"), Line("my_rewards:later"))
+    assert values(scores) == [[2.0, 6.0]]
+
+
 def test_threads_that_late_coroutines_leave_behind_cost_nobody_else_his_sample(folder: Path) -> None:
     async def scenario() -> list[float | None]:
         async with pool(Line("my_rewards:in_a_thread"), processes=1, timeout_s=0.7) as made:
@@ -424,7 +432,7 @@ def test_what_cannot_be_printed_costs_no_sample(folder: Path) -> None:
 def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_pool, "TO_PROCESS_BYTES", 1 << 20)
+    monkeypatch.setattr(frames, "TO_PROCESS_BYTES", 1 << 20)
     group = [sample("x" * at, image="y" * 200_000) for at in range(16)]
     ((*scores,),) = score([group], Line("my_rewards:plain"), processes=1)
     assert [each.value for each in scores] == [float(at) for at in range(16)]
@@ -443,7 +451,7 @@ def test_closing_leaves_no_process_behind(folder: Path) -> None:
         async with pool(Line("my_rewards:where"), processes=3) as made:
             await made.score([[sample("x") for _ in range(8)]], lambda: None)
             children = set(psutil.Process().children(recursive=True)) - before
-            assert any("services.rollout.rewards.process" in each.cmdline() for each in children)
+            assert any("services.rollout.user_code.process" in each.cmdline() for each in children)
         return children
 
     assert not [each for each in asyncio.run(scenario()) if each.is_running()]

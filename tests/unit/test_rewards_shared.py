@@ -30,6 +30,15 @@ def leaks(sample):
     HELD.append(bytearray(100 << 20))
     return 1.0
 
+async def ends(sample):
+    await asyncio.sleep(0.1)
+    with open("tries", "a") as file:
+        file.write(sample.completion + " ")
+    if sample.completion == "exit":
+        os._exit(3)
+    await asyncio.sleep(0.1)
+    return 1.0
+
 def stops_later(sample):
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
     return 1.0
@@ -54,6 +63,17 @@ def test_a_call_that_meets_the_limit_for_anothers_memory_is_not_lost(
             return await made.score([[sample(each) for each in completions]], lambda: None)
 
     assert values(asyncio.run(scored())) == [[1.0] * len(completions)]
+
+
+def test_of_coroutines_in_one_process_only_the_one_that_ran_at_its_end_is_repeated_alone(folder: Path) -> None:
+    async def scored() -> list[list[Score]]:
+        async with pool(Line("my_shared:ends"), processes=1) as made:
+            return await made.score([[sample(each) for each in ("a", "b", "exit", "c")]], lambda: None)
+
+    ((first, second, ended, last),) = asyncio.run(scored())
+    assert [each.value for each in (first, second, last)] == [1.0] * 3
+    assert (ended.value, ended.kind) == (None, "crashed")
+    assert (folder / "tries").read_text().split().count("exit") == 2
 
 
 def test_a_process_that_was_stopped_and_takes_nothing_is_replaced(folder: Path) -> None:

@@ -11,7 +11,7 @@ from services.rollout.named_values import MOST_NAMES, NamedValues, named
 from services.rollout.partial import answer_of
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
-from services.rollout.trajectory import Rolled, Tokens, rolled
+from services.rollout.trajectory import Rolled, SequenceTokens, rolled
 from services.rollout.versions import BlockVersions
 from shared.stages import ROLLOUT
 
@@ -79,9 +79,9 @@ def test_one_survivor_of_an_evaluation_counts() -> None:
 
 
 def test_a_sample_of_several_sequences_and_versions_counts_once() -> None:
-    def part(mask: list[int], versions: list[int]) -> Tokens:
+    def part(mask: list[int], versions: list[int]) -> SequenceTokens:
         n = len(mask)
-        return Tokens(
+        return SequenceTokens(
             np.arange(n, dtype=np.int32),
             np.array(mask, np.uint8),
             np.zeros(n, np.float32),

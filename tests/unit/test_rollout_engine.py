@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.rollout.assemble import task_shards
 from services.rollout.engine import GenerationCancelled, Prompt
-from services.rollout.engines.decode import MAX_ROWS, pick
+from services.rollout.engines.slots import MAX_ROWS, pick
 from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled

@@ -17,7 +17,7 @@ from proto.tensors import Array
 from services.rollout import partial
 from services.rollout.answers import AnswerSampler
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.partial import Answer, PartialJournal, Wanted
+from services.rollout.partial import Completion, PartialJournal, ResumableNotes
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
@@ -47,7 +47,7 @@ class Rollout:
 
     def sample(
         self, *, version: int = 4, oldest: int = 0, lineage: int = 0, stop_after: int = 0, exact: bool = False
-    ) -> dict[str, list[Answer]]:
+    ) -> dict[str, list[Completion]]:
         """The answers by task. `stop_after`: the lease is lost after so many decode steps."""
         handles = [TaskHandle(task_id, 1) for task_id in PROMPTS]
         grant = LeaseGrant(
@@ -70,10 +70,10 @@ class Rollout:
         groups = asyncio.run(self.sampler.sample(lease, prepared, versions, lineage))
         return dict(zip(PROMPTS, groups, strict=True))
 
-    def noted(self) -> dict[str, list[Answer]]:
+    def noted(self) -> dict[str, list[Completion]]:
         """What lies in the journal, once all is written."""
         self.journal.close()
-        wanted = Wanted(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100)
+        wanted = ResumableNotes(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100)
         return {task_id: self.journal.read(task_id, wanted) or [] for task_id in PROMPTS}
 
 
@@ -89,7 +89,7 @@ class _After(threading.Event):
         return self._left < 0
 
 
-def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str, list[Answer]]:
+def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str, list[Completion]]:
     """Notes of a lease that was lost in the midst of it."""
     first = Rollout(tiny, folder)
     with pytest.raises(LeaseLost):
@@ -101,7 +101,7 @@ def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str
     return noted
 
 
-def true_logprobs(prompt: list[int], answer: Answer) -> Array:
+def true_logprobs(prompt: list[int], answer: Completion) -> Array:
     model = load_model(MODEL, "float32")
     ids = np.concatenate([np.array(prompt, np.int32), answer.token_ids])
     mask = np.concatenate([np.zeros(len(prompt), np.uint8), np.ones(len(answer.token_ids), np.uint8)])
@@ -167,9 +167,9 @@ class StuckDisk:
         journal._writer.submit(self.go_on.wait)
 
 
-def numbered(number: int) -> list[Answer]:
+def numbered(number: int) -> list[Completion]:
     ids = np.full(number, number, np.int32)
-    return [Answer(ids, np.zeros(number, np.float32), ids, "")] * SAMPLES
+    return [Completion(ids, np.zeros(number, np.float32), ids, "")] * SAMPLES
 
 
 def test_of_a_task_the_newest_note_alone_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_of_a_task_the_newest_note_alone_waits_for_a_slow_disk(tmp_path: Path, m
     disk.go_on.set()
     journal.close()
     assert sorted(disk.written) == ["train-0-0.msgpack", "train-0-1.msgpack"]
-    noted = journal.read("train/0/1", Wanted(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100))
+    noted = journal.read("train/0/1", ResumableNotes(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100))
     assert noted is not None
     assert [len(each.token_ids) for each in noted] == [29] * SAMPLES
 

@@ -18,12 +18,13 @@ import structlog
 
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle, WeightsRef
 from services.rollout.answers import AnswerSampler
-from services.rollout.engine import Watch
+from services.rollout.engine import GenerationWatch
 from services.rollout.in_flight import InFlight
-from services.rollout.partial import Answer, PartialJournal, Wanted
+from services.rollout.partial import Completion, PartialJournal, ResumableNotes
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.transfer import TransferFailed
+from services.rollout.version_loader import Fetched
 from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import Arrays, Entry, Loaded, ShardSource
 from services.rollout.weights_sync import WeightsSync
@@ -68,7 +69,7 @@ class Rig:
         while self.sync.holds.step != step or self.engine.is_held:
             await asyncio.sleep(0)
 
-    async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Answer]]:
+    async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Completion]]:
         sampler = AnswerSampler(self.engine, journal)
         versions = self.in_flight.begin(self.sync.holds.step, exact=False)
         groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
@@ -110,13 +111,13 @@ def tasks(ids: list[str]) -> PreparedTasks:
 def note(folder: Path, task_id: str, versions: list[int]) -> None:
     """As an earlier life left it."""
     ids = np.array(versions, np.int32)
-    answer = Answer(ids, np.full(len(ids), -1.0, np.float32), ids, "")
+    answer = Completion(ids, np.full(len(ids), -1.0, np.float32), ids, "")
     journal = PartialJournal(folder, 1e9)
     journal.note({task_id: [answer] * SAMPLES}, 0, TEMPERATURE)
     journal.close()
 
 
-def versions_of(answers: dict[str, list[Answer]]) -> dict[str, list[int]]:
+def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
     """By task, of tokens that all say themselves which version sampled them."""
     for group in answers.values():
         for each in group:
@@ -126,7 +127,7 @@ def versions_of(answers: dict[str, list[Answer]]) -> dict[str, list[int]]:
 
 
 def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change_in_the_first(tmp_path: Path) -> None:
-    async def scenario() -> dict[str, list[Answer]]:
+    async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             note(tmp_path, NOTED, [3, FIRST])
             journal = PartialJournal(tmp_path, 1e9)
@@ -145,12 +146,12 @@ def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change
 
 
 def test_tokens_carry_their_version_when_weights_change_while_notes_are_read(tmp_path: Path) -> None:
-    async def scenario() -> dict[str, list[Answer]]:
+    async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             loop = asyncio.get_running_loop()
 
             class SlowJournal(PartialJournal):
-                def read(self, task_id: str, wanted: Wanted) -> list[Answer] | None:
+                def read(self, task_id: str, wanted: ResumableNotes) -> list[Completion] | None:
                     asyncio.run_coroutine_threadsafe(made.swapped(made.sync.holds.step + 1), loop).result(30)
                     return super().read(task_id, wanted)
 
@@ -160,7 +161,7 @@ def test_tokens_carry_their_version_when_weights_change_while_notes_are_read(tmp
 
 
 def test_notes_carry_the_version_of_each_token(tmp_path: Path) -> None:
-    async def scenario() -> list[Answer] | None:
+    async def scenario() -> list[Completion] | None:
         async with rig() as made:
             journal = PartialJournal(tmp_path, 1e9)
 
@@ -171,7 +172,7 @@ def test_notes_carry_the_version_of_each_token(tmp_path: Path) -> None:
             made.engine.before_step = before_step
             await made.sample(journal, [FRESH])
             journal.close()
-            return journal.read(FRESH, Wanted(SAMPLES, NEW_TOKENS, TEMPERATURE, 0, 0, 100))
+            return journal.read(FRESH, ResumableNotes(SAMPLES, NEW_TOKENS, TEMPERATURE, 0, 0, 100))
 
     noted = asyncio.run(scenario())
     assert noted is not None
@@ -191,7 +192,7 @@ def test_weights_that_are_not_proved_let_no_token_out(tmp_path: Path) -> None:
 
             made.engine.before_step = before_step
             versions = made.in_flight.begin(FIRST, exact=False)
-            watch = Watch(0.0, lambda first, groups: shown.append(len(groups[0][0].token_ids)))
+            watch = GenerationWatch(0.0, lambda groups: shown.append(len(groups[0][0].token_ids)))
             prompts = [each.prompt() for each in tasks([FRESH]).ready]
             block = asyncio.create_task(made.engine.generate(prompts, tasks([FRESH]).sampling, cancel, watch))
             with pytest.raises(RpcError, match="canary mismatch after version 5") as failed:
@@ -252,7 +253,7 @@ def test_a_lease_of_one_exact_version_is_sampled_by_that_one_to_its_end(exact: b
     async def scenario() -> set[int]:
         async with rig() as made:
             await announce_always(made)
-            sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), _Prepared(tasks([FRESH]), None))
+            sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), _Prepared(tasks([FRESH]), Fetched()))
             assert sampled is not None
             (sequence,) = sampled.made[0][0].rolled.sequences
             assert sequence.versions[3:].tolist() == sequence.token_ids[3:].tolist()
@@ -282,14 +283,14 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
         async with rig() as made:
             await announce_always(made)
             calls = Calls(made)
-            await worker_of(made, workflow=calls)._sample(lease([FRESH]), _Prepared(tasks([FRESH]), None))
+            await worker_of(made, workflow=calls)._sample(lease([FRESH]), _Prepared(tasks([FRESH]), Fetched()))
             return calls.versions
 
     assert asyncio.run(scenario()) == [FIRST] * 2 * NEW_TOKENS
 
 
 def test_leases_that_are_sampled_side_by_side_both_go_on_under_newer_weights(tmp_path: Path) -> None:
-    async def scenario() -> list[dict[str, list[Answer]]]:
+    async def scenario() -> list[dict[str, list[Completion]]]:
         async with rig() as made:
             journal, both, swapped = PartialJournal(tmp_path, 1e9), asyncio.Barrier(2), asyncio.Event()
 
@@ -386,7 +387,7 @@ def lease_of(step: int) -> Lease:
     return Lease(grant, lambda: 0)
 
 
-async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Answer]]:
+async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Completion]]:
     async def before_step(number: int) -> None:
         if number == 3:
             made.in_flight.announce(ref_of(FIRST + 1))
@@ -398,7 +399,7 @@ async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Answer]
 
 
 def test_an_update_that_does_not_come_is_taken_from_the_store(tmp_path: Path) -> None:
-    async def scenario() -> dict[str, list[Answer]]:
+    async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             made.in_flight._source = Source(Entry.SET)
             return await announced_at_step_3(made, tmp_path)
@@ -408,7 +409,7 @@ def test_an_update_that_does_not_come_is_taken_from_the_store(tmp_path: Path) ->
 
 
 def test_an_update_by_a_way_that_was_not_drilled_leaves_a_running_lease_as_it_was(tmp_path: Path) -> None:
-    async def scenario() -> dict[str, list[Answer]]:
+    async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             made.in_flight._source = Source(Entry.RECEIVE)
             swaps = made.engine.swaps
@@ -473,7 +474,7 @@ def test_a_lease_whose_weights_are_not_sent_has_them_from_the_store(entry: Entry
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(entry))
-            sampled = await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), None))
+            sampled = await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched()))
             assert sampled is not None
             assert (sampled.version, made.sync.holds.step) == (FIRST + 2, FIRST + 2)
 
@@ -487,7 +488,7 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
             under_way, waits = lease([NOTED], exact=True), lease_of(FIRST + 1)
             worker.leases._held = {1: under_way, 2: waits}
             other = made.in_flight.begin(FIRST, exact=True)
-            waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), None)))
+            waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
             for _ in range(20):
                 await asyncio.sleep(0)
             assert worker.leases.queued == {waits}
@@ -514,7 +515,7 @@ def test_a_lease_that_waits_for_one_that_loads_weights_gets_on_as_it_does_and_is
             loads, waits = lease([NOTED]), lease_of(FIRST + 1)
             worker.leases._held = {1: loads, 2: waits}
             async with made.in_flight.settled():
-                waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), None)))
+                waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
                 for _ in range(20):
                     await asyncio.sleep(0)
                 worker.leases.progress()
@@ -568,7 +569,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
                 return ahead.pop(0)
 
             async def prepare(lease: Lease) -> _Prepared:
-                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), None)
+                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), Fetched())
 
             async def before_step(number: int) -> None:
                 if number == 3:
@@ -607,10 +608,10 @@ def test_a_lease_that_waited_for_longer_than_its_version_lasted_goes_back_and_th
                 back.append(untouched)
 
             worker.leases.hand_back = hand_back  # type: ignore[method-assign]
-            assert await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), None)) is None
+            assert await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched())) is None
             assert back == [True]
-            worker._source = Source(Entry.SET)
-            sampled = await worker._sample(lease_of(FIRST + 3), _Prepared(tasks([FRESH]), None))
+            worker._versions._source = Source(Entry.SET)
+            sampled = await worker._sample(lease_of(FIRST + 3), _Prepared(tasks([FRESH]), Fetched()))
             assert sampled is not None
             assert sampled.version == FIRST + 3
 

@@ -21,7 +21,7 @@ from services.policy_trainer.worker.publish import TOLERANCE as TRAINERS_TOLERAN
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_source import Entry
-from services.rollout.weights_sync import CALIBRATION, Version, WeightsSync
+from services.rollout.weights_sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.drill import (
     CANARY_TOKENS,
     SHORT_CANARY_TOKENS,
@@ -111,7 +111,7 @@ def test_a_version_is_drilled_loaded_proved_and_reported() -> None:
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append((topic, values)))
     ref, weights = version(3)
     asyncio.run(sync.load(ref, weights))
-    assert sync.holds == Version(1, 3)
+    assert sync.holds == HeldVersion(1, 3)
     assert [topic for topic, _ in told] == ["drill", "weights"]
     assert told[1][1]["bytes"] == ref.nbytes
     assert 0 <= float(told[1][1]["canary_error"]) <= TOLERANCE
@@ -127,7 +127,7 @@ def test_an_update_that_never_reaches_one_parameter_fails_the_drill() -> None:
         asyncio.run(sync.load(*version(1)))
     assert caught.value.code == ErrorCode.CONFLICT
     assert "\n" not in str(caught.value)
-    assert sync.holds == Version()
+    assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -138,7 +138,7 @@ def test_weights_of_another_version_than_announced_fail_the_canary() -> None:
     _, other = version(2)
     with pytest.raises(RpcError, match="canary mismatch after version 1"):
         asyncio.run(sync.load(ref, other))
-    assert sync.holds == Version()
+    assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -153,7 +153,7 @@ def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() 
         wrong = {**weights, name: perturb(name, weights[name], SEED)}
         with pytest.raises(RpcError, match="canary mismatch after version 1"):
             asyncio.run(sync.load(ref, wrong))
-        assert sync.holds == Version()
+        assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -184,16 +184,16 @@ def test_a_parameter_of_another_shape_is_named() -> None:
 @pytest.mark.parametrize(
     ("held", "wanted", "exact", "needed"),
     [
-        (Version(), (1, 0), False, True),
-        (Version(1, 3), (1, 3), True, False),
-        (Version(1, 4), (1, 3), False, False),
-        (Version(1, 4), (1, 3), True, True),
-        (Version(1, 4), (2, 2), False, True),
-        (Version(2, 2), (1, 4), False, False),
+        (HeldVersion(), (1, 0), False, True),
+        (HeldVersion(1, 3), (1, 3), True, False),
+        (HeldVersion(1, 4), (1, 3), False, False),
+        (HeldVersion(1, 4), (1, 3), True, True),
+        (HeldVersion(1, 4), (2, 2), False, True),
+        (HeldVersion(2, 2), (1, 4), False, False),
     ],
 )
 def test_an_engine_loads_what_is_newer_or_exactly_asked_for(
-    held: Version, wanted: tuple[int, int], exact: bool, needed: bool
+    held: HeldVersion, wanted: tuple[int, int], exact: bool, needed: bool
 ) -> None:
     empty = Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), tolerance=TOLERANCE)
     ref = WeightsRef(
@@ -310,7 +310,7 @@ def test_a_version_that_differs_from_the_announced_one_in_a_bit_is_refused() -> 
     name = "model.layers.3.self_attn.q_norm.weight"
     with pytest.raises(RpcError, match=f"version 1 .* not what the engine holds: 1 of 46 .* bits: {name};"):
         asyncio.run(sync.load(ref, {**weights, name: flipped(weights[name])}))
-    assert sync.holds == Version()
+    assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -364,7 +364,7 @@ def test_an_engine_that_holds_the_weights_and_computes_something_else_fails_the_
         wrong[place] = by
         with pytest.raises(RpcError, match="canary mismatch after version 1"):
             judged(sync, engine, ref, weights, wrong)
-        assert sync.holds == Version()
+        assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -378,7 +378,7 @@ def test_no_number_in_the_trainers_canary_is_no_match() -> None:
         broken = structs.replace(ref.canary, logprobs=logprobs, quantile=quantile, floor=floor)
         with pytest.raises(RpcError, match=r"canary mismatch after version 1 .* error nan"):
             asyncio.run(sync.load(structs.replace(ref, canary=broken), weights))
-        assert sync.holds == Version()
+        assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 
@@ -427,7 +427,7 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
     broken = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     with pytest.raises(RpcError, match=r"cannot be calibrated: .* differ by 0\.2 .* the drill allows 0\.5"):
         judged(broken, engine, ref, weights, 10 * noise)
-    assert broken.holds == Version()
+    assert broken.holds == HeldVersion()
     asyncio.run(engine.stop())
 
 

@@ -56,7 +56,7 @@ def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -
             one = await worker._prepare(first)
             sampling = asyncio.create_task(worker._sample(first, one))
             two = await worker._prepare(second)
-            assert one.weights is two.weights
+            assert one.weights.delivery is two.weights.delivery
             made.in_flight.end(other)
             assert await sampling is not None
             assert await worker._sample(second, two) is not None

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines import passes
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.decode import Block, Ending
-from services.rollout.engines.side_by_side import Call, SideBySide
-from services.rollout.engines.slots import SlotTable
+from services.rollout.engines.side_by_side import EngineCall, SideBySide
+from services.rollout.engines.slots import SlotTable, generator_of, pick
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
 from tests.unit.rollout_engine import MODEL, sampling
@@ -31,17 +31,22 @@ PROMPTS = [Prompt(f"train/0/{i}", [3 + i, 4, 5, 6 + i, 7][: 3 + i % 3]) for i in
 class Watched:
     """A table over the tiny model, which counts its steps and does something at some of them."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, steady: bool = False) -> None:
         self.model = load_model(MODEL, "float32").eval().requires_grad_(False)
         self.table = SlotTable(
-            self.model, eos_ids=[EOS], stopped=lambda texts: None, swaps=lambda: self.steps, slots=slots
+            self.model,
+            eos_ids=[EOS],
+            stopped=lambda texts: None,
+            swaps=lambda: self.steps,
+            slots=slots,
+            steady=steady,
         )
         self.steps = 0
         self.at: dict[int, Callable[[], None]] = {}
         self.compute = ComputeThread()
         self.calls = SideBySide(self.compute, self)
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         return self.table.add(call)
 
     def step(self) -> None:
@@ -49,10 +54,10 @@ class Watched:
         self.at.pop(self.steps, lambda: None)()
         self.table.step()
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         return self.table.so_far(call)
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         self.table.drop(call)
 
     async def generate(
@@ -72,19 +77,30 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     asyncio.run(made.compute.stop(lambda: None, 5))
 
 
-def alone(made: Watched, prompts: list[Prompt], chosen: SamplingParams) -> tuple[list[list[Generation]], int]:
-    """By a block for each prompt: what it samples, and passes."""
-    taken = [0]
+def alone(made: Watched, prompts: list[Prompt], chosen: SamplingParams) -> list[list[Generation]]:
+    """What each prompt samples without a table or a cache: a pass over the whole text for every token."""
+    return [_alone(made.model, prompt, chosen) for prompt in prompts]
 
-    def count() -> None:
-        taken[0] += 1
 
-    with torch.inference_mode():
-        blocks = [
-            Block(made.model, [prompt], chosen, Ending([EOS]), before_step=count, swaps=lambda: 0).run()[0]
-            for prompt in prompts
-        ]
-    return blocks, taken[0]
+@torch.inference_mode()
+def _alone(model: Any, prompt: Prompt, chosen: SamplingParams) -> list[Generation]:
+    generator, steps = generator_of(chosen.seed, prompt.name), chosen.max_new_tokens
+    drawn = [torch.rand((32, chosen.samples), generator=generator) for _ in range(-(-steps // 32))]
+    uniform = torch.cat(drawn)
+    ids = torch.tensor([prompt.token_ids] * chosen.samples)
+    found = []
+    for step in range(steps):
+        logits = model(input_ids=ids).logits[:, -1].float() / (chosen.temperature or 1.0)
+        logprobs = logits.log_softmax(-1)
+        new = pick(logprobs, uniform[step][:, None] if chosen.temperature else None)
+        found.append(logprobs.gather(1, new))
+        ids = torch.cat([ids, new], 1)
+    sampled, logprobs = ids[:, len(prompt.token_ids) :].numpy(), torch.cat(found, 1).numpy()
+    ends = [(row == EOS).argmax() + 1 if EOS in row else steps for row in sampled]
+    return [
+        Generation(row[:end], values[:end], "stop" if EOS in row else "length", row[:0])
+        for row, values, end in zip(sampled, logprobs, ends, strict=True)
+    ]
 
 
 def ids(groups: list[list[Generation]]) -> list[list[list[int]]]:
@@ -105,7 +121,7 @@ def check_logprobs(prompts: list[Prompt], groups: list[list[Generation]], temper
 def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(table: Watched) -> None:
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
-    expected, _ = alone(table, PROMPTS, chosen)
+    expected = alone(table, PROMPTS, chosen)
     assert table.table._passes is None  # no keys and values are kept without a call
     assert ids(groups) == ids(expected)
     assert [[each.finish_reason for each in group] for group in groups] == [
@@ -114,7 +130,7 @@ def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(tabl
     check_logprobs(PROMPTS, groups, HOT)
     lengths = [max(len(each.token_ids) for each in group) for group in groups]
     assert max(lengths) > 3 * min(lengths)
-    if table.table._gathers:
+    if table.table._joins:
         # 12 rows are 3 groups at a time: fewer passes than when three groups wait for the longest of the three before
         waves = sum(max(lengths[first : first + 3]) for first in range(0, 9, 3))
         assert table.steps < waves
@@ -136,10 +152,10 @@ def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watc
 
     first, second = asyncio.run(scenario())
     assert max(len(each.token_ids) for group in first for each in group) > 20
-    assert ids(first) == ids(alone(table, PROMPTS[:2], long)[0])
-    assert ids(second) == ids(alone(table, PROMPTS[2:4], short)[0])
+    assert ids(first) == ids(alone(table, PROMPTS[:2], long))
+    assert ids(second) == ids(alone(table, PROMPTS[2:4], short))
     check_logprobs(PROMPTS[2:4], second, HOT)
-    if table.table._gathers:
+    if table.table._joins:
         assert ended == ["short", "long"]
 
 
@@ -151,7 +167,7 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
     made.at[6] = cancel.set
 
     async def scenario() -> list[list[Generation]]:
-        watch = Watch(1e9, lambda first, groups: shown.append(groups))
+        watch = GenerationWatch(1e9, lambda groups: shown.append(groups))
         given_up = asyncio.create_task(made.calls.generate(PROMPTS[:2], chosen, cancel, watch))
         await asyncio.sleep(0)  # it has asked
         kept = await made.generate(PROMPTS[2:6], chosen)
@@ -161,9 +177,9 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
         return kept
 
     kept = asyncio.run(scenario())
-    assert ids(kept) == ids(alone(made, PROMPTS[2:6], chosen)[0])
+    assert ids(kept) == ids(alone(made, PROMPTS[2:6], chosen))
     (groups,) = shown
-    whole = alone(made, PROMPTS[:2], chosen)[0]
+    whole = alone(made, PROMPTS[:2], chosen)
     assert any(each.finish_reason == "" and len(each.token_ids) for group in groups for each in group)
     for group, ended in zip(groups, whole, strict=True):
         for each, complete in zip(group, ended, strict=True):
@@ -190,8 +206,8 @@ def test_greedy_and_sampled_calls_share_a_table() -> None:
         return await asyncio.gather(made.generate(PROMPTS[:4], greedy), made.generate(PROMPTS[4:8], warm))
 
     groups = asyncio.run(scenario())
-    assert ids(groups[0]) == ids(alone(made, PROMPTS[:4], greedy)[0])
-    assert ids(groups[1]) == ids(alone(made, PROMPTS[4:8], warm)[0])
+    assert ids(groups[0]) == ids(alone(made, PROMPTS[:4], greedy))
+    assert ids(groups[1]) == ids(alone(made, PROMPTS[4:8], warm))
     asyncio.run(made.compute.stop(lambda: None, 5))
 
 
@@ -210,4 +226,21 @@ def test_a_pass_that_fails_fails_the_calls_under_way_and_none_after_them() -> No
         await made.compute.stop(lambda: None, 5)
         return again
 
-    assert ids(asyncio.run(scenario())) == ids(alone(made, PROMPTS[:2], sampling(4, HOT, 48))[0])
+    assert ids(asyncio.run(scenario())) == ids(alone(made, PROMPTS[:2], sampling(4, HOT, 48)))
+
+
+def test_a_steady_table_samples_one_call_after_the_other_and_runs_its_padding_rows() -> None:
+    made = Watched(slots=16, steady=True)
+    chosen = sampling(4, HOT, 12, block_rows=12)
+    sizes: list[int] = []
+    made.at = {step: lambda: sizes.append(len(made.table._rows)) for step in range(1, 40)}
+
+    async def scenario() -> list[list[list[Generation]]]:
+        return await asyncio.gather(made.generate(PROMPTS[:2], chosen), made.generate(PROMPTS[2:8], chosen))
+
+    first, second = asyncio.run(scenario())
+    asyncio.run(made.compute.stop(lambda: None, 5))
+    assert ids(first) == ids(alone(made, PROMPTS[:2], chosen))
+    assert ids(second) == ids(alone(made, PROMPTS[2:8], chosen))
+    # The second call is sampled in parts of four and two prompts, of which the latter is filled up.
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size not in (0, before)] == [12, 16, 12]

@@ -14,7 +14,7 @@ import pytest
 
 from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer
 from services.rollout.engine import Engine
-from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import ShardSource, TransferSource
 from shared.rpc.client import Client
 from shared.rundir import RunDir
@@ -63,10 +63,10 @@ class Receiver:
         self.left += 1
 
 
-def ends() -> tuple[Trainer, Transfers, Receiver]:
+def ends() -> tuple[Trainer, EngineTransfers, Receiver]:
     trainer = Trainer()
     run = cast(RunDir, SimpleNamespace(host_id="here", sockets=Path("/run")))
-    transfers = Transfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
+    transfers = EngineTransfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
     return trainer, transfers, Receiver()
 
 

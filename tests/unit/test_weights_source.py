@@ -20,9 +20,9 @@ from proto.registry import Message
 from proto.tensors import Array
 from services.rollout import weights_source
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.transfer import TransferFailed, Transfers
+from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
-from services.rollout.weights_sync import Version, WeightsSync
+from services.rollout.weights_sync import HeldVersion, WeightsSync
 from shared.dataplane.stream import OnProgress
 from shared.drill import perturb
 from shared.rpc.client import Client
@@ -81,7 +81,7 @@ class Trainer:
 class Shards:
     """The store."""
 
-    async def fetch(self, ref: WeightsRef, on_progress: OnProgress) -> Delivery:
+    async def fetch(self, ref: WeightsRef, moved: OnProgress) -> Delivery:
         return Arrays(SENT[ref.step])
 
 
@@ -89,7 +89,7 @@ def scene(engine: InPlace) -> tuple[Trainer, TransferSource, WeightsSync, list[t
     told: list[tuple[str, dict[str, Any]]] = []
     trainer = Trainer()
     source = TransferSource(
-        cast(Transfers, trainer),
+        cast(EngineTransfers, trainer),
         cast(ShardSource, Shards()),
         route="nccl",
         emit=lambda topic, values: told.append((topic, values)),
@@ -120,7 +120,7 @@ def test_sent_weights_are_drilled_once_and_the_shards_are_once_they_are_needed()
     async def load(step: int) -> str:
         ref, SENT[step] = version(step, announced=True)
         route = await loaded(sync, source, ref)
-        assert sync.holds == Version(1, step)
+        assert sync.holds == HeldVersion(1, step)
         return route
 
     assert asyncio.run(load(1)) == asyncio.run(load(2)) == "nccl"
@@ -156,7 +156,7 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
         async def call(self, request: Message, *_: object, **__: object) -> Message:
             if isinstance(request, AskTransfer):
                 return TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
-            never = asyncio.Event()  # nobody but who waits for it has it
+            never = asyncio.Event()  # ignore_progress but who waits for it has it
             self.telling.add(never)
             await never.wait()
             return Ack()
@@ -172,7 +172,7 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
     async def scenario() -> None:
         trainer, ref = Slow(), version(1, announced=True)[0]
         run = RunDir(tmp_path, tmp_path, tmp_path)
-        transfers = Transfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
+        transfers = EngineTransfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
         for told in (1, 2):
             with pytest.raises(TransferFailed, match="broken"):
                 await transfers.bring(ref, Breaking(), drill=False)
@@ -229,7 +229,7 @@ def test_a_way_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     delivery = asyncio.run(source.fetch(ref))
     with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
-    assert sync.holds == Version()
+    assert sync.holds == HeldVersion()
     trainer.away = True  # the other way is whole
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     asyncio.run(engine.stop())

@@ -16,8 +16,9 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.prompts import PromptBuilder, tool_calls
+from services.rollout.user_code.frames import Purpose
+from services.rollout.user_code.load import load
 from services.rollout.workflows.builtin import compute
-from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.runner import Made
 from shared.lease import LeaseLost
 from shared.rpc.errors import RpcError
@@ -285,7 +286,7 @@ def test_a_workflow_that_cannot_be_had_is_an_error_of_one_line(
     function: str, params: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(RpcError) as caught:
-        load_workflow(function, params)
+        load(Purpose.WORKFLOW, function, params)
     assert caught.value.code == ErrorCode.BAD_REQUEST
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

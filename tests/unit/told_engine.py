@@ -13,7 +13,7 @@ import numpy as np
 
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.devices import Parts
 from shared.drill import perturb
@@ -86,11 +86,11 @@ class ToldEngine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         """Each sample as long as `max_new_tokens` allows; shows each step to `watch`."""
         told: list[tuple[int, int]] = []
-        longest = max(sampling.max_new_tokens - len(each.said) for each in prompts)
+        longest = max(sampling.max_new_tokens - len(each.resumed_ids) for each in prompts)
         while len(told) < longest:
             self.steps += 1
             await self.before_step(self.steps)
@@ -100,7 +100,7 @@ class ToldEngine:
             told.append((int(self._loaded), self.swaps))
             self.progress += 1
             if watch is not None:
-                watch.note(0, _generations(told, prompts, sampling))
+                watch.note(_generations(told, prompts, sampling))
         return _generations(told, prompts, sampling)
 
     async def base_weights(self) -> dict[str, Array]:
@@ -140,7 +140,7 @@ class ToldEngine:
 def _generations(
     told: Sequence[tuple[int, int]], prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[list[Generation]]:
-    return [[_generation(told, sampling.max_new_tokens - len(each.said))] * sampling.samples for each in prompts]
+    return [[_generation(told, sampling.max_new_tokens - len(each.resumed_ids))] * sampling.samples for each in prompts]
 
 
 def _generation(told: Sequence[tuple[int, int]], limit: int) -> Generation:

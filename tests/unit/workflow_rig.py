@@ -17,9 +17,10 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.tasks import PreparedTasks, ReadyTask
-from services.rollout.trajectory import Tokens
+from services.rollout.trajectory import SequenceTokens
+from services.rollout.user_code.frames import Purpose, Setup
+from services.rollout.user_code.pool import UserPool
 from services.rollout.versions import BlockVersions
-from services.rollout.workflows.pool import WorkflowPool
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.data import open_source
 from shared.lease import Lease
@@ -95,23 +96,18 @@ class Rig:
             for at in range(tasks)
         ]
         sampling = SamplingParams(samples, temperature, max_new_tokens, seed=3)
-        pool = WorkflowPool(
-            workflow if ":" in workflow else f"{FLOWS}:{workflow}",
-            params or {},
-            timeout_s=timeout_s,
-            memory_bytes=memory_bytes,
-            processes=processes,
-            endpoint=self.endpoint,
-        )
+        path = workflow if ":" in workflow else f"{FLOWS}:{workflow}"
+        pool = UserPool(Setup(Purpose.WORKFLOW, [(path, params or {})], timeout_s, memory_bytes), processes)
         runner = WorkflowRunner(
             "my:workflow",
             pool,
+            self.endpoint,
             engine=self.engine,
             prompts=self.prompts,
             on_text=self.on_text,
             max_tokens=max_tokens,
         )
-        await pool.start()
+        await pool.start(at_once=processes)
         try:
             versions = BlockVersions(VERSION, self.engine.swaps)
             return await runner.run(self.lease, PreparedTasks(ready, [], sampling, 2), versions)
@@ -141,7 +137,7 @@ def run(workflow: str, **options: Any) -> tuple[list[list[Made]], list[int], int
     return asyncio.run(scenario())
 
 
-def logprob_error(sequence: Tokens, temperature: float = 1.0) -> float:
+def logprob_error(sequence: SequenceTokens, temperature: float = 1.0) -> float:
     """The largest difference between a sequence's log-probs and the model's own."""
     model = load_model(str(MODEL), "float32").requires_grad_(False)
     lengths = np.array([len(sequence.token_ids)], np.int32)
@@ -150,7 +146,7 @@ def logprob_error(sequence: Tokens, temperature: float = 1.0) -> float:
     return float(np.abs(to_numpy(own) - sequence.logprobs).max())
 
 
-def shown(prompts: PromptBuilder, sequence: Tokens) -> str:
+def shown(prompts: PromptBuilder, sequence: SequenceTokens) -> str:
     """The text of a sequence, special tokens included."""
     text: str = prompts._tokenizer.decode(sequence.token_ids.tolist())
     return text

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from services.rollout.engines.decode import check_cancelled
+from services.rollout.engine import GenerationCancelled
 
 _PAUSE_POLL_S = 0.1
 T = TypeVar("T")
@@ -29,9 +29,21 @@ class ComputeThread:
         self._stopped = threading.Event()
         self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Work that a paused block does while it waits. Without such a block, the thread does it."""
+        self.progress = 0
+        """See `Engine.progress`. Only work on the thread advances it."""
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def counted(self, work: Callable[[], T]) -> T:
+        """Run `work` as `run` does, and count it as progress."""
+
+        def run() -> T:
+            result = work()
+            self.progress += 1
+            return result
+
+        return await self.run(run)
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run `work` as `run` does, but do not wait: the work itself reports its end."""
@@ -84,18 +96,10 @@ class ComputeThread:
         self.check_stopped()
         return going_on()
 
-    def before_block_step(self, cancel: threading.Event) -> None:
-        """Do the same for a block that is alone on the thread. Also raises GenerationCancelled if `cancel` is set."""
-
-        def going_on() -> bool:
-            check_cancelled(cancel)
-            return True
-
-        self.before_step(going_on)
-
     def check_stopped(self) -> None:
         """Raise GenerationCancelled if the thread is to end."""
-        check_cancelled(self._stopped)
+        if self._stopped.is_set():
+            raise given_up()
 
     def _do_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -103,20 +107,6 @@ class ComputeThread:
                 self._between.get_nowait()()
 
 
-class Counted:
-    """The part of `services.rollout.engine.Engine` that engines on a compute thread share: progress and other work."""
-
-    _compute: ComputeThread
-    _progress: int
-
-    @property
-    def progress(self) -> int:
-        return self._progress
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        def counted() -> T:
-            result = work()
-            self._progress += 1
-            return result
-
-        return await self._compute.run(counted)
+def given_up() -> GenerationCancelled:
+    """Return the error of a call whose `cancel` event is set."""
+    return GenerationCancelled("the block was given up: its lease ended")

@@ -68,7 +68,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Contents:
     """The contents of addresses [begin, end): `part`, row by row in elements of `dtype`, or a constant if None."""
 
     begin: int
@@ -82,7 +82,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Contents] = {}
 
     def forget(self, begin: int, end: int) -> None:
         """Forget what these addresses hold. A part that reaches into them is no longer whole and is forgotten, too."""
@@ -94,11 +94,11 @@ class _Memory:
                     if rest[0] < rest[1]:
                         self._put(replace(each, begin=rest[0], end=rest[1]))
 
-    def hold(self, held: _Held) -> None:
+    def hold(self, held: _Contents) -> None:
         self.forget(held.begin, held.end)
         self._put(held)
 
-    def within(self, begin: int, end: int) -> list[_Held]:
+    def within(self, begin: int, end: int) -> list[_Contents]:
         """Return all that overlaps these addresses, in order."""
         first = bisect.bisect_right(self._begins, begin) - 1
         found = []
@@ -121,7 +121,7 @@ class _Memory:
             if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
                 continue  # neither the weight's bits nor a type that holds all its values
             at, size = begin + offset * target.element_size(), length * target.element_size()
-            self.hold(_Held(at, at + size, part, dtype))
+            self.hold(_Contents(at, at + size, part, dtype))
 
     def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
         """Yield (first element, number of elements, part, its dtype) of what `source` holds, in its own order."""
@@ -145,9 +145,9 @@ class _Memory:
         begin, end = _span(target)
         self.forget(begin, end)
         if target.is_contiguous():
-            self.hold(_Held(begin, end, None, target.dtype))
+            self.hold(_Contents(begin, end, None, target.dtype))
 
-    def _put(self, held: _Held) -> None:
+    def _put(self, held: _Contents) -> None:
         bisect.insort(self._begins, held.begin)
         self._held[held.begin] = held
 
@@ -251,7 +251,7 @@ class LoadTrace:
         for name, tensor in weights:
             rows, columns = matrix_shape(tensor.shape)
             if tensor.is_contiguous() and tensor.numel():
-                self._memory.hold(_Held(*_span(tensor), Part(name, 0, 0, rows, columns), tensor.dtype))
+                self._memory.hold(_Contents(*_span(tensor), Part(name, 0, 0, rows, columns), tensor.dtype))
             yield name, tensor
 
     def _pack(self, weight: Tensor, result: Any) -> None:
@@ -338,7 +338,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + reach * tensor.element_size()
 
 
-def _flat_part(held: _Held, offset: int, count: int) -> Part | None:
+def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
     """Return `count` consecutive elements of `held` from `offset` on, or None if they are not a box."""
     part = held.part
     if part is None:

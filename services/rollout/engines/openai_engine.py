@@ -24,10 +24,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -35,8 +35,8 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread, Counted
+from services.rollout.engine import FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.http_client import HttpClient, Refused
 from services.rollout.engines.load_trace import Proof
 from services.rollout.engines.transformers_engine import eos_ids
@@ -54,7 +54,9 @@ from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 
+T = TypeVar("T")
 STOP_S = 10.0
+_REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 SILENCE_S = 120.0
 """Maximum seconds to wait for a server's next bytes: while it loads weights, or for a token when it is busy."""
 _CONNECTIONS = 64  # maximum number of prompts sampled at the same time
@@ -64,7 +66,7 @@ _LIKELIEST = 5
 _EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
 
 
-class OpenAIEngine(Counted):
+class OpenAIEngine:
     """An `Engine` on an inference server. `progress` counts the events that the server sends."""
 
     def __init__(
@@ -87,9 +89,12 @@ class OpenAIEngine(Counted):
         self._sizes = (0, 0)
         self._mark = ""
         self._swaps = 0
-        self._progress = 0
         self._tokens = 0
         self._generate_s = 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._compute.progress
 
     @property
     def swaps(self) -> int:
@@ -116,7 +121,7 @@ class OpenAIEngine(Counted):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         if watch is not None:
             raise ValueError("the openai engine does not show unfinished generations")
@@ -127,6 +132,9 @@ class OpenAIEngine(Counted):
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))
@@ -152,7 +160,7 @@ class OpenAIEngine(Counted):
     def stats(self) -> dict[str, float]:
         return {
             "generated_tokens": float(self._tokens),
-            "decode_steps": float(self._progress),
+            "decode_steps": float(self._compute.progress),
             "generate_s": self._generate_s,
         }
 
@@ -199,7 +207,7 @@ class OpenAIEngine(Counted):
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event
     ) -> list[list[Generation]]:
-        self._compute.before_block_step(cancel)
+        self._before_waiting(cancel)
         started = time.perf_counter()
         room = asyncio.Semaphore(_CONNECTIONS)
         tasks = [asyncio.create_task(self._group(prompt, sampling, room)) for prompt in prompts]
@@ -207,7 +215,7 @@ class OpenAIEngine(Counted):
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-                self._compute.before_block_step(cancel)
+                self._before_waiting(cancel)
                 for task in done:
                     task.result()
         finally:
@@ -227,6 +235,10 @@ class OpenAIEngine(Counted):
         # Greedy samples of a group are equal, and vLLM refuses more than one.
         return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
 
+    def _before_waiting(self, cancel: threading.Event) -> None:
+        if not self._compute.before_step(lambda: not cancel.is_set()):
+            raise given_up()
+
     async def _group(self, prompt: Prompt, sampling: SamplingParams, room: asyncio.Semaphore) -> list[Generation]:
         count = 1 if sampling.temperature == 0 else sampling.samples
         body = self._body(prompt.token_ids, sampling.temperature, sampling.max_new_tokens) | {
@@ -244,7 +256,7 @@ class OpenAIEngine(Counted):
             async for event in self._http.events("/v1/completions", body):
                 if "error" in event:
                     raise RpcError(ErrorCode.INTERNAL, f"{self._who}: {str(event['error'])[:300]}")
-                self._progress += 1
+                self._compute.progress += 1
                 for choice in event["choices"]:
                     at = choice["index"]
                     token_ids[at] += choice.get("token_ids") or []
@@ -252,7 +264,7 @@ class OpenAIEngine(Counted):
                     reasons[at] = choice.get("finish_reason") or reasons[at]
         for at in range(count):
             sampled = len(token_ids[at])
-            if reasons[at] not in ("stop", "length") or not sampled or len(logprobs[at]) != sampled:
+            if reasons[at] not in _REASONS or not sampled or len(logprobs[at]) != sampled:
                 raise RpcError(
                     ErrorCode.INTERNAL,
                     f"{self._who}: sample {at} of {prompt.name} ended with {reasons[at] or 'no reason'}, "
@@ -260,7 +272,10 @@ class OpenAIEngine(Counted):
                 )
         return [
             Generation(
-                np.array(ids, np.int32), np.array(values, np.float32), reason, np.full(len(ids), self._swaps, np.int32)
+                np.array(ids, np.int32),
+                np.array(values, np.float32),
+                FinishReason(reason),
+                np.full(len(ids), self._swaps, np.int32),
             )
             for ids, values, reason in zip(token_ids, logprobs, reasons, strict=True)
         ]
@@ -270,7 +285,7 @@ class OpenAIEngine(Counted):
         self._mark = secrets.token_hex(8)
         with self._handed_over(tensors) as path:
             await self._rpc("read_policy_weights", path, self._mark)
-        self._progress += 1
+        self._compute.progress += 1
         self._swaps += 1
         answer = await self._http.post("/reset_prefix_cache", {})
         if not answer["success"]:
@@ -283,7 +298,7 @@ class OpenAIEngine(Counted):
         proofs = [Proof.of(each) for each in await self._rpc("policy_proof")]
         digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
         check_proofs(proofs, self._expected, digests)
-        self._progress += 1
+        self._compute.progress += 1
 
     def _handed_over(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[str]:
         return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)
@@ -292,7 +307,7 @@ class OpenAIEngine(Counted):
         # One token is sampled because a server may insist on one. It is discarded.
         body = self._body(token_ids.tolist(), 1.0, 1) | {"echo": True, "logprobs": 0, "stream": False}
         (choice,) = (await self._http.post("/v1/completions", body))["choices"]
-        self._progress += 1
+        self._compute.progress += 1
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         if len(logprobs) < len(token_ids):
             raise self._lacks("echo with the prompt's log-probs", "use a server that has it, as vLLM")

@@ -18,16 +18,14 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """The passes of a block: `begin`, then `repeat`, then `go_on` and `keep` in any order. Logits: [R, vocabulary]."""
+    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`. Logits: [R, vocabulary]."""
 
     gathers: bool
-    """Whether `gathered` is possible. It is not if a layer keeps anything but the keys and values of every token."""
+    """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything but the keys and values
+    of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
         """Run the prompts and return their logits. `lengths` are those without padding."""
-
-    def repeat(self, samples: int) -> None:
-        """Turn every prompt's row into `samples` rows."""
 
     def go_on(self, id_R: Tensor) -> Tensor:
         """Run one more token of every row and return the logits."""
@@ -44,7 +42,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
     The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
-    shorter ones are padded on the left.
+    shorter ones are padded on the left. Of passes that do not gather, there is one part with each row equally often.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -72,6 +70,9 @@ class ModelPasses:
     @classmethod
     def gathered(cls, model: nn.Module, parts: Sequence[Part], room: int) -> ModelPasses:
         mine = [(part, rows) for part, rows in parts if isinstance(part, ModelPasses)]
+        if not mine[0][0].gathers:
+            mine[0][0]._repeat(len(mine[0][1]) // len(mine[0][0]._positions_R1))
+            return mine[0][0]
         places = _places([(part._length, part._positions_R1[:, 0], rows) for part, rows in mine])
         made = cls(model, places.length + room)
         made._length = places.length
@@ -90,7 +91,8 @@ class ModelPasses:
         self._positions_R1 = positions_PL[:, -1:]
         return self._forward(ids_PL, positions_PL)
 
-    def repeat(self, samples: int) -> None:
+    def _repeat(self, samples: int) -> None:
+        """Turn every prompt's row into `samples` rows."""
         self._cache.batch_repeat_interleave(samples)
         self._positions_R1 = self._positions_R1.repeat_interleave(samples, 0)
         if self._mask_RL is not None:
@@ -123,8 +125,7 @@ class ModelPasses:
 
 
 class PlainPasses:
-    """Passes that use `PlainDecoder`. Room for keys and values is allocated once, when the prompts' rows are
-    repeated."""
+    """Passes that use `PlainDecoder`. Room for keys and values is allocated once, when rows are gathered."""
 
     gathers = True
 
@@ -169,14 +170,6 @@ class PlainPasses:
         hidden, self._pasts = self._decoder.begin(ids_PL, self._cos[at_N], self._sin[at_N], seen)
         return self._decoder.logits(hidden[:, -1])
 
-    def repeat(self, samples: int) -> None:
-        self._pasts = [
-            Past(self._widened(past.keys, samples), self._widened(past.values, samples)) for past in self._pasts
-        ]
-        self._positions_R = self._positions_R.repeat_interleave(samples)
-        if len(self._bias) > 1:
-            self._bias = self._bias.repeat_interleave(samples * self._pasts[0].keys.shape[1], 0)
-
     def go_on(self, id_R: Tensor) -> Tensor:
         self._positions_R = self._positions_R + 1
         cos, sin = self._cos[self._positions_R], self._sin[self._positions_R]
@@ -197,12 +190,6 @@ class PlainPasses:
         kept = room.new_empty(len(rows), heads, self._capacity, width)
         torch.index_select(room[:, :, : self._length], 0, rows, out=kept[:, :, : self._length])
         return kept
-
-    def _widened(self, states: Tensor, samples: int) -> Tensor:
-        prompts, heads, length, width = states.shape
-        room = states.new_empty(prompts, samples, heads, self._capacity, width)
-        room[:, :, :, :length] = states[:, None]
-        return room.flatten(0, 1)
 
 
 class _Places(NamedTuple):

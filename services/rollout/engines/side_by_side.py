@@ -7,6 +7,7 @@ touch the samples of another.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -15,37 +16,51 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
-from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.notes import Notes
+from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engines.compute import ComputeThread, given_up
 
 
-class Call:
+class EngineCall:
     """One call of `Engine.generate`. Belongs to the compute thread once it is submitted."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: GenerationWatch | None,
     ) -> None:
         self.prompts = prompts
         self.sampling = sampling
         self.cancel = cancel
-        self.notes = Notes(watch, 0) if watch is not None else None
         self.answer: Future[list[list[Generation]]] = Future()
+        self._watch = watch
+        self._note_due = time.monotonic() + watch.every_s if watch is not None else math.inf
+
+    @property
+    def note_is_due(self) -> bool:
+        return time.monotonic() >= self._note_due
+
+    def note(self, groups: list[list[Generation]]) -> None:
+        """Show what the call has so far, if it is watched."""
+        if self._watch is not None:
+            self._watch.note(groups)
+            self._note_due = time.monotonic() + self._watch.every_s
 
 
 class Stepper(Protocol):
     """The part of an engine that works on calls, always on the compute thread."""
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         """Accept the call. Return False to be asked again when the calls in progress are done."""
 
     def step(self) -> None:
         """Make one step for all calls, and set the `answer` of those that it finishes."""
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
-        """Return what a call has so far. Its unfinished generations have finish_reason ""."""
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
+        """Return what a call has so far."""
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         """Forget a call."""
 
 
@@ -55,17 +70,21 @@ class SideBySide:
     def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
         self._compute = compute
         self._stepper = stepper
-        self._coming: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._under_way: list[Call] = []
+        self._coming: queue.SimpleQueue[EngineCall] = queue.SimpleQueue()
+        self._waiting: deque[EngineCall] = deque()
+        self._under_way: list[EngineCall] = []
         self.seconds = 0.0
         """Total seconds with at least one call in progress."""
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        cancel: threading.Event,
+        watch: GenerationWatch | None,
     ) -> list[list[Generation]]:
         """See `Engine.generate`."""
-        call = Call(prompts, sampling, cancel, watch)
+        call = EngineCall(prompts, sampling, cancel, watch)
         self._coming.put(call)
         self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one
         return await asyncio.wrap_future(call.answer)
@@ -77,8 +96,8 @@ class SideBySide:
             while self._compute.before_step(self._going_on):
                 self._take_up()
                 for call in self._under_way:
-                    if call.notes is not None and call.notes.due:
-                        call.notes.take(self._stepper.so_far(call))
+                    if call.note_is_due:
+                        call.note(self._stepper.so_far(call))
                 if self._under_way:
                     self._stepper.step()
                 self._under_way = [call for call in self._under_way if not call.answer.done()]
@@ -103,10 +122,10 @@ class SideBySide:
                 self._waiting.append(call)
         for call in [call for call in self._under_way if call.cancel.is_set()]:
             self._under_way.remove(call)
-            self._end(call, _given_up())
+            self._end(call, given_up())
         for call in [call for call in self._waiting if call.cancel.is_set()]:
             self._waiting.remove(call)
-            call.answer.set_exception(_given_up())
+            call.answer.set_exception(given_up())
         return bool(self._under_way or self._waiting)
 
     def _take_up(self) -> None:
@@ -121,16 +140,12 @@ class SideBySide:
                 self._under_way.append(call)
             self._waiting.popleft()
 
-    def _end(self, call: Call, error: BaseException) -> None:
+    def _end(self, call: EngineCall, error: BaseException) -> None:
         """End a call in progress with an error."""
         try:
-            if call.notes is not None and isinstance(error, GenerationCancelled):
-                call.notes.take(self._stepper.so_far(call))
+            if isinstance(error, GenerationCancelled):
+                call.note(self._stepper.so_far(call))
             self._stepper.drop(call)
         except Exception as defect:
             error = defect
         call.answer.set_exception(error)
-
-
-def _given_up() -> GenerationCancelled:
-    return GenerationCancelled("the block was given up: its lease ended")

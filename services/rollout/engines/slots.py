@@ -1,8 +1,11 @@
-"""Decodes the calls of an engine in one table of rows, and gives the rows of ended samples to waiting ones.
+"""Decodes the calls of the embedded engine in one table of rows.
 
-Hence no sample waits for the longest one. Random numbers belong to a prompt, as in a block (`decode`), and never come
-from a global generator: a task samples the same whatever is beside it, unless the shape of the table changes the
-logits. Rows are dropped and added many at a time, because each time the keys and values of all rows are copied.
+The rows of ended samples are given to waiting ones, so no sample waits for the longest one. Rows are dropped and added
+many at a time, because each time the keys and values of all rows are copied. A `steady` table instead keeps the rows of
+one call until all of them have ended, so the same call gives the same bits. A prompt is run once for all its samples.
+
+Random numbers belong to a prompt: they follow from the run's seed and the prompt's name, never from a global generator.
+A task samples the same whatever is beside it, unless the shape of the table changes the logits.
 
 Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
 of L tokens, V tokens in the vocabulary.
@@ -16,37 +19,40 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
-from services.rollout.engine import Generation, Prompt
-from services.rollout.engines.decode import DRAWN_STEPS, MAX_ROWS, Stopped, generator_of, pick
+from services.rollout.engine import FinishReason, Generation, Prompt
 from services.rollout.engines.passes import Part, Passes, gathered, make_passes
-from services.rollout.engines.side_by_side import Call
+from services.rollout.engines.side_by_side import EngineCall
 
+MAX_ROWS = 1024
+"""Maximum number of rows that are decoded at once, because rows cost key/value memory."""
+_DRAWN_STEPS = 32  # number of steps for which random numbers are drawn at once
+_SEED_MASK = (1 << 63) - 1
 _REFILL = 4
 """Rows are added or dropped when at least 1 / `_REFILL` of the table would change."""
 _PATIENCE = 8
 """Number of steps after which waiting rows are added in any case."""
+Stopped = Callable[[list[int]], bool]
+"""Returns whether a stop text is in the tail of these token ids."""
 
 
 @dataclass(eq=False)
-class _Held:
+class _OpenCall:
     """A call with its results so far."""
 
-    call: Call
+    call: EngineCall
     stopped: Stopped | None
-    said: list[list[Generation | None]]
+    results: list[list[Generation]]
     left: int
-
-    def groups(self) -> list[list[Generation]]:
-        return [[each or _NOTHING for each in group] for group in self.said]
 
 
 @dataclass(eq=False)
 class _Group:
     """The samples of one prompt."""
 
-    held: _Held
+    held: _OpenCall
     number: int
     prompt: Prompt
     generator: torch.Generator
@@ -58,14 +64,14 @@ class _Group:
     @property
     def limit(self) -> int:
         """Maximum number of tokens of each sample."""
-        return self.held.call.sampling.max_new_tokens - len(self.prompt.said)
+        return self.held.call.sampling.max_new_tokens - len(self.prompt.resumed_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.prompt.token_ids, *self.prompt.said]
+        return [*self.prompt.token_ids, *self.prompt.resumed_ids]
 
 
-_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "", np.zeros(0, np.int32))
+_NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), FinishReason.UNFINISHED, np.zeros(0, np.int32))
 
 
 @dataclass
@@ -96,7 +102,7 @@ class _Rows:
             count_R=torch.zeros(rows, dtype=torch.int64),
             limit_R=limits.repeat_interleave(samples),
             temperature_R1=heat.repeat_interleave(samples)[:, None],
-            uniform_RS=torch.zeros(rows, DRAWN_STEPS),
+            uniform_RS=torch.zeros(rows, _DRAWN_STEPS),
             running_R=torch.ones(rows, dtype=torch.bool),
             ids_RT=torch.zeros((rows, longest), dtype=torch.int32),
             logprobs_RT=torch.zeros(rows, longest),
@@ -133,22 +139,29 @@ class SlotTable:
         stopped: Callable[[tuple[str, ...]], Stopped | None],
         swaps: Callable[[], int],
         slots: int = MAX_ROWS,
+        steady: bool = False,
     ) -> None:
         """`slots` is the number of rows that are decoded at once; a larger group is alone in the table. `stopped`
-        returns a finder of stop texts; `swaps` returns how often the engine's weights were set."""
+        returns a finder of stop texts; `swaps` returns how often the engine's weights were set.
+
+        A `steady` table works on one call at a time and fills it up to its `block_rows`. That costs nothing where all
+        samples end together (the quickstart), and twice the time for answers whose lengths spread widely.
+        """
         self._model = model
         self._eos_ids = list(eos_ids)
         self._stopped = stopped
         self._swaps = swaps
         self._slots = slots
         self._device = next(model.parameters()).device
-        self._held: dict[Call, _Held] = {}
+        self._held: dict[EngineCall, _OpenCall] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
         """Number of steps since a waiting group could have been added."""
         self._passes: Passes | None = None
         """Keys and values of the rows. Without a call there are none."""
-        self._gathers = make_passes(model, 1).gathers
+        self._steady = steady
+        self._joins = not steady and make_passes(model, 1).gathers
+        """Whether rows may join others."""
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
         """The group of each row, and its number in it."""
@@ -157,11 +170,13 @@ class SlotTable:
 
     # ---- calls
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
+        if self._steady and self._held:
+            return False
         sampling = call.sampling
-        said: list[list[Generation | None]] = [[None] * sampling.samples for _ in call.prompts]
+        results = [[_NOTHING] * sampling.samples for _ in call.prompts]
         left = sampling.samples * len(call.prompts)
-        held = self._held[call] = _Held(call, self._stopped(sampling.stop), said, left)
+        held = self._held[call] = _OpenCall(call, self._stopped(sampling.stop), results, left)
         self._waiting += [
             _Group(held, number, prompt, generator_of(sampling.seed, prompt.name))
             for number, prompt in enumerate(call.prompts)
@@ -169,7 +184,7 @@ class SlotTable:
         return True
 
     @torch.inference_mode()
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         held = self._held.pop(call)
         self._waiting = deque(group for group in self._waiting if group.held is not held)
         mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held]
@@ -177,12 +192,12 @@ class SlotTable:
         if not self._held:
             self._empty()
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         held = self._held[call]
-        groups = held.groups()
+        groups = [list(group) for group in held.results]
         running = self._rows.running_R.tolist()
         mine = [row for row, (group, _) in enumerate(self._whose) if group.held is held and running[row]]
-        for row, generation in zip(mine, self._generations(mine, [""] * len(mine)), strict=True):
+        for row, generation in zip(mine, self._generations(mine, [FinishReason.UNFINISHED] * len(mine)), strict=True):
             group, sample = self._whose[row]
             groups[group.number][sample] = generation
         return groups
@@ -197,14 +212,14 @@ class SlotTable:
         if coming:
             self._add_groups(coming)
             return
-        if _REFILL * running <= (_REFILL - 1) * len(self._rows):
+        if not self._steady and _REFILL * running <= (_REFILL - 1) * len(self._rows):
             self._drop_ended()
         if self._passes is not None:
             self._append_token(self._passes.go_on(self._rows.last_R), first=0)
 
     def _groups_to_add(self, running: int) -> list[_Group]:
         """Return the groups to add now."""
-        if not self._waiting or (running and not self._gathers):
+        if not self._waiting or (running and not self._joins):
             return []
         self._waited += 1
         coming: list[_Group] = []
@@ -212,7 +227,7 @@ class SlotTable:
         for group in self._waiting:
             if group.samples > free and (running or coming):
                 break
-            if not self._gathers and coming and group.samples != coming[0].samples:
+            if not self._joins and coming and group.samples != coming[0].samples:
                 break  # all prompts must be repeated equally often
             coming.append(group)
             free -= group.samples
@@ -224,6 +239,8 @@ class SlotTable:
         self._waited = 0
         for _ in coming:
             self._waiting.popleft()
+        real = len(coming)
+        coming = [*coming, *self._padding(coming)]
         lengths = [len(group.token_ids) for group in coming]
         longest, room = max(lengths), max(group.limit for group in coming)
         ids_PL = torch.zeros((len(coming), longest), dtype=torch.int64)
@@ -232,22 +249,25 @@ class SlotTable:
         prompts = make_passes(self._model, longest + room)
         logits_PV = prompts.begin(ids_PL.to(self._device), lengths)
         new = _Rows.of(coming, self._device)
+        new.running_R[sum(group.samples for group in coming[:real]) :] = False
         samples = torch.tensor([group.samples for group in coming])
         prompt_N = torch.arange(len(coming)).repeat_interleave(samples).to(self._device)
         kept = self._rows.running_R.nonzero().squeeze(1)
-        if self._gathers:
-            parts: list[Part] = [(prompts, prompt_N)]
-            if self._passes is not None and len(kept):
-                parts.insert(0, (self._passes, kept))
-                room = max(room, int((self._rows.limit_R - self._rows.count_R)[kept].max()))
-            self._passes = gathered(self._model, parts, room)
-        else:  # the table is empty
-            prompts.repeat(coming[0].samples)
-            self._passes = prompts
+        parts: list[Part] = [(prompts, prompt_N)]
+        if self._passes is not None and len(kept):
+            parts.insert(0, (self._passes, kept))
+            room = max(room, int((self._rows.limit_R - self._rows.count_R)[kept].max()))
+        self._passes = gathered(self._model, parts, room)
         self._whose = [self._whose[row] for row in kept.tolist()]
         self._whose += [(group, sample) for group in coming for sample in range(group.samples)]
         self._rows = self._rows.taken(kept).followed_by(new)
         self._append_token(logits_PV[prompt_N], first=len(kept))
+
+    def _padding(self, coming: list[_Group]) -> list[_Group]:
+        """Return the groups that fill a steady table, up to `block_rows` rows. Their samples are discarded."""
+        first = coming[0]
+        rows = first.held.call.sampling.block_rows if self._steady else 0
+        return [first] * (min(-(-rows // first.samples), max(self._slots // first.samples, 1)) - len(coming))
 
     def _drop_ended(self) -> None:
         kept = self._rows.running_R.nonzero().squeeze(1)
@@ -268,7 +288,7 @@ class SlotTable:
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
         greedy_N1 = heat_N1 == 0
         logprobs_NV = (logits_NV.float() / heat_N1.masked_fill(greedy_N1, 1.0)).log_softmax(-1)
-        id_N1 = pick(logprobs_NV, rows.uniform_RS[mine].gather(1, (count_N % DRAWN_STEPS)[:, None]))
+        id_N1 = pick(logprobs_NV, rows.uniform_RS[mine].gather(1, (count_N % _DRAWN_STEPS)[:, None]))
         if any(not held.call.sampling.temperature for held in self._held.values()):
             id_N1 = torch.where(greedy_N1, pick(logprobs_NV, None), id_N1)
         # A row that has ended overwrites its last token, which was read when it ended.
@@ -289,14 +309,14 @@ class SlotTable:
 
     def _draw(self, first: int) -> None:
         """Draw random numbers for the rows from `first` on that have none left for their next token."""
-        due_N = (self._rows.count_R[first:] % DRAWN_STEPS == 0) & self._rows.running_R[first:]
+        due_N = (self._rows.count_R[first:] % _DRAWN_STEPS == 0) & self._rows.running_R[first:]
         rows_of: dict[_Group, list[tuple[int, int]]] = {}
         for place in due_N.nonzero().squeeze(1).tolist():
             group, sample = self._whose[first + place]
             if group.held.call.sampling.temperature:
                 rows_of.setdefault(group, []).append((first + place, sample))
         for group, places in rows_of.items():
-            drawn_SN = torch.rand((DRAWN_STEPS, group.samples), generator=group.generator)
+            drawn_SN = torch.rand((_DRAWN_STEPS, group.samples), generator=group.generator)
             rows, samples = zip(*places, strict=True)
             self._rows.uniform_RS[list(rows)] = drawn_SN.T[list(samples)].to(self._device)
 
@@ -306,24 +326,24 @@ class SlotTable:
         for row in (self._rows.running_R[first:].nonzero().squeeze(1) + first).tolist():
             group, _ = self._whose[row]
             if group.held.stopped is not None:
-                said = self._rows.ids_RT[row, : counts[row]].tolist()
-                found_N[row - first] = group.held.stopped([*group.prompt.said, *said])
+                sampled = self._rows.ids_RT[row, : counts[row]].tolist()
+                found_N[row - first] = group.held.stopped([*group.prompt.resumed_ids, *sampled])
         return found_N.to(self._device)
 
     def _end(self, rows: list[int], stopped: list[bool]) -> None:
-        reasons = ["stop" if each else "length" for each in stopped]
+        reasons = [FinishReason.STOP if each else FinishReason.LENGTH for each in stopped]
         for row, generation in zip(rows, self._generations(rows, reasons), strict=True):
             group, sample = self._whose[row]
-            group.held.said[group.number][sample] = generation
+            group.held.results[group.number][sample] = generation
             group.held.left -= 1
             self.tokens += len(generation.token_ids)
             if not group.held.left:
                 del self._held[group.held.call]
-                group.held.call.answer.set_result(group.held.groups())
+                group.held.call.answer.set_result(group.held.results)
         if not self._held:
             self._empty()
 
-    def _generations(self, rows: list[int], reasons: list[str]) -> list[Generation]:
+    def _generations(self, rows: list[int], reasons: list[FinishReason]) -> list[Generation]:
         """Return what these rows have sampled so far. `reasons` say why they ended."""
         ids, logprobs, swaps = (
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
@@ -338,3 +358,21 @@ class SlotTable:
             )
             for place, (count, reason) in enumerate(zip(counts, reasons, strict=True))
         ]
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random number generator of a prompt."""
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
+
+
+def pick(logprobs_RV: Tensor, uniform_RN: Tensor | None) -> Tensor:
+    """Return int64 [R, N]: the likeliest tokens, or sampled ones, by inversion of the cumulative distribution at
+    `uniform_RN`.
+
+    Inversion picks the first token whose cumulative probability exceeds u times the total. Its probability is never 0.
+    """
+    if uniform_RN is None:
+        return logprobs_RV.argmax(-1, keepdim=True)
+    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    point_RN = uniform_RN.to(logprobs_RV.device) * cumulative_RV[:, -1:]
+    return torch.searchsorted(cumulative_RV, point_RN, right=True).clamp_(max=logprobs_RV.shape[1] - 1)

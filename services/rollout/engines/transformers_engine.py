@@ -1,6 +1,6 @@
 """The embedded engine: a transformers model decoded on a thread of its own. Light processes do not import it.
 
-Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: blocks are
+Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: calls are
 decoded side by side (not in deterministic mode), and weights are replaced and scored in the middle of them while the
 engine is paused.
 """
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread, Counted
-from services.rollout.engines.decode import MAX_ROWS, Block, Ending, Stopped
-from services.rollout.engines.notes import Notes
-from services.rollout.engines.side_by_side import Call, SideBySide
-from services.rollout.engines.slots import SlotTable
+from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.side_by_side import EngineCall, SideBySide
+from services.rollout.engines.slots import SlotTable, Stopped
 from services.rollout.engines.weights import fitting, shown
 from shared.devices import WEIGHTS, Parts
 from shared.model import cpu, few_rows
@@ -38,23 +34,23 @@ from shared.model.shelf import Released, give_back, own_storages, release, resto
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 
+T = TypeVar("T")
 STOP_S = 1.0
 
 
-class TransformersEngine(Counted):
+class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """With `deterministic`, each call is a block of its own whose shape stays, so the same block gives the same
-        bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        """With `deterministic`, calls are decoded one after the other in a steady table, so the same call gives the
+        same bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
         self._device = device
         self._compute = ComputeThread()
-        self._calls: SideBySide | None = None
-        """None in deterministic mode, which decodes blocks one after the other."""
+        self._calls = SideBySide(self._compute, self)
         self._table: SlotTable
         self._stop_finders: dict[tuple[str, ...], Stopped] = {}
         self._model: Any = None
@@ -63,10 +59,11 @@ class TransformersEngine(Counted):
         """Whether the weights' memory was released and nothing has been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
-        self._progress = 0
-        self._tokens = 0
         self._steps = 0
-        self._generate_s = 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._compute.progress
 
     @property
     def swaps(self) -> int:
@@ -92,14 +89,15 @@ class TransformersEngine(Counted):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
-        if self._calls is not None:
-            return await self._calls.generate(prompts, sampling, cancel, watch)
-        return await self._compute.run(lambda: self._generate(prompts, sampling, cancel, watch))
+        return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
@@ -124,10 +122,11 @@ class TransformersEngine(Counted):
         self._compute.resume()
 
     def stats(self) -> dict[str, float]:
-        tokens, seconds = self._tokens, self._generate_s
-        if self._calls is not None:
-            tokens, seconds = self._table.tokens, self._calls.seconds
-        return {"generated_tokens": float(tokens), "decode_steps": float(self._steps), "generate_s": seconds}
+        return {
+            "generated_tokens": float(self._table.tokens),
+            "decode_steps": float(self._steps),
+            "generate_s": self._calls.seconds,
+        }
 
     async def stop(self) -> None:
         await self._compute.stop(lambda: None, STOP_S)
@@ -144,12 +143,12 @@ class TransformersEngine(Counted):
             self._asleep = release(self._model.parameters())
             self._lost = True
         give_back()
-        self._progress += 1
+        self._compute.progress += 1
 
     def _wake(self) -> None:
         restore(self._asleep)
         self._asleep = []
-        self._progress += 1
+        self._compute.progress += 1
 
     def _must_have_weights(self) -> None:
         if self._lost:
@@ -166,61 +165,31 @@ class TransformersEngine(Counted):
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
-        if not self._deterministic:
-            self._table = SlotTable(
-                self._model, eos_ids=eos_ids(self._path), stopped=self._stop_finder, swaps=lambda: self._swaps
-            )
-            self._calls = SideBySide(self._compute, self)
-        self._progress += 1
+        self._table = SlotTable(
+            self._model,
+            eos_ids=eos_ids(self._path),
+            stopped=self._stop_finder,
+            swaps=lambda: self._swaps,
+            steady=self._deterministic,
+        )
+        self._compute.progress += 1
 
     # `side_by_side.Stepper`
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
         return self._table.add(call)
 
     def step(self) -> None:
         self._table.step()
         self._steps += 1
-        self._progress += 1
+        self._compute.progress += 1
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         return self._table.so_far(call)
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         self._table.drop(call)
-
-    # alone, in deterministic mode
-
-    @torch.inference_mode()
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, cancel: threading.Event, watch: Watch | None
-    ) -> list[list[Generation]]:
-        self._must_have_weights()
-        ending = Ending(eos_ids(self._path), self._stop_finder(sampling.stop))
-        size = max(MAX_ROWS // sampling.samples, 1)
-        sampling = replace(sampling, block_rows=min(sampling.block_rows, size * sampling.samples))
-        results: list[list[Generation]] = []
-        started = time.perf_counter()
-        for first in range(0, len(prompts), size):
-            block = Block(
-                self._model,
-                prompts[first : first + size],
-                sampling,
-                ending,
-                before_step=lambda: self._before_step(cancel),
-                swaps=lambda: self._swaps,
-                notes=Notes(watch, first) if watch is not None else None,
-            )
-            results += block.run()
-        self._generate_s += time.perf_counter() - started
-        self._tokens += sum(len(generation.token_ids) for group in results for generation in group)
-        return results
-
-    def _before_step(self, cancel: threading.Event) -> None:
-        self._compute.before_block_step(cancel)
-        self._steps += 1
-        self._progress += 1
 
     @torch.no_grad()
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
@@ -238,7 +207,7 @@ class TransformersEngine(Counted):
             else:
                 for parameter in tied:
                     parameter.data = sources[name].to(parameter.device)
-            self._progress += 1
+            self._compute.progress += 1
         self._swaps += 1
         self._lost = False
 
@@ -256,7 +225,7 @@ class TransformersEngine(Counted):
             same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
             if not same_place or not same_bits or digest not in (None, as_int(digest_whole(tied[0]))):
                 wrong.add(name)
-            self._progress += 1
+            self._compute.progress += 1
         if wrong:
             raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have other bits: {shown(sorted(wrong))}")
 
@@ -265,7 +234,7 @@ class TransformersEngine(Counted):
         """Score by the passes that sample, so that a canary proves those."""
         self._must_have_weights()
         if is_plain(self._model):
-            self._progress += 1
+            self._compute.progress += 1
             ids = torch.from_numpy(np.asarray(token_ids, np.int64))
             return to_numpy(PlainDecoder(self._model, few_rows.linear).logprobs(ids))
         mask = np.ones(len(token_ids), np.uint8)
@@ -273,7 +242,7 @@ class TransformersEngine(Counted):
         lengths = np.array([len(token_ids)], np.int32)
         with FewRows():
             logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
-        self._progress += 1
+        self._compute.progress += 1
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores
 

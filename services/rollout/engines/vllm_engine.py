@@ -18,10 +18,10 @@ import dataclasses
 import importlib.util
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ import xxhash
 
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
-from services.rollout.engine import Generation, Prompt, SamplingParams, Watch, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread, Counted
+from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.load_trace import Part, Proof
-from services.rollout.engines.side_by_side import Call, SideBySide
+from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
 from services.rollout.engines.vllm_outputs import generation, under_way
@@ -51,12 +51,13 @@ from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
 
+T = TypeVar("T")
 STOP_S = 10.0
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Requests:
     """The requests of a call, `samples` of each, and the number of weight swaps when they were made."""
 
     names: list[str]
@@ -64,7 +65,7 @@ class _Held:
     swaps: int
 
 
-class VllmEngine(Counted):
+class VllmEngine:
     """An `Engine` on vLLM. Log-probs are those of the distribution that was sampled from: vLLM's `processed_logprobs`,
     log_softmax(logits / temperature) in float32."""
 
@@ -111,7 +112,7 @@ class VllmEngine(Counted):
         self._expected: Expected = {}
         self._eos_ids: list[int] = []
         self._calls = SideBySide(self._compute, self)
-        self._held: dict[Call, _Held] = {}
+        self._held: dict[EngineCall, _Requests] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
         self._swaps = 0
@@ -124,9 +125,12 @@ class VllmEngine(Counted):
         self._placed: list[list[Part]] = []
         """The parts in each place, on each rank, as of the first load, whose canary proves that they are right."""
         self._requests = 0
-        self._progress = 0
         self._tokens = 0
         self._steps = 0
+
+    @property
+    def progress(self) -> int:
+        return self._compute.progress
 
     @property
     def swaps(self) -> int:
@@ -152,13 +156,16 @@ class VllmEngine(Counted):
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         cancel: threading.Event,
-        watch: Watch | None = None,
+        watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
         return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
         """Return the weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
         return await self._compute.run(self._read_base)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
@@ -265,11 +272,11 @@ class VllmEngine(Counted):
         if self._tensor_parallel > 1:
             self._llm.collective_rpc("unname_shared_memory")
         self._llm.set_weight_version(str(self._swaps))
-        self._progress += 1
+        self._compute.progress += 1
 
     # `side_by_side.Stepper`
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
         if not self._drop_caches_of_older_weights():
             return False  # it would read its prompts from there
@@ -282,7 +289,7 @@ class VllmEngine(Counted):
         except BaseException:
             self._llm.abort_request(names)
             raise
-        self._held[call] = _Held(names, samples, self._swaps)
+        self._held[call] = _Requests(names, samples, self._swaps)
         return True
 
     def step(self) -> None:
@@ -299,12 +306,12 @@ class VllmEngine(Counted):
                 self._tokens += sum(len(each.token_ids) for group in results for each in group)
                 call.answer.set_result([group * (call.sampling.samples // held.samples) for group in results])
 
-    def so_far(self, call: Call) -> list[list[Generation]]:
+    def so_far(self, call: EngineCall) -> list[list[Generation]]:
         held, proved = self._held[call], self._swaps if self._proved is None else self._proved
         groups = under_way(self._llm.output_processor, self._finished, held.names, held.samples, held.swaps, proved)
         return [group * (call.sampling.samples // held.samples) for group in groups]
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: EngineCall) -> None:
         held = self._held.pop(call)
         self._llm.abort_request([name for name in held.names if self._finished.pop(name, None) is None])
 
@@ -315,7 +322,7 @@ class VllmEngine(Counted):
         params = VllmParams(
             n=samples,
             temperature=sampling.temperature,
-            max_tokens=sampling.max_new_tokens - len(prompt.said),
+            max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             logprobs=0,  # only the sampled token's
             flat_logprobs=True,
@@ -326,7 +333,7 @@ class VllmEngine(Counted):
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return [*prompt.token_ids, *prompt.said], params
+        return [*prompt.token_ids, *prompt.resumed_ids], params
 
     def _ask(self, token_ids: list[int], params: Any) -> str:
         """Add a request and return its name."""
@@ -348,7 +355,7 @@ class VllmEngine(Counted):
                 "was lost or ran out of memory ends the engine, which is started again",
             ) from error
         self._finished |= {output.request_id: output for output in outputs if output.finished}
-        self._progress += 1
+        self._compute.progress += 1
 
     def _read_base(self) -> dict[str, Array]:
         return {name: to_numpy(value) for name, value in named_weights(load_model(self._path, self._dtype)).items()}
@@ -364,14 +371,14 @@ class VllmEngine(Counted):
 
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         proofs = [Proof.of(each) for each in self._llm.collective_rpc("policy_proof")]
-        self._progress += 1
+        self._compute.progress += 1
         digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
         check_proofs(proofs, self._expected, digests)
         placed = [[part for part, _ in proof.parts] for proof in proofs]
         if placed != (self._placed or placed):
             raise WeightsMismatch("the parameters hold other parts of the weights than after the drill")
         self._placed = placed
-        self._progress += 1
+        self._compute.progress += 1
 
     def _receive(self, offer: TransferOffer, meeting: Path) -> None:
         check_offer(self._expected, offer.parameters)
@@ -384,7 +391,7 @@ class VllmEngine(Counted):
 
     def _weights_are_set(self) -> None:
         self._lost = False
-        self._progress += 1
+        self._compute.progress += 1
         self._swaps += 1
         self._llm.set_weight_version(str(self._swaps))
         self._caches_older_weights = True
@@ -443,14 +450,14 @@ class VllmEngine(Counted):
             self._llm.collective_rpc("leave_host_memory")
         else:
             self._llm.sleep(level=2)
-        self._progress += 1
+        self._compute.progress += 1
 
     def _wake(self, tags: list[str]) -> None:
         if self._on_cpu:
             self._llm.collective_rpc("take_host_memory", args=(tags,))
         else:
             self._llm.wake_up(tags=tags)
-        self._progress += 1
+        self._compute.progress += 1
 
     def _close(self) -> None:
         llm, self._llm = self._llm, None

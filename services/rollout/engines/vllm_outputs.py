@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.engine import Generation
+from services.rollout.engine import FinishReason, Generation
 
 
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
@@ -28,7 +28,7 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
 def under_way(
     processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
 ) -> list[list[Generation]]:
-    """Return what the requests in `names` have so far, `samples` each. Unfinished ones have finish_reason "".
+    """Return what the requests in `names` have so far, `samples` each.
 
     `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has let go.
     `began` is the number of swaps when the block began. Tokens sampled after more than `proved` swaps are left out.
@@ -50,12 +50,13 @@ def under_way(
         ends = [start for _, start in starts[1:]] + [len(token_ids)]  # one more than starts if nothing was sampled yet
         spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
-        found[state.external_req_id, state.request_index] = _made(token_ids, logprobs, spans, began, "", proved)
+        made = _made(token_ids, logprobs, spans, began, FinishReason.UNFINISHED, proved)
+        found[state.external_req_id, state.request_index] = made
     return [[found[name, index] for index in range(samples)] for name in names]
 
 
-def _reason(output: Any) -> str:
-    return "stop" if output.finish_reason == "stop" else "length"
+def _reason(output: Any) -> FinishReason:
+    return FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
 
 
 def _made(
@@ -63,7 +64,7 @@ def _made(
     logprobs: Any,
     spans: Sequence[tuple[int, int]],
     began: int,
-    finish_reason: str,
+    finish_reason: FinishReason,
     proved: int | None = None,
 ) -> Generation:
     """Make a generation. `spans` are (swaps before, tokens) in order; without any, all tokens have `began`."""
@@ -76,6 +77,6 @@ def _made(
     return Generation(
         token_ids=np.array(token_ids[:count], np.int32),
         logprobs=np.array(logprobs.logprobs[:count] if count else (), np.float32),
-        finish_reason=finish_reason if count == len(token_ids) else "",
+        finish_reason=finish_reason if count == len(token_ids) else FinishReason.UNFINISHED,
         swaps=of_token[:count],
     )

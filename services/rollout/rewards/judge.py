@@ -10,9 +10,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from services.rollout.user_trace import chain
+from services.rollout.user_code.trace import chain
+
+if TYPE_CHECKING:
+    from shared.topology.schema import RewardRetry
 
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
@@ -26,17 +29,6 @@ _CLIENTS = frozenset(
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
 """Suffixes of class names that count only in `_CLIENTS`: a program that the function runs may time out, too."""
-
-
-class Retry(Protocol):
-    """Section `reward.retry` of the topology. All values are in seconds."""
-
-    @property
-    def limit_s(self) -> float: ...
-    @property
-    def backoff_s(self) -> float: ...
-    @property
-    def max_backoff_s(self) -> float: ...
 
 
 def unavailable(error: BaseException) -> float | None:
@@ -108,7 +100,7 @@ def _retry_after(error: BaseException) -> float | None:
     return None
 
 
-class Held(Protocol):
+class HeldCall(Protocol):
     """A call that waits for its judge to answer."""
 
     tries: int
@@ -119,7 +111,7 @@ class Held(Protocol):
     """`Judge.answers` at the last try; -1 before the first."""
 
 
-C = TypeVar("C", bound=Held)
+C = TypeVar("C", bound=HeldCall)
 
 
 @dataclass
@@ -136,7 +128,7 @@ class Outage:
 class Judge(Generic[C]):
     """The judge behind one reward function. During an outage, one call at a time is tried again."""
 
-    retry: Retry
+    retry: RewardRetry
     outage: Outage | None = None
     held: list[C] = field(default_factory=list)
     answers: int = 0

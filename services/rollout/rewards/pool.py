@@ -1,10 +1,10 @@
-"""Scores samples in a pool of processes that can be killed.
+"""Scores samples with functions that run in processes that can be killed (`services.rollout.user_code`).
 
 A function that hangs, crashes, raises or exhausts memory costs its own sample, not the block, the loop or the service.
 
-A process works through its calls one by one (coroutine functions: concurrently) and answers each. When it is late or
-dies, the current call is to blame: that sample fails, and the other calls go to the process that replaces it. Calls
-whose judge is unavailable are not failures; they wait and are tried again (`rewards.judge`).
+A process gets a few calls of one function at a time. If it is late or dies, the sample whose code was running fails;
+the other calls go to another process. Calls whose judge is unavailable are not failures: they wait and are tried again
+(`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -13,49 +13,44 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
-from proto.messages import ErrorCode, Trouble, TroubleKind
-from services.rollout.failing import TEXT_CHARS, Failing
-from services.rollout.rewards.frames import Answer, Ready, Setup, Work
-from services.rollout.rewards.judge import Judge, Retry
-from services.rollout.rewards.load import RewardFunction, Term, is_inline, load_reward
-from services.rollout.rewards.score import ANSWER, CRASHED, JUDGE, RAISED, TIMEOUT, Score, add_all, failed, totals
-from services.rollout.user_frames import TO_PROCESS_BYTES, UNFIT, frame
-from services.rollout.user_process import GONE, START_ATTEMPTS, UserProcess, decoded
-from services.rollout.user_trace import Home, StackFile, hangs_at
-from shared.rpc.errors import RpcError
+from proto.messages import Trouble, TroubleKind
+from services.rollout.rewards.judge import Judge
+from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, add_all, failed, totals
+from services.rollout.user_code.failing import TEXT_CHARS, Failing
+from services.rollout.user_code.frames import Asked, Failed, Purpose, Rated, RateSamples, Returned, Setup
+from services.rollout.user_code.host import Broken, UserHost
+from services.rollout.user_code.load import UserFunction, is_inline, load
+from services.rollout.user_code.pool import MOST_BROKEN, UserPool
 from shared.sample import Sample
 
-GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy
+if TYPE_CHECKING:
+    from shared.topology.schema import RewardRetry, RewardTerm
+
 WATCH_S = 0.25
-MODULE = "services.rollout.rewards.process"
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
-LATE_CALLS = 4
-"""Maximum number of late coroutines in one process. Each may have left a thread behind, and a loop has as few as five
-for `asyncio.to_thread`."""
-_READY = msgspec.msgpack.Decoder(Ready)
-_ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass(eq=False)
-class _Call:
-    """One call of function `function` over the samples at `places` of the block.
+class RewardCall:
+    """One call of function `function` over the samples at `places` of the block (`user_code.host.Work`).
 
-    An `alone` call runs with no other call at the same time. A `fresh` call also gets a process that has made no call
-    before. A `probe` runs alone to find out whether its judge answers again. See `judge.Held` for the other fields.
+    An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
+    its judge answers again. `broken` counts the processes that ended during the call. For the other fields see
+    `judge.Held`.
     """
 
     function: int
     samples: list[Sample]
     places: list[int]
-    done: asyncio.Event
+    done: asyncio.Event = field(default_factory=asyncio.Event)
     alone: bool = False
-    fresh: bool = False
     probe: bool = False
+    broken: int = 0
     tries: int = 0
     refusals: int = 0
     answers: int = -1
@@ -65,57 +60,59 @@ class _Call:
         self.scores = scores
         self.done.set()
 
+    def begin(self, slot: int) -> RateSamples:
+        return RateSamples(slot, self.function, self.samples)
+
+    def asked(self, message: Asked, host: UserHost) -> None:
+        """Do nothing: reward functions have nothing to ask for."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
 
 class RewardPool:
     """A pool of reward processes on the service's loop. Call `start` before the first block and `close` at the end."""
 
     def __init__(
         self,
-        terms: Sequence[Term],
+        terms: Sequence[RewardTerm],
         *,
         timeout_s: float,
         memory_bytes: int,
         processes: int,
-        retry: Retry,
+        retry: RewardRetry,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
         """`retry` limits the wait for a judge that does not answer. `emit(topic, values)` sends telemetry."""
         self._terms = list(terms)
-        self._setup = Setup([(term.function, term.params) for term in terms], timeout_s, memory_bytes)
+        functions = [(term.function, term.params) for term in terms]
+        self._pool = UserPool(Setup(Purpose.REWARD, functions, timeout_s, memory_bytes), processes)
         self._processes = processes
         self._emit = emit
-        self._inline: dict[int, RewardFunction] = {}
-        self._group: list[bool] = []
-        self._is_async: list[bool] = []
-        self._homes: list[Home] = []
-        self._judges: list[Judge[_Call]] = [Judge(retry) for _ in terms]
+        self._inline: dict[int, UserFunction] = {}
+        self._judges: list[Judge[RewardCall]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
         """Set while no judge is unavailable."""
         self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[RewardCall] = deque()
         self._queue_changed = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
-        self._fresh: set[UserProcess] = set()
-        self._late: Counter[UserProcess] = Counter()
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Load every function once. Raises RpcError(bad_request), in one line, if a function cannot be loaded."""
         inline = {at: term for at, term in enumerate(self._terms) if is_inline(term.function)}
-        self._inline = {at: load_reward(term.function, term.params) for at, term in inline.items()}
-        self._group = self._is_async = [False] * len(self._terms)
+        self._inline = {at: load(Purpose.REWARD, term.function, term.params) for at, term in inline.items()}
         if len(inline) < len(self._terms):
-            first = await self._spawn()  # user modules are not imported in this process
-            self._workers = [
-                asyncio.create_task(self._work(first if number == 0 else None)) for number in range(self._processes)
-            ]
+            await self._pool.start(at_once=1)  # user modules are not imported in this process
+            self._workers = [asyncio.create_task(self._work()) for _ in range(self._processes)]
 
     async def watch(self) -> None:
         """Wait until a process cannot be replaced, and raise its RpcError. Without processes, wait forever."""
-        await asyncio.gather(*self._workers, asyncio.Event().wait())
+        await asyncio.gather(self._pool.watch(), *self._workers)
 
     async def close(self) -> None:
         """End every process."""
@@ -125,6 +122,7 @@ class RewardPool:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
         self._workers.clear()
+        await self._pool.close()
 
     async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
         """Return each sample's score, in the shape of `groups` (one group per task): a weighted sum over functions.
@@ -134,7 +132,7 @@ class RewardPool:
         """
         flat = [sample for group in groups for sample in group]
         sums = [Score(0.0) for _ in flat]
-        calls: list[_Call] = []
+        calls: list[RewardCall] = []
         for at, term in enumerate(self._terms):
             if at in self._inline:
                 scores = [_call_inline(self._inline[at], sample) for sample in flat]
@@ -155,7 +153,7 @@ class RewardPool:
         scored = iter(sums)
         return [[next(scored) for _ in group] for group in groups]
 
-    async def _finished(self, calls: Sequence[_Call], advance: Callable[[], None]) -> None:
+    async def _finished(self, calls: Sequence[RewardCall], advance: Callable[[], None]) -> None:
         for call in calls:
             judge = self._judges[call.function]
             (self._waiting if judge.outage is None else judge.held).append(call)
@@ -163,33 +161,32 @@ class RewardPool:
         everything = asyncio.create_task(_all_done(calls))
         try:
             while not everything.done():
-                at_work = [worker for worker in self._workers if not worker.cancelled()]
+                at_work = [task for task in (*self._workers, *self._pool.keepers) if not task.cancelled()]
                 await asyncio.wait({everything, *at_work}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-                for worker in at_work:
-                    if worker.done() and not worker.cancelled():
-                        worker.result()
+                for task in at_work:
+                    if task.done() and not task.cancelled():
+                        task.result()
                 advance()
         finally:
             everything.cancel()
             await asyncio.gather(everything, return_exceptions=True)
 
-    def _calls(self, groups: Sequence[Sequence[Sample]], function: int) -> list[_Call]:
-        calls: list[_Call] = []
+    def _calls(self, groups: Sequence[Sequence[Sample]], function: int) -> list[RewardCall]:
+        calls: list[RewardCall] = []
         place = 0
         for group in groups:
             places = list(range(place, place + len(group)))
             place += len(group)
-            if self._group[function]:
-                calls.append(_Call(function, list(group), places, asyncio.Event()))
+            if self._pool.ready.group[function]:
+                calls.append(RewardCall(function, list(group), places))
             else:
-                calls += [
-                    _Call(function, [sample], [at], asyncio.Event()) for sample, at in zip(group, places, strict=True)
-                ]
+                calls += [RewardCall(function, [sample], [at]) for sample, at in zip(group, places, strict=True)]
         return calls
 
     def _report(self, scores: Sequence[Score]) -> None:
         failures = [score for score in scores if score.value is None]
         self._counts.update(score.kind for score in failures)
+        self._counts["restarts"] = self._pool.restarts
         values: dict[str, float | str] = {
             "samples": len(scores),
             "samples_failed": len(failures),
@@ -201,23 +198,21 @@ class RewardPool:
 
     # ---- one worker task per process
 
-    async def _work(self, process: UserProcess | None) -> None:
-        try:
-            while True:
-                # Started before there is work for it: the other workers take calls meanwhile.
-                process = process or await self._spawn_again()
+    async def _work(self) -> None:
+        while True:
+            # A process is reserved before there is work for it: the other workers take calls meanwhile.
+            async with self._pool.reserved() as process:
                 calls = await self._take()
-                if calls[0].fresh and process not in self._fresh:
-                    await process.end()
-                    process = await self._spawn_again()
-                if not await self._run(process, calls):
-                    process = None
-        finally:
-            if process is not None:
-                self._fresh.discard(process)
-                await process.end()
+                if process.leaving.is_set():
+                    self._waiting.extendleft(reversed(calls))
+                    self._queue_changed.set()
+                elif calls[0].alone:
+                    async with self._pool.alone() as own:
+                        await self._run(own, calls[0])
+                else:
+                    await asyncio.gather(*(self._run(process, call) for call in calls))
 
-    async def _take(self) -> list[_Call]:
+    async def _take(self) -> list[RewardCall]:
         while True:
             while self._waiting and self._waiting[0].done.is_set():
                 given_up = self._waiting.popleft()
@@ -230,85 +225,39 @@ class RewardPool:
         first = self._waiting.popleft()
         calls = [first]
         # A fair share, so that one process does not hold a long queue while another is idle.
-        most = ASYNC_CALLS if self._is_async[first.function] else PLAIN_CALLS
-        most = 1 if first.alone or first.fresh or first.probe else min(most, 1 + len(self._waiting) // self._processes)
+        most = ASYNC_CALLS if self._pool.ready.is_async[first.function] else PLAIN_CALLS
+        most = 1 if first.alone or first.probe else min(most, 1 + len(self._waiting) // self._processes)
         while len(calls) < most and self._waiting and _may_join(first, self._waiting[0]):
             calls.append(self._waiting.popleft())
         return calls
 
-    async def _run(self, process: UserProcess, calls: list[_Call]) -> bool:
-        """Have `process` do `calls`. Return False if the process was ended."""
-        function = calls[0].function
-        name, timeout_s = self._terms[function].function, self._setup.timeout_s
-        calls, later, message = _encoded(name, calls)
-        self._waiting.extendleft(reversed(later))
-        self._queue_changed.set()
-        pending = dict(enumerate(calls))
-        # If a call runs out of memory, a concurrent or an earlier call may be holding it.
-        shared = len(calls) > 1 or process not in self._fresh
-        self._fresh.discard(process)
-        limit_s = timeout_s + GRACE_S * (2 if self._is_async[function] else 1)
-        failure, why, stack = CRASHED, "", ""
-        sent = ended = False
-        try:
-            async with asyncio.timeout(limit_s):
-                await process.send(message)
-            sent = True
-            while pending and not ended:
-                async with asyncio.timeout(limit_s):
-                    answer = decoded(await process.read(), _ANSWER)
-                ended = answer.last
-                self._late[process] += any(score.kind == TIMEOUT for score in answer.scores)
-                if ended and shared:
-                    pending[answer.number].fresh = True
-                else:
-                    self._answered(pending.pop(answer.number), answer.scores)
-        except TimeoutError:
-            what = "answer" if sent else "sign that its process takes it"
-            failure, why = TIMEOUT, f"no {what} within {timeout_s:g} s (reward.timeout_s)"
-            stack = await process.stack.read() if process.stack is not None else ""
-        except (*GONE, KeyError):
-            failure = CRASHED
-        except asyncio.CancelledError:
-            await process.end()
-            raise
+    async def _run(self, process: UserHost, call: RewardCall) -> None:
+        ended = await process.make(call)
+        if isinstance(ended, Broken):
+            call.broken += 1
+            if not (ended.certain or call.alone):
+                call.alone = ended.suspect or call.broken == MOST_BROKEN
+                self._put_back(call)
+                return
+            ended = ended.failed()
+        self._answered(call, self._scores(call, ended))
+
+    def _scores(self, call: RewardCall, ended: Rated | Failed | Returned) -> list[Score]:
+        if isinstance(ended, Rated):
+            return ended.scores
+        if isinstance(ended, Returned):
+            raise TypeError("a reward function returned the message of a workflow")
+        name = self._terms[call.function].function
+        score = failed(name, ended.kind, ended.why, at=ended.at, trace=ended.trace, retry_after_s=ended.retry_after_s)
+        return [score] * len(call.samples)
+
+    def _put_back(self, call: RewardCall) -> None:
+        """Queue a call whose process ended for another process, or hold it for its judge."""
+        judge = self._judges[call.function]
+        if judge.outage is None or call.probe:
+            self._waiting.appendleft(call)
         else:
-            if not ended and self._late[process] < LATE_CALLS:
-                return True
-        del self._late[process]
-        left = list(pending.values())
-        broken = bool(left) and not ended
-        # The socket closes a moment before the exit status is available.
-        status = await process.end(GRACE_S if broken and failure == CRASHED else 0.0)
-        self._counts["restarts"] += 1
-        if broken:
-            why = why or f"took its process down: it {status}"
-            at = hangs_at(stack, self._homes[function])
-            self._blame(left, failed(name, failure, why, at=at, trace=stack), begun=sent)
-        elif self._is_async[function]:
-            _repeat_alone(left)
-        self._put_back(self._judges[function], left)
-        return False
-
-    def _blame(self, left: list[_Call], score: Score, *, begun: bool) -> None:
-        """Fail the first unanswered call, which ended the process.
-
-        If calls ran concurrently, or none was begun, no call is blamed: each is repeated alone.
-        """
-        if (self._is_async[left[0].function] and len(left) > 1) or not (begun or left[0].alone):
-            _repeat_alone(left)
-        else:
-            self._answered(left[0], [score] * len(left[0].samples))
-
-    def _put_back(self, judge: Judge[_Call], left: Sequence[_Call]) -> None:
-        """Queue calls that their process did not reach for another process, or hold them for their judge."""
-        for call in reversed(left):
-            if call.done.is_set() or call in judge.held:
-                continue
-            if judge.outage is None or call.probe:
-                self._waiting.appendleft(call)
-            else:
-                judge.held.insert(0, call)
+            judge.held.insert(0, call)
         self._queue_changed.set()
 
     # ---- judges
@@ -331,7 +280,7 @@ class RewardPool:
             found.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
         return found
 
-    def _answered(self, call: _Call, scores: list[Score]) -> None:
+    def _answered(self, call: RewardCall, scores: list[Score]) -> None:
         """Finish `call`, or hold it until its judge answers again."""
         judge, probe = self._judges[call.function], call.probe
         call.probe = False
@@ -345,7 +294,7 @@ class RewardPool:
         self._failing.count(scores)
         call.finish(scores)
 
-    def _refused(self, call: _Call, judge: Judge[_Call], score: Score, *, probe: bool) -> bool:
+    def _refused(self, call: RewardCall, judge: Judge[RewardCall], score: Score, *, probe: bool) -> bool:
         """Record the refusal, and return whether `call` is held for its judge."""
         begins = judge.outage is None
         now = asyncio.get_running_loop().time()
@@ -401,67 +350,17 @@ class RewardPool:
         if all(each.outage is None for each in self._judges):
             self.reachable.set()
 
-    async def _spawn_again(self) -> UserProcess:
-        for attempt in range(START_ATTEMPTS):
-            try:
-                return await self._spawn()
-            except RpcError:
-                if attempt == START_ATTEMPTS - 1:
-                    raise
-        raise AssertionError("unreachable")
 
-    async def _spawn(self) -> UserProcess:
-        stack = StackFile()
-        process = await UserProcess.start(MODULE, (stack.descriptor,))
-        process.stack = stack
-        what = f"reward functions {', '.join(term.function for term in self._terms)}"
-        ready = decoded(await process.ready(frame(self._setup, TO_PROCESS_BYTES), what), _READY)
-        if ready.error:
-            await process.end()
-            raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
-        self._group, self._is_async, self._homes = ready.group, ready.is_async, ready.homes
-        stack.belongs_to(ready.pid)
-        self._fresh.add(process)
-        return process
-
-
-async def _all_done(calls: Sequence[_Call]) -> None:
+async def _all_done(calls: Sequence[RewardCall]) -> None:
     for call in calls:
         await call.done.wait()
 
 
-def _encoded(name: str, calls: list[_Call]) -> tuple[list[_Call], list[_Call], bytes]:
-    """Return the calls that fit into one Work, the remaining calls, and the encoded Work.
-
-    Calls that are too large on their own fail here.
-    """
-    try:
-        return calls, [], frame(Work(calls[0].function, [call.samples for call in calls]), TO_PROCESS_BYTES)
-    except UNFIT:
-        pass
-    fit: list[_Call] = []
-    for call in calls:
-        try:
-            frame(Work(call.function, [call.samples]), TO_PROCESS_BYTES)
-        except UNFIT as error:
-            call.finish([failed(name, ANSWER, f"the sample cannot be handed to a process: {error}")] * len(call.places))
-        else:
-            fit.append(call)
-    # Only one call: together they may exceed the limit.
-    return fit[:1], fit[1:], frame(Work(calls[0].function, [call.samples for call in fit[:1]]), TO_PROCESS_BYTES)
+def _may_join(first: RewardCall, other: RewardCall) -> bool:
+    return other.function == first.function and not (other.alone or other.probe or other.done.is_set())
 
 
-def _may_join(first: _Call, other: _Call) -> bool:
-    taken_alone = other.alone or other.fresh or other.probe
-    return other.function == first.function and not taken_alone and not other.done.is_set()
-
-
-def _repeat_alone(calls: list[_Call]) -> None:
-    for call in calls:
-        call.alone = True
-
-
-def _call_inline(function: RewardFunction, sample: Sample) -> Score:
+def _call_inline(function: UserFunction, sample: Sample) -> Score:
     try:
         return totals(function.name, function.call(sample, **function.params), 1, group=False)[0]
     except Exception as error:

@@ -32,7 +32,7 @@ class _EitherEvent(threading.Event):
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingCall:
     prompt: Prompt
     sampling: SamplingParams
     answer: asyncio.Future[Generation]
@@ -47,7 +47,7 @@ class CallBatcher:
         self._given_up = False
         self._cancel = _EitherEvent(cancel)
         self._on_idle = on_idle
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingCall] = deque()
         self._arrived = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()
         self._began = 0.0
@@ -65,7 +65,7 @@ class CallBatcher:
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
         """Return one generation. Calls with equal `sampling` share a block. `prompt.name` must be unique."""
-        mine = _Waiting(prompt, sampling, asyncio.get_running_loop().create_future())
+        mine = _WaitingCall(prompt, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         self._arrived.set()
         return await mine.answer
@@ -96,12 +96,12 @@ class CallBatcher:
             for each in self._waiting:
                 each.answer.cancel()
 
-    def _begin(self, block: list[_Waiting]) -> None:
+    def _begin(self, block: list[_WaitingCall]) -> None:
         if not self._under_way:
             self._began = asyncio.get_running_loop().time()
         self._under_way.add(asyncio.create_task(self._sample_block(block)))
 
-    async def _sample_block(self, block: list[_Waiting]) -> None:
+    async def _sample_block(self, block: list[_WaitingCall]) -> None:
         groups = await self._engine.generate([each.prompt for each in block], block[0].sampling, self._cancel)
         for each, (generation,) in zip(block, groups, strict=True):
             if not each.answer.done():  # its sample may have run out of time
@@ -126,7 +126,7 @@ class CallBatcher:
                     async with asyncio.timeout(QUIET_S):
                         await self._arrived.wait()
 
-    def _take_block(self) -> list[_Waiting]:
+    def _take_block(self) -> list[_WaitingCall]:
         """Remove and return the calls with the same `sampling` as the oldest one, at most MAX_BLOCK."""
         live = [each for each in self._waiting if not each.answer.done()]
         block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]

@@ -9,22 +9,18 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import PromptBuilder, tool_calls
 from services.rollout.versions import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
-from services.rollout.workflows.conversation import Call, Conversation
+from services.rollout.workflows.conversation import Conversation, PreparedCall
 from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")
-
-
-class OnText(Protocol):
-    """Runs blocking work on the thread of the dataset rows and the tokenizer."""
-
-    def __call__(self, work: Callable[[], Any]) -> Awaitable[Any]: ...
+OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs blocking work on the thread of the dataset rows and the tokenizer."""
 
 
 class SampleCalls:
@@ -42,7 +38,7 @@ class SampleCalls:
         on_text: OnText,
     ) -> None:
         """`name` is the sample's, unique in the run. `versions` holds the engine's versions during the lease."""
-        self._name = name
+        self.name = name
         self.conversation = conversation
         self._prompts = prompts
         self._batcher = batcher
@@ -86,20 +82,20 @@ class SampleCalls:
         taken: T = await self._on_text(lambda: take(self.conversation.sequences()))
         return taken
 
-    async def _begin(self, begin: Callable[[], Call]) -> Call:
+    async def _begin(self, begin: Callable[[], PreparedCall]) -> PreparedCall:
         """Run `begin` on the text thread. If the caller is cancelled meanwhile, the call that it opens is given up."""
-        beginning: asyncio.Future[Call] = asyncio.ensure_future(self._on_text(begin))
+        beginning: asyncio.Future[PreparedCall] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
             beginning.add_done_callback(self._give_up_unsampled)
             raise
 
-    def _give_up_unsampled(self, beginning: asyncio.Future[Call]) -> None:
+    def _give_up_unsampled(self, beginning: asyncio.Future[PreparedCall]) -> None:
         if not beginning.cancelled() and beginning.exception() is None:
             self._give_up(beginning.result())
 
-    def _give_up(self, call: Call) -> asyncio.Task[None]:
+    def _give_up(self, call: PreparedCall) -> asyncio.Task[None]:
         """Release the tokens reserved for the call, even if the caller is cancelled meanwhile."""
 
         async def give_up() -> None:
@@ -110,7 +106,7 @@ class SampleCalls:
         task.add_done_callback(self._giving_up.discard)
         return task
 
-    async def _sample(self, call: Call, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _sample(self, call: PreparedCall, max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         conversation = self.conversation
         self._calls += 1
         room = conversation.room(call)
@@ -122,7 +118,7 @@ class SampleCalls:
             stop=(*self._sampling.stop, *stop),
         )
         try:
-            generation = await self._batcher.sample(Prompt(f"{self._name}/{self._calls}", call.prompt_ids), sampling)
+            generation = await self._batcher.sample(Prompt(f"{self.name}/{self._calls}", call.prompt_ids), sampling)
             self._check_open()
             token_ids = generation.token_ids.tolist()
             versions: list[int] = self._versions.of(generation.swaps).tolist()

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.rollout.engine import Generation
+from services.rollout.engine import FinishReason, Generation
 from services.rollout.prompts import PromptBuilder, PromptTooLong
 from services.rollout.workflows.messages import same
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
@@ -26,7 +26,7 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class Call:
+class PreparedCall:
     """A call to sample. `prompt_ids` is the whole input; its last `added` tokens are not in the sequence yet."""
 
     sequence: _Open
@@ -48,10 +48,10 @@ class Conversation:
         self._reserved_tokens = 0
         self.last_messages: list[Message] = []
         self.last_text = ""
-        self.finish_reason = ""
+        self.finish_reason = FinishReason.UNFINISHED
         self.turns = 0
 
-    def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Call:
+    def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> PreparedCall:
         """Return the call for a history. It continues the longest matching sequence, or opens a new one.
 
         Raises ContextFull if it does not fit, and WorkflowError if the chat template rejects it.
@@ -66,15 +66,15 @@ class Conversation:
                 held = sequence.tokens.token_ids
                 room = self._context_tokens - len(held)
                 added = self._prompts.continuation(messages[known:], tools, held, room)
-                return self._reserve(Call(sequence, messages, [*held, *added], len(added)))
+                return self._reserve(PreparedCall(sequence, messages, [*held, *added], len(added)))
             ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
         except PromptTooLong as error:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._reserve(Call(_Open([], tools), messages, ids, len(ids)))
+        return self._reserve(PreparedCall(_Open([], tools), messages, ids, len(ids)))
 
-    def begin_text(self, prompt: str) -> Call:
+    def begin_text(self, prompt: str) -> PreparedCall:
         """Return the call for raw text, which always opens a new sequence. Raises the same errors as `begin`."""
         try:
             ids = self._prompts.token_ids({"prompt": prompt}, self._context_tokens)
@@ -82,13 +82,13 @@ class Conversation:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
         except ValueError as error:
             raise WorkflowError(f"{error}") from None
-        return self._reserve(Call(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
+        return self._reserve(PreparedCall(_Open([], None), [{"role": "user", "content": prompt}], ids, len(ids)))
 
-    def room(self, call: Call) -> int:
+    def room(self, call: PreparedCall) -> int:
         """Return the number of tokens that the call may sample."""
         return min(self._max_new_tokens, self._context_tokens - len(call.prompt_ids))
 
-    def end(self, call: Call, generation: Generation, versions: list[int], text: str) -> None:
+    def end(self, call: PreparedCall, generation: Generation, versions: list[int], text: str) -> None:
         """Append the sampled tokens to the call's sequence. `versions` holds the policy version of each token."""
         sequence, tokens = call.sequence, call.sequence.tokens
         if sequence not in self._open:
@@ -104,7 +104,7 @@ class Conversation:
         self.finish_reason = generation.finish_reason
         self.turns += 1
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: PreparedCall) -> None:
         """Release the call's sequence and the tokens reserved for it."""
         call.sequence.busy = False
         self._reserved_tokens -= call.added + self.room(call)
@@ -113,7 +113,7 @@ class Conversation:
         """Return all sequences in the order in which they were opened."""
         return [each.tokens for each in self._open]
 
-    def _reserve(self, call: Call) -> Call:
+    def _reserve(self, call: PreparedCall) -> PreparedCall:
         room = self.room(call)
         if room < 1:
             raise ContextFull(

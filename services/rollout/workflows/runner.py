@@ -15,19 +15,20 @@ import numpy as np
 
 from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
-from services.rollout.engine import Engine, GenerationCancelled
-from services.rollout.failing import Failing
+from services.rollout.engine import Engine, FinishReason, GenerationCancelled
+from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.tasks import PreparedTasks, ReadyTask
-from services.rollout.trajectory import Rolled, Tokens
+from services.rollout.trajectory import Rolled, SequenceTokens
+from services.rollout.user_code.failing import Failing
+from services.rollout.user_code.frames import Failed, Returned
+from services.rollout.user_code.pool import UserPool
 from services.rollout.versions import BlockVersions
+from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import OnText, SampleCalls
 from services.rollout.workflows.conversation import Conversation
-from services.rollout.workflows.frames import Failed, Returned
-from services.rollout.workflows.host import Job
-from services.rollout.workflows.pool import WorkflowPool
 from shared.lease import Lease, LeaseLost
 from shared.sample import Sample
 from shared.workflow import Sequence, WorkflowError
@@ -46,21 +47,23 @@ class Made:
 
 
 class WorkflowRunner:
-    """Runs on the service's loop. User coroutines run in the processes of a `WorkflowPool`."""
+    """Runs on the service's loop. User coroutines run in the processes of a `UserPool`."""
 
     def __init__(
         self,
         name: str,
-        pool: WorkflowPool,
+        pool: UserPool,
+        endpoint: OpenAIEndpoint,
         *,
         engine: Engine,
         prompts: PromptBuilder,
         on_text: OnText,
         max_tokens: int,
     ) -> None:
-        """`name` is the function's import path, for messages."""
+        """`name` is the function's import path, for messages. External agents call the policy at `endpoint`."""
         self._name = name
         self._pool = pool
+        self._endpoint = endpoint
         self._engine = engine
         self._prompts = prompts
         self._on_text = on_text
@@ -133,36 +136,35 @@ class WorkflowRunner:
     async def _one(
         self, task: ReadyTask, number: int, tasks: PreparedTasks, versions: BlockVersions, batcher: CallBatcher
     ) -> Made:
-        job = Job(
-            task.handle.task_id,
-            number,
-            task.row,
-            lambda: SampleCalls(
-                job.name,
-                Conversation(
-                    self._prompts,
-                    context_tokens=self._engine.context_tokens,
-                    max_tokens=self._max_tokens,
-                    max_new_tokens=tasks.sampling.max_new_tokens,
-                ),
+        def new_attempt() -> Attempt:
+            conversation = Conversation(
+                self._prompts,
+                context_tokens=self._engine.context_tokens,
+                max_tokens=self._max_tokens,
+                max_new_tokens=tasks.sampling.max_new_tokens,
+            )
+            calls = SampleCalls(
+                f"{task.handle.task_id}/{number}",
+                conversation,
                 prompts=self._prompts,
                 batcher=batcher,
                 sampling=tasks.sampling,
                 versions=versions,
                 on_text=self._on_text,
-            ),
-        )
-        attempt = await self._pool.make(job)
-        if isinstance(attempt.ended, Returned):
+            )
+            return Attempt(task, number, calls, self._endpoint)
+
+        ended, attempt = await self._pool.make(new_attempt)
+        if isinstance(ended, Returned):
             try:
-                made = _made(task, attempt.ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
+                made = _made(task, ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
             except WorkflowError as error:
                 ended = Failed(0, f"{error}")
             else:
                 self._failing.count([made.score or Score(0.0)])
                 return made
-        else:
-            ended = attempt.ended if isinstance(attempt.ended, Failed) else Failed(0, attempt.ended.why)
+        if not isinstance(ended, Failed):
+            raise TypeError("a workflow was rated like a reward function")
         score = failed(f"{self._name} sample {number}", WORKFLOW, ended.why, at=ended.at, trace=ended.trace)
         self._failing.count([score])
         sample = Sample(task.handle.task_id, task.row, [], "", [], "")
@@ -193,13 +195,14 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
         state=returned.state,
     )
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    return Made(Rolled(sequences, truncated=conversation.finish_reason == "length"), sample, returned.score, metrics)
+    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
+    return Made(rolled, sample, returned.score, metrics)
 
 
-def tokens_of(sequence: Sequence) -> Tokens:
+def tokens_of(sequence: Sequence) -> SequenceTokens:
     """Return a user's sequence as arrays. Raises WorkflowError if its lists do not fit together."""
     try:
-        made = Tokens(
+        made = SequenceTokens(
             np.array(sequence.token_ids, np.int32),
             np.array(sequence.loss_mask, np.uint8),
             np.array(sequence.logprobs, np.float32),

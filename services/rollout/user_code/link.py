@@ -1,4 +1,4 @@
-"""The workflow process's end of its socket. It passes messages to the loop and sends messages from any thread.
+"""The end of the socket in a process of users' code. It passes messages to the loop and sends messages from any thread.
 
 The process exits when the service is gone.
 """
@@ -14,21 +14,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.rollout.user_frames import LENGTH, TO_SERVICE_BYTES, frame
-from services.rollout.workflows.frames import Ask, Captured, ToProcess, ToService
+from services.rollout.user_code.frames import LENGTH, TO_SERVICE_BYTES, Ask, Captured, ToProcess, ToService, frame
 from shared.workflow import Sequence
 
 READ_BYTES = 1 << 18
 
 
 class Link:
-    """A connection to the service. Belongs to the event loop on which it was made."""
+    """A connection to the service, which belongs to `loop`."""
 
-    def __init__(self, socket_: socket.socket, take: Callable[[ToProcess], None]) -> None:
+    def __init__(
+        self, socket_: socket.socket, loop: asyncio.AbstractEventLoop, take: Callable[[ToProcess], None]
+    ) -> None:
         """`take` is called on the loop with every message that is not an answer to `captured`."""
         self._socket = socket_
         self._on_message = take
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
         self._buffer = bytearray()
         self._inbox: deque[ToProcess] = deque()

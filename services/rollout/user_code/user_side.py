@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from services.rollout.confined import grow_limit
-from services.rollout.user_frames import UNFIT
-from services.rollout.workflows.frames import Begin, Chat, Complete, Leave, Said
-from services.rollout.workflows.link import Link
-from services.rollout.workflows.marks import Marks
+from services.rollout.user_code.confined import grow_limit
+from services.rollout.user_code.frames import UNFIT, Answered, BeginSample, Chat, CompleteText, Leave
+from services.rollout.user_code.link import Link
+from services.rollout.user_code.marks import Marks
 from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowError
 
 T = TypeVar("T")
@@ -37,14 +36,14 @@ class ProcessLLM:
         return await self._call_on_own_loop(lambda call: Chat(self._slot, call, messages, tools))
 
     async def complete(self, prompt: str) -> Turn:
-        return await self._call_on_own_loop(lambda call: Complete(self._slot, call, prompt))
+        return await self._call_on_own_loop(lambda call: CompleteText(self._slot, call, prompt))
 
     def trajectory(
         self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
     ) -> Trajectory:
         return Trajectory(self._link.captured(self._slot), reward, dict(metrics or {}))
 
-    def said(self, answer: Said) -> None:
+    def deliver(self, answer: Answered) -> None:
         """Deliver the service's answer to a call."""
         waiting = self._waiting.get(answer.call)
         if waiting is None or waiting.done():
@@ -54,13 +53,13 @@ class ProcessLLM:
         else:
             waiting.set_exception(REFUSALS.get(answer.refused, RuntimeError)(answer.why))
 
-    async def _call_on_own_loop(self, make: Callable[[int], Chat | Complete]) -> Turn:
+    async def _call_on_own_loop(self, make: Callable[[int], Chat | CompleteText]) -> Turn:
         if asyncio.get_running_loop() is self._loop:
             return await self._call(make)
         turn: Turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(make), self._loop))
         return turn
 
-    async def _call(self, make: Callable[[int], Chat | Complete]) -> Turn:
+    async def _call(self, make: Callable[[int], Chat | CompleteText]) -> Turn:
         call = next(self._numbers)
         try:
             self._link.send(make(call))
@@ -82,7 +81,7 @@ class ProcessLLM:
 class ProcessContext:
     """Implements `shared.workflow.Context`."""
 
-    def __init__(self, begin: Begin, timeout_s: float, marks: Marks) -> None:
+    def __init__(self, begin: BeginSample, timeout_s: float, marks: Marks) -> None:
         self.task_id = begin.task_id
         self.sample = begin.sample
         self.base_url = begin.base_url

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from services.rollout.keeper import keep
-from services.rollout.user_frames import LENGTH
+from services.rollout.user_code.frames import LENGTH
+from services.rollout.user_code.keeper import run_subreaper
 
 _LIKELY_VICTIM = b"700"
 M = TypeVar("M", bound=msgspec.Struct)
@@ -37,7 +37,7 @@ def confine(descriptor: int) -> socket.socket | None:
 
     This process and all that it starts end with the service.
     """
-    if not keep(descriptor):
+    if not run_subreaper(descriptor):
         return None
     os.set_inheritable(descriptor, False)
     Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # the OOM killer prefers it to the engine
@@ -70,17 +70,6 @@ def grow_limit(more_bytes: int) -> None:
 
 def read(link: socket.socket, kind: type[M]) -> M | None:
     """Return the next message, or None if the service is gone."""
-    head = _exactly(link, LENGTH.size)
-    body = _exactly(link, LENGTH.unpack(head)[0]) if head else b""
+    head = link.recv(LENGTH.size, socket.MSG_WAITALL)
+    body = link.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL) if len(head) == LENGTH.size else b""
     return msgspec.msgpack.decode(body, type=kind) if body else None
-
-
-def _exactly(link: socket.socket, count: int) -> bytes:
-    """Return `count` bytes, or no bytes if the service is gone."""
-    parts = bytearray()
-    while len(parts) < count:
-        part = link.recv(count - len(parts))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)

@@ -11,52 +11,57 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from proto.messages import ErrorCode
-from services.rollout.user_frames import LENGTH, TO_SERVICE_BYTES
-from services.rollout.user_trace import StackFile
+from services.rollout.user_code.frames import LENGTH, TO_PROCESS_BYTES, TO_SERVICE_BYTES, Ready, Setup, frame
+from services.rollout.user_code.trace import StackFile
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import RpcError
 
+MODULE = "services.rollout.user_code.process"
 START_S = 60.0  # includes the import of a user's libraries
-START_ATTEMPTS = 3
 END_S = 10.0  # above the keeper's own limit
-_PACKAGES = Path(__file__).parents[2]
+_PACKAGES = Path(__file__).parents[3]
 T = TypeVar("T")
 GONE = (asyncio.IncompleteReadError, ConnectionError)
-"""Exceptions that `read` and `send` raise once the process is gone."""
+"""Exceptions that `read` raises once the process is gone."""
+_READY = msgspec.msgpack.Decoder(Ready)
 
 
 class UserProcess:
-    """A child, `python -m MODULE FD…`, at the other end of a socket pair. It becomes the keeper of the process that
-    runs the users' code (`services.rollout.keeper`) and ends as that process does."""
+    """A child at the other end of a socket pair. It becomes the keeper of the process that runs the users' code
+    (`services.rollout.user_code.keeper`) and ends as that process does."""
 
     def __init__(
-        self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        child: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        stack: StackFile,
     ) -> None:
         self._child = child
         self._reader = reader
         self._writer = writer
-        self.stack: StackFile | None = None
-        """The file to which it writes its stack. Closed together with the process."""
+        self.stack = stack
+        """The file to which the process writes its stack. Closed together with the process."""
 
     @classmethod
-    async def start(cls, module: str, descriptors: Sequence[int] = ()) -> UserProcess:
-        """Start `module`. Its arguments are its socket and then `descriptors`, which it inherits."""
+    async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
+        """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
+
+        Raises RpcError(bad_request) in one line if they cannot be loaded, or the process ends or hangs meanwhile.
+        """
         ours, theirs = socket.socketpair()
+        stack = StackFile()
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
-        passed = (theirs.fileno(), *descriptors)
+        passed = (theirs.fileno(), marks, stack.descriptor)
         try:
             child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                *map(str, passed),
+                *(sys.executable, "-m", MODULE, setup.purpose, *map(str, passed)),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,  # a signal to the service's group must not end the keeper
@@ -65,34 +70,33 @@ class UserProcess:
         finally:
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(child, reader, writer)
+        process = cls(child, reader, writer, stack)
+        return process, await process._ready(setup)
 
-    async def ready(self, setup: bytes, what: str) -> bytes:
-        """Send `setup` and return the first answer. `what` names the code that is loaded, in errors.
-
-        Raises RpcError(bad_request) in one line if the process ends or hangs, after ending it.
-        """
+    async def _ready(self, setup: Setup) -> Ready:
         try:
             async with asyncio.timeout(START_S):
-                await self.send(setup)
-                return await self.read()
+                self.write(frame(setup, TO_PROCESS_BYTES))
+                ready = decoded(await self.read(), _READY)
         except (TimeoutError, *GONE) as error:
             status = await self.end()
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{what}: their process {status} while it loaded them ({type(error).__name__}, limit {START_S:g} s)",
+                f"{setup.purpose} {', '.join(path for path, _ in setup.functions)}: their process {status} while it "
+                f"loaded them ({type(error).__name__}, limit {START_S:g} s)",
             ) from None
         except asyncio.CancelledError:
             await self.end()
             raise
+        if ready.error:
+            await self.end()
+            raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
+        self.stack.belongs_to(ready.pid)
+        return ready
 
     def write(self, message: bytes) -> None:
         """Send without waiting for buffer space."""
         self._writer.write(message)
-
-    async def send(self, message: bytes) -> None:
-        self._writer.write(message)
-        await self._writer.drain()
 
     async def read(self) -> bytes:
         """Return the body of the next message. Raises one of GONE once the process is gone."""
@@ -111,8 +115,7 @@ class UserProcess:
             await self._end_tree()
         finally:
             self._writer.close()
-            if self.stack is not None:
-                self.stack.close()
+            self.stack.close()
         if status is None:
             return "was killed"
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

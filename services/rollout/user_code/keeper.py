@@ -25,7 +25,7 @@ KILL_LIMIT_S = 5.0
 """Maximum seconds to kill descendants. Those left belong to another user or wait for a device that does not answer."""
 
 
-def keep(descriptor: int) -> bool:
+def run_subreaper(descriptor: int) -> bool:
     """Fork, and continue as the child of this process, which becomes its keeper. Return False if the service is gone.
 
     `descriptor` is the socket to the service, whose other end closes with the service. The keeper ends as the child

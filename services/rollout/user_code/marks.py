@@ -1,7 +1,7 @@
-"""Memory shared between a workflow process and the service, which shows whose code is running.
+"""Memory shared between a process of users' code and the service, which shows whose code is running.
 
-It outlives the process, so that the service can tell the sample that ended the process from the others. Only the
-workflow process writes it.
+It outlives the process, so that the service can tell the call that ended the process from the others. Only the
+process writes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 
-from services.rollout.workflows.frames import SLOTS
+from services.rollout.user_code.frames import SLOTS
 
 _CURRENT = struct.Struct("<q")
 _TOOLS = struct.Struct("<H")
@@ -21,7 +21,7 @@ _NOBODY = 0
 
 def make_marks() -> int:
     """Return a descriptor of new marks, for both processes."""
-    descriptor = os.memfd_create("rlbus-workflow-marks")
+    descriptor = os.memfd_create("rlbus-marks")
     os.ftruncate(descriptor, _BYTES)
     return descriptor
 

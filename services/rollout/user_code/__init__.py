@@ -1,0 +1,1 @@
+"""Users' code (reward functions and workflows) in processes that the service can kill."""

@@ -1,0 +1,202 @@
+"""Messages between the service and a process of users' code: msgpack structs behind their lengths, over a socket.
+
+Messages contain only data, so reading them executes nothing. A slot is one call of a user's function in one process.
+Slots are numbered from 1, and numbers are not reused.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from proto.messages import LossReason
+from services.rollout.rewards.score import Score
+from services.rollout.user_code.trace import Home
+from shared.sample import Sample
+from shared.workflow import Message, Sequence, Turn
+
+LENGTH = struct.Struct("<I")
+TO_PROCESS_BYTES = 1 << 30
+TO_SERVICE_BYTES = 16 << 20
+"""Maximum size of a message. Decoded, it may take sixty times as much memory of the service, which hosts the engine."""
+SLOTS = 1 << 16
+"""Number of calls after which a process is replaced."""
+
+
+class Purpose(StrEnum):
+    """The purpose of the functions of a process, named like their section of the topology."""
+
+    REWARD = "reward"
+    WORKFLOW = "workflow"
+
+
+class Setup(msgspec.Struct, array_like=True):
+    """Service -> process, once: import path and params of each function, and seconds for one call.
+
+    `memory_bytes` limits the memory of all calls together, beyond that of the ready process.
+    """
+
+    purpose: Purpose
+    functions: list[tuple[str, dict[str, Any]]]
+    timeout_s: float
+    memory_bytes: int
+
+    @property
+    def late(self) -> str:
+        """The reason why a late call failed."""
+        result = "answer" if self.purpose is Purpose.REWARD else "trajectory"
+        return f"no {result} within {self.timeout_s:g} s ({self.purpose}.timeout_s)"
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """Process -> service, once: the kind and place of each function, or the one-line `error` of one that fails to load.
+
+    `pid` is the process that writes its stacks on request.
+    """
+
+    error: str = ""
+    group: list[bool] = []
+    is_async: list[bool] = []
+    homes: list[Home] = []
+    pid: int = 0
+
+
+class BeginSample(msgspec.Struct, array_like=True, tag=0):
+    """Service -> process: make sample `sample` of the task. `base_url` is the endpoint of this sample alone."""
+
+    slot: int
+    task_id: str
+    sample: int
+    row: dict[str, Any]
+    base_url: str
+
+
+class RateSamples(msgspec.Struct, array_like=True, tag=1):
+    """Service -> process: call reward function number `function` with one sample, or the samples of a group."""
+
+    slot: int
+    function: int
+    samples: list[Sample]
+
+
+class Answered(msgspec.Struct, array_like=True, tag=2):
+    """Service -> process: the policy's answer to a call, or why there is none. `refused` names a class of REFUSALS."""
+
+    slot: int
+    call: int
+    turn: Turn | None = None
+    refused: str = ""
+    why: str = ""
+
+
+class Captured(msgspec.Struct, array_like=True, tag=3):
+    """Service -> process: everything sampled for the slot so far."""
+
+    slot: int
+    sequences: list[Sequence]
+
+
+class GiveUp(msgspec.Struct, array_like=True, tag=4):
+    """Service -> process: the slot has been abandoned."""
+
+    slot: int
+
+
+class CheckLoop(msgspec.Struct, array_like=True, tag=5):
+    """Service -> process: a check that the loop is alive."""
+
+
+class Chat(msgspec.Struct, array_like=True, tag=0):
+    """Process -> service: `llm.chat`."""
+
+    slot: int
+    call: int
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+
+
+class CompleteText(msgspec.Struct, array_like=True, tag=1):
+    """Process -> service: `llm.complete`."""
+
+    slot: int
+    call: int
+    prompt: str
+
+
+class Leave(msgspec.Struct, array_like=True, tag=2):
+    """Process -> service: the answer to this call is no longer needed."""
+
+    slot: int
+    call: int
+
+
+class Ask(msgspec.Struct, array_like=True, tag=3):
+    """Process -> service: a request for what was captured. The process does nothing else until it is answered."""
+
+    slot: int
+
+
+class Returned(msgspec.Struct, array_like=True, tag=4):
+    """Process -> service, ends a workflow with its trajectory. `score` is the workflow's own reward, if any."""
+
+    slot: int
+    sequences: list[Sequence]
+    score: Score | None
+    metrics: dict[str, float]
+    state: dict[str, Any]
+
+
+class Rated(msgspec.Struct, array_like=True, tag=5):
+    """Process -> service, ends a reward call with one score for each sample."""
+
+    slot: int
+    scores: list[Score]
+
+
+class Failed(msgspec.Struct, array_like=True, tag=6):
+    """Process -> service, ends a slot without a result. `at` and `trace` locate the error in the user's code.
+
+    `retry_after_s` is how long a judge asks not to be called (kind JUDGE).
+    """
+
+    slot: int
+    why: str
+    kind: LossReason = LossReason.RAISED
+    at: str = ""
+    trace: str = ""
+    retry_after_s: float = 0.0
+
+
+class NoMemory(msgspec.Struct, array_like=True, tag=7):
+    """Process -> service: the slot met the memory limit, which other slots may have used up. The process exits."""
+
+    slot: int
+    at: str
+
+
+class LoopRuns(msgspec.Struct, array_like=True, tag=8):
+    """Process -> service: the answer to a Ping."""
+
+
+ToProcess = BeginSample | RateSamples | Answered | Captured | GiveUp | CheckLoop
+Asked = Chat | CompleteText | Leave | Ask
+ToService = Asked | Returned | Rated | Failed | NoMemory | LoopRuns
+
+
+def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
+    """Return `message` behind its length. `limit_bytes` is the limit of its direction.
+
+    Raises TypeError, ValueError, OverflowError or RecursionError for what msgpack cannot encode, and ValueError above
+    the limit.
+    """
+    body = msgspec.msgpack.encode(message)
+    if len(body) > limit_bytes:
+        raise ValueError(f"{len(body)} bytes in one message, at most {limit_bytes}")
+    return LENGTH.pack(len(body)) + body
+
+
+UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
+"""The exceptions that `frame` raises."""

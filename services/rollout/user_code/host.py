@@ -1,0 +1,287 @@
+"""The service's side of one process of users' code.
+
+It hands calls to the process, notices when the process hangs or dies, and names the call that may be the cause, so that
+the others are not lost with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from proto.messages import LossReason
+from services.rollout.user_code import frames
+from services.rollout.user_code.child import GONE, UserProcess, decoded
+from services.rollout.user_code.frames import Failed, Purpose, Rated, Returned, Setup, frame
+from services.rollout.user_code.marks import Marks, make_marks
+from services.rollout.user_code.trace import hangs_at
+from shared.workflow import WorkflowError
+
+WATCH_S = 0.25
+GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or clean up after their time is over
+STALL_S = 10.0
+LEFT_TOOLS = 64
+"""Number of abandoned tools after which the process is replaced. Each holds a thread."""
+LATE_CALLS = 4
+"""Number of late calls after which the process is replaced. Each may have left a thread behind, and a loop has as few
+as five for `asyncio.to_thread`."""
+_MESSAGE: msgspec.msgpack.Decoder[frames.ToService] = msgspec.msgpack.Decoder(frames.ToService)
+
+
+class Work(Protocol):
+    """One call of a user's function, in one process."""
+
+    function: int
+    """Its number in the process."""
+
+    def begin(self, slot: int) -> frames.BeginSample | frames.RateSamples:
+        """Return the message that begins the call."""
+
+    def asked(self, message: frames.Asked, host: UserHost) -> None:
+        """Handle a request of the running call."""
+
+    def end(self) -> None:
+        """Clean up: the call has ended or is abandoned."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The process ended during the call. `suspect`: the call may be the cause; `certain`: it is the cause.
+
+    The other fields are those of `Failed`.
+    """
+
+    why: str
+    kind: LossReason
+    suspect: bool
+    certain: bool
+    at: str = ""
+    trace: str = ""
+
+    def failed(self) -> Failed:
+        """Return the failure of a call that is the cause."""
+        return Failed(0, self.why, self.kind, self.at, self.trace)
+
+
+Ended = Returned | Rated | Failed
+
+
+@dataclass(eq=False)
+class _Live:
+    work: Work
+    deadline: float
+    ended: asyncio.Future[Ended | Broken]
+    late: bool = False
+
+
+class UserHost:
+    """One process and its calls. Belongs to the service's loop."""
+
+    def __init__(self, process: UserProcess, ready: frames.Ready, marks: Marks, setup: Setup) -> None:
+        self._process = process
+        self._marks = marks
+        self._setup = setup
+        self._stall_s = setup.timeout_s + GRACE_S
+        if setup.purpose is Purpose.WORKFLOW:  # its code is to leave the loop to the other samples
+            self._stall_s = min(STALL_S, setup.timeout_s)
+        self._live: dict[int, _Live] = {}
+        self._slot = 0
+        self._left_tools = 0
+        self._late_calls = 0
+        self._silent_rounds = 0
+        self._no_memory: frames.NoMemory | None = None
+        self.ready = ready
+        self.broken = False
+        """Whether the process ended during calls."""
+        self.leaving = asyncio.Event()
+        """Set once the process takes no more calls."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._serve())
+        """Serves the process, and ends with it."""
+
+    @classmethod
+    async def start(cls, setup: Setup) -> UserHost:
+        """Start a process. Raises RpcError(bad_request), in one line, if its functions cannot be loaded."""
+        descriptor = make_marks()
+        try:
+            marks = Marks(descriptor)
+            process, ready = await UserProcess.start(setup, descriptor)
+        finally:
+            os.close(descriptor)
+        return cls(process, ready, marks, setup)
+
+    @property
+    def load(self) -> int:
+        """Number of calls in the process."""
+        return len(self._live)
+
+    @property
+    def served(self) -> int:
+        """Number of calls that the process was given so far."""
+        return self._slot
+
+    async def make(self, work: Work) -> Ended | Broken:
+        """Make a call. Cancelling this abandons it."""
+        if self.task.done():
+            return Broken("its process has ended", LossReason.CRASHED, suspect=False, certain=False)
+        self._slot += 1
+        slot = self._slot
+        if slot == frames.SLOTS:
+            self.leaving.set()
+        loop = asyncio.get_running_loop()
+        # Plain functions are called one after the other, so the time of each begins with the end of the one before.
+        limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
+        live = _Live(work, loop.time() + limit_s, loop.create_future())
+        try:
+            try:
+                message = frame(work.begin(slot), frames.TO_PROCESS_BYTES)
+            except frames.UNFIT as error:
+                what = "sample" if self._setup.purpose is Purpose.REWARD else "row"
+                return Failed(slot, f"the {what} cannot be handed to a process: {error}", LossReason.ANSWER)
+            self._live[slot] = live
+            self._process.write(message)
+            return await live.ended
+        finally:
+            work.end()
+            self._live.pop(slot, None)
+            if not self.task.done():
+                if live.late or live.ended.cancelled():
+                    self.send(frames.GiveUp(slot))
+                self._left_tools += self._marks.tools(slot)
+                if self._left_tools >= LEFT_TOOLS:
+                    self.leaving.set()
+
+    def send(self, message: frames.ToProcess) -> None:
+        self.write(frame(message, frames.TO_PROCESS_BYTES))
+
+    def write(self, message: bytes) -> None:
+        """Send a framed message."""
+        self._process.write(message)
+
+    async def end(self) -> None:
+        """Kill the process with all its calls."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+        await asyncio.wait({self.task})
+
+    async def _serve(self) -> None:
+        """Serve the process until it dies, hangs, or is leaving and has no calls left."""
+        reading = asyncio.create_task(self._read())
+        either: set[asyncio.Future[Any]] = {reading, self._ended}
+        hung = False
+        try:
+            while not hung and not (self.leaving.is_set() and not self._live):
+                if (await asyncio.wait(either, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    break
+                hung = self._watch()
+        finally:
+            self.leaving.set()
+            gone = reading.done()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            stack = await self._process.stack.read() if hung else ""
+            suspects = self._suspects()
+            # The socket closes a moment before the exit status is available.
+            status = await self._process.end(GRACE_S if gone else 0.0)
+            for slot, live in self._live.items():
+                if not live.ended.done():
+                    self.broken = True
+                    live.ended.set_result(self._broken(slot, live, suspects, hung, status, stack))
+            self._marks.close()
+
+    def _broken(self, slot: int, live: _Live, suspects: set[int], hung: bool, status: str, stack: str) -> Broken:
+        home = self.ready.homes[live.work.function]
+        suspect, certain = slot in suspects, suspects == {slot}
+        if self._no_memory is not None:
+            return Broken(self._out_of_memory, LossReason.MEMORY, suspect, certain=False, at=self._no_memory.at)
+        if hung:
+            why = self._setup.late
+            if self._setup.purpose is Purpose.WORKFLOW:
+                remedy = "await ctx.call(tool, ...) instead of calling it"
+                why = f"kept the loop of its process for {self._stall_s:g} s; {remedy}"
+            return Broken(why, LossReason.TIMEOUT, suspect, certain, hangs_at(stack, home), stack)
+        why = f"took its process down: it {status}"
+        # A plain function is alone with its process, but for what earlier calls have left behind.
+        certain = certain and not self.ready.is_async[live.work.function]
+        return Broken(why, LossReason.CRASHED, suspect, certain, hangs_at("", home))
+
+    @property
+    def _out_of_memory(self) -> str:
+        if self._setup.purpose is Purpose.REWARD:
+            return "more memory than reward.memory allows (MemoryError)"
+        return "met the limit of memory of its process (workflow.memory)"
+
+    # ---- messages of the process
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message = decoded(await self._process.read(), _MESSAGE)
+            except GONE:
+                return
+            self._silent_rounds = 0
+            match message:
+                case frames.LoopRuns():
+                    pass
+                case frames.NoMemory():
+                    self._no_memory = message
+                case frames.Chat() | frames.CompleteText() | frames.Leave() | frames.Ask():
+                    self._asked(message)
+                case Returned() | Rated() | Failed():
+                    self._finish(message)
+
+    def _asked(self, message: frames.Asked) -> None:
+        live = self._live.get(message.slot)
+        if live is not None:
+            live.work.asked(message, self)
+        elif isinstance(message, frames.Ask):
+            self.send(frames.Captured(message.slot, []))
+        elif not isinstance(message, frames.Leave):
+            why = "the sample has ended"
+            self.send(frames.Answered(message.slot, message.call, refused=WorkflowError.__name__, why=why))
+
+    def _finish(self, ended: Ended) -> None:
+        live = self._live.get(ended.slot)
+        if live is not None and not live.ended.done():
+            live.ended.set_result(ended)
+        if isinstance(ended, Failed) and ended.kind is LossReason.TIMEOUT:
+            self._late_calls += 1
+            if self._late_calls == LATE_CALLS:
+                self.leaving.set()
+
+    # ---- hangs and deaths
+
+    def _watch(self) -> bool:
+        """Return whether the process hangs and must end."""
+        if not self._silent_rounds:
+            self.send(frames.CheckLoop())
+        # Counted in rounds, not by the clock: if this process itself was suspended, the answer may be in the socket.
+        silent_s = self._silent_rounds * WATCH_S
+        self._silent_rounds += 1
+        if silent_s > self._stall_s:
+            return True
+        if silent_s <= 2 * WATCH_S:  # otherwise the loop is blocked, and late calls are not to blame
+            now = asyncio.get_running_loop().time()
+            for slot, live in self._live.items():
+                if now > live.deadline and not live.ended.done():
+                    self._fail_late(slot, live)
+        return False
+
+    def _fail_late(self, slot: int, live: _Live) -> None:
+        """Fail a call that ignored its timeout. On the first round, its answer may still be in the socket."""
+        if not live.late:
+            live.late = True
+            return
+        self.leaving.set()
+        live.ended.set_result(Failed(slot, self._setup.late, LossReason.TIMEOUT))
+
+    def _suspects(self) -> set[int]:
+        """Return the slots that may have ended the process: those whose code or tools run."""
+        if self._no_memory is not None:
+            return {self._no_memory.slot}
+        current = self._marks.current()  # possibly code that an ended call left behind
+        return {slot for slot in self._live if slot == current or self._marks.tools(slot)}

@@ -1,0 +1,153 @@
+"""A number of processes of users' code, each of which is replaced when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from services.rollout.user_code.frames import Ready, Setup
+from services.rollout.user_code.host import Broken, Ended, UserHost, Work
+from services.rollout.user_code.load import refused
+from shared.rpc.errors import RpcError
+
+START_ATTEMPTS = 3
+MOST_BROKEN = 3
+"""Number of broken processes after which a call is made alone although it was not a suspect."""
+W = TypeVar("W", bound=Work)
+
+
+class UserPool:
+    """A pool on the service's loop. Call `start` before anything else, and `close` at the end."""
+
+    def __init__(self, setup: Setup, processes: int) -> None:
+        self._setup = setup
+        self._processes = processes
+        self._free: set[UserHost] = set()
+        """The processes that take calls and are not reserved."""
+        self._all: set[UserHost] = set()
+        self._process_free = asyncio.Event()
+        self._alone = asyncio.Semaphore(processes)
+        self.ready = Ready()
+        """What the processes say about their functions."""
+        self.keepers: list[asyncio.Task[None]] = []
+        """A task for each process. It fails with RpcError if the process cannot be replaced."""
+        self.restarts = 0
+        """Number of processes that were replaced."""
+        self.lost = 0
+        """Number of processes that ended during calls."""
+
+    async def start(self, at_once: int) -> None:
+        """Start the processes and wait for `at_once` of them; the others follow.
+
+        Raises RpcError(bad_request), in one line, if a function cannot be loaded.
+        """
+        starting = [asyncio.create_task(self._start_one()) for _ in range(at_once)]
+        try:
+            begun: list[UserHost | None] = list(await asyncio.gather(*starting))
+        finally:
+            for each in starting:
+                each.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        begun += [None] * (self._processes - at_once)
+        self.keepers = [asyncio.create_task(self._replace_when_ended(each)) for each in begun]
+
+    async def watch(self) -> None:
+        """Wait until a process cannot be replaced, and raise its RpcError. Without processes, wait forever."""
+        await asyncio.gather(*self.keepers, asyncio.Event().wait())
+
+    async def close(self) -> None:
+        """End every process."""
+        for keeper in self.keepers:
+            keeper.cancel()
+        await asyncio.gather(*self.keepers, return_exceptions=True)
+        await asyncio.gather(*(process.end() for process in list(self._all)))
+
+    async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
+        """Make a call, and again with new work if its process ended. Return how the last one ended, and its work.
+
+        The call fails with its process only if it was alone in it, or is known to be the cause.
+        """
+        broken = 0
+        alone = False
+        while True:
+            work = new_work()
+            if alone:
+                async with self.alone() as process:
+                    ended = await process.make(work)
+            else:
+                ended = await (await self.least_loaded()).make(work)
+            if not isinstance(ended, Broken):
+                return ended, work
+            if alone or ended.certain:
+                return ended.failed(), work
+            broken += 1
+            alone = ended.suspect or broken == MOST_BROKEN
+
+    async def least_loaded(self) -> UserHost:
+        """Return the process with the fewest calls, as soon as one takes calls and is not reserved."""
+        while not (free := [process for process in self._free if not process.leaving.is_set()]):
+            self._process_free.clear()
+            await self._process_free.wait()
+        return min(free, key=lambda process: process.load)
+
+    @asynccontextmanager
+    async def reserved(self) -> AsyncIterator[UserHost]:
+        """Yield a process for the caller alone."""
+        process = await self.least_loaded()
+        self._free.discard(process)
+        try:
+            yield process
+        finally:
+            self._add(process)
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[UserHost]:
+        """Yield a new process for one call, which is the cause if that process breaks."""
+        async with self._alone:
+            process = await self._start_again()
+            try:
+                yield process
+            finally:
+                await process.end()
+
+    def _add(self, process: UserHost) -> None:
+        if not process.leaving.is_set():
+            self._free.add(process)
+            self._process_free.set()
+
+    async def _replace_when_ended(self, process: UserHost | None) -> None:
+        """Replace `process` whenever it ends. None stands for one that has yet to be started."""
+        idle_deaths = 0
+        while True:
+            process = process or await self._start_again()
+            self._add(process)
+            await process.leaving.wait()
+            self._free.discard(process)
+            self.restarts += 1
+            idle_deaths = 0 if process.served else idle_deaths + 1
+            if idle_deaths == START_ATTEMPTS:
+                paths = ", ".join(path for path, _ in self._setup.functions)
+                raise refused(self._setup.purpose, paths, "its process exits before it gets a sample")
+            process = None
+
+    async def _start_again(self) -> UserHost:
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return await self._start_one()
+            except RpcError:
+                continue
+        return await self._start_one()
+
+    async def _start_one(self) -> UserHost:
+        process = await UserHost.start(self._setup)
+        self.ready = process.ready
+        self._all.add(process)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._all.discard(process)
+            self.lost += process.broken
+
+        process.task.add_done_callback(ended)
+        return process

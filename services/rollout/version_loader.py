@@ -1,0 +1,155 @@
+"""Holds the version that a lease needs in the engine, from its fetch to the proof that it was loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from proto.messages import ErrorCode, WeightsRef
+from services.rollout.engine import Engine
+from services.rollout.in_flight import InFlight
+from services.rollout.transfer import TransferFailed
+from services.rollout.versions import BlockVersions
+from services.rollout.weights_source import FETCH_S, Delivery, WeightsSource
+from services.rollout.weights_sync import WeightsSync
+from shared.devices import ENGINE, WEIGHTS, Parts
+from shared.lease import Lease, LeaseBook
+from shared.rpc.errors import RpcError
+from shared.turns import Turns
+
+_WEIGHTS: Parts = frozenset({WEIGHTS})
+
+
+class WeightsGone(Exception):
+    """The scheduler cleared the version of a lease while the lease waited, so its samples would be of no use."""
+
+
+@dataclass
+class Fetched:
+    """The weights of a lease. There are none if the engine held its version already, or has loaded it meanwhile."""
+
+    delivery: Delivery | None = None
+
+
+class VersionLoader:
+    """The version in the engine, for leases that are sampled one after the other or side by side."""
+
+    def __init__(
+        self,
+        leases: LeaseBook,
+        *,
+        engine: Engine,
+        sync: WeightsSync,
+        source: WeightsSource,
+        in_flight: InFlight,
+        turns: Turns,
+    ) -> None:
+        self._leases = leases
+        self._engine = engine
+        self._sync = sync
+        self._source = source
+        self._in_flight = in_flight
+        self._turns = turns
+
+    async def fetch_ahead(self, lease: Lease) -> Fetched:
+        """Fetch the weights of a lease that waits for its turn, if they will be needed."""
+        ref = lease.grant.weights
+        return Fetched(await self._fetch(lease, ref) if ref is not None and self._needs_other(lease) else None)
+
+    async def acquire(self, lease: Lease, fetched: Fetched, *, exact: bool) -> tuple[BlockVersions, int]:
+        """Load the version if needed and register the lease as sampled. Return its versions, and their lineage.
+
+        With `exact` the version stays until `release`. Raises WeightsGone, and LeaseLost.
+        """
+        async with self._settled(lease):
+            # Memory for the weights comes first: the trainer's parameters may stay in memory while they are taken over.
+            await self._acquire_memory(_WEIGHTS)
+            placed = await self._load_version(lease, fetched)
+            await self._acquire_memory(ENGINE)
+            if placed or await self._load_version(lease, fetched):  # it may have slept while it waited
+                await self._verify_canary(lease)
+            fetched.delivery = None
+            return self._in_flight.begin(self._sync.holds.step, exact=exact), self._sync.holds.lineage
+
+    def release(self, versions: BlockVersions) -> None:
+        """Unregister a lease whose sampling has ended."""
+        self._in_flight.end(versions)
+
+    @asynccontextmanager
+    async def _settled(self, lease: Lease) -> AsyncIterator[None]:
+        """Enter `InFlight.settled`, after the running leases have ended if the engine must load another version.
+
+        Raises LeaseLost as soon as the lease is lost while it waits.
+        """
+
+        def may_begin() -> bool:
+            lease.check()
+            return self._in_flight.is_quiet or not self._needs_other(lease)
+
+        async def watch() -> None:
+            await lease.given_up.wait()
+            self._in_flight.look_again()
+
+        watching = asyncio.create_task(watch())
+        self._leases.queued.add(lease)
+        lease.untouched = True
+        try:
+            async with self._in_flight.settled(may_begin):
+                self._leases.queued.discard(lease)
+                lease.untouched = False
+                yield
+        finally:
+            self._leases.queued.discard(lease)
+            watching.cancel()
+
+    def _needs_other(self, lease: Lease) -> bool:
+        """Return whether the engine must load another version first."""
+        ref = lease.grant.weights
+        return ref is not None and self._sync.needs(ref, exact=lease.grant.exact)
+
+    async def _acquire_memory(self, parts: Parts) -> None:
+        """Acquire memory for `parts` of the engine."""
+        await self._turns.acquire(parts)
+        await self._engine.wake(parts)
+
+    async def _load_version(self, lease: Lease, fetched: Fetched) -> bool:
+        """Load the version of the lease into the engine. Return False if the engine holds it already."""
+        ref = lease.grant.weights
+        if ref is None or not self._needs_other(lease):
+            return False
+        # There are none if the engine held this version when the lease was prepared, and has left it since.
+        delivery = fetched.delivery or await _unless_gone(self._fetch(lease, ref))
+        fetched.delivery = None
+        try:
+            await self._sync.place(ref, delivery)
+        except TransferFailed:
+            await self._sync.place(ref, await _unless_gone(self._from_store(lease, ref)))
+        return True
+
+    async def _verify_canary(self, lease: Lease) -> None:
+        """Check that the engine holds what was placed."""
+        ref = lease.grant.weights
+        try:
+            await self._sync.prove()
+        except TransferFailed:
+            if ref is None:
+                raise
+            await self._sync.load(ref, await _unless_gone(self._from_store(lease, ref)))
+
+    async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
+        return await self._leases.persist(lease, "weights", functools.partial(self._source.fetch, ref), FETCH_S)
+
+    async def _from_store(self, lease: Lease, ref: WeightsRef) -> Delivery:
+        return await self._leases.persist(lease, "weights", functools.partial(self._source.from_store, ref), FETCH_S)
+
+
+async def _unless_gone(fetching: Awaitable[Delivery]) -> Delivery:
+    try:
+        return await fetching
+    except RpcError as error:
+        if error.code in (ErrorCode.MISSING, ErrorCode.COLLECTED):
+            raise WeightsGone(str(error)) from None
+        raise
