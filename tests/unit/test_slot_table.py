@@ -92,7 +92,7 @@ def _alone(model: Any, prompt: Prompt, chosen: SamplingParams) -> list[Generatio
     for step in range(steps):
         logits = model(input_ids=ids).logits[:, -1].float() / (chosen.temperature or 1.0)
         logprobs = logits.log_softmax(-1)
-        new = pick(logprobs, uniform[step][:, None] if chosen.temperature else None)
+        new = pick(logprobs, uniform[step][:, None]) if chosen.temperature else logprobs.argmax(-1, keepdim=True)
         found.append(logprobs.gather(1, new))
         ids = torch.cat([ids, new], 1)
     sampled, logprobs = ids[:, len(prompt.token_ids) :].numpy(), torch.cat(found, 1).numpy()

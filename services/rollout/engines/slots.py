@@ -148,11 +148,11 @@ class SlotTable:
         samples end together (the quickstart), and twice the time for answers whose lengths spread widely.
         """
         self._model = model
-        self._eos_ids = list(eos_ids)
         self._stopped = stopped
         self._swaps = swaps
         self._slots = slots
         self._device = next(model.parameters()).device
+        self._eos = torch.tensor(list(eos_ids), dtype=torch.int64, device=self._device)
         self._held: dict[EngineCall, _OpenCall] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
@@ -261,7 +261,7 @@ class SlotTable:
         self._whose = [self._whose[row] for row in kept.tolist()]
         self._whose += [(group, sample) for group in coming for sample in range(group.samples)]
         self._rows = self._rows.taken(kept).followed_by(new)
-        self._append_token(logits_PV[prompt_N], first=len(kept))
+        self._append_token(logits_PV, first=len(kept), prompt_N=prompt_N)
 
     def _padding(self, coming: list[_Group]) -> list[_Group]:
         """Return the groups that fill a steady table, up to `block_rows` rows. Their samples are discarded."""
@@ -281,24 +281,30 @@ class SlotTable:
     def _empty(self) -> None:
         self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
 
-    def _append_token(self, logits_NV: Tensor, first: int) -> None:
-        """Append one token to the rows from `first` on, which have the logits `logits_NV`."""
+    def _append_token(self, logits_PV: Tensor, first: int, prompt_N: Tensor | None = None) -> None:
+        """Append one token to the rows from `first` on. Their logits are `logits_PV[prompt_N]`, by default all rows."""
         mine, rows = slice(first, None), self._rows
         self._draw(first)
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
-        greedy_N1 = heat_N1 == 0
-        logprobs_NV = (logits_NV.float() / heat_N1.masked_fill(greedy_N1, 1.0)).log_softmax(-1)
-        id_N1 = pick(logprobs_NV, rows.uniform_RS[mine].gather(1, (count_N % _DRAWN_STEPS)[:, None]))
-        if any(not held.call.sampling.temperature for held in self._held.values()):
-            id_N1 = torch.where(greedy_N1, pick(logprobs_NV, None), id_N1)
+        row_N, heat_P1 = torch.arange(len(heat_N1), device=self._device), heat_N1
+        if prompt_N is not None:
+            row_N, heat_P1 = prompt_N, heat_N1.new_zeros(len(logits_PV), 1).index_copy_(0, prompt_N, heat_N1)
+        logprobs_PV = (logits_PV.float() / heat_P1.masked_fill(heat_P1 == 0, 1.0)).log_softmax(-1)
+        heats = {held.call.sampling.temperature for held in self._held.values()}
+        id_N1 = logprobs_PV.argmax(-1, keepdim=True)[row_N] if 0.0 in heats else torch.empty(0)
+        if any(heats):
+            uniform_N1 = rows.uniform_RS[mine].gather(1, (count_N % _DRAWN_STEPS)[:, None])
+            sampled_N1 = pick(logprobs_PV, uniform_N1, prompt_N)
+            id_N1 = torch.where(heat_N1 == 0, id_N1, sampled_N1) if 0.0 in heats else sampled_N1
+        id_N = id_N1[:, 0]
         # A row that has ended overwrites its last token, which was read when it ended.
         at_N1 = count_N.clamp(max=rows.ids_RT.shape[1] - 1)[:, None]
-        rows.ids_RT[mine].scatter_(1, at_N1, id_N1.to(torch.int32))
-        rows.logprobs_RT[mine].scatter_(1, at_N1, logprobs_NV.gather(1, id_N1))
+        rows.ids_RT[mine].scatter_(1, at_N1, id_N[:, None].to(torch.int32))
+        rows.logprobs_RT[mine].scatter_(1, at_N1, logprobs_PV[row_N, id_N][:, None])
         rows.swaps_RT[mine].scatter_(1, at_N1, self._swaps())
-        rows.last_R[mine] = id_N1[:, 0]
+        rows.last_R[mine] = id_N
         count_N += running_N
-        stopped_N = torch.isin(id_N1[:, 0], torch.tensor(self._eos_ids, device=self._device))
+        stopped_N = torch.isin(id_N, self._eos)
         if any(held.stopped is not None for held in self._held.values()):
             stopped_N |= self._stopped_by_text(first)
         ended_N = (stopped_N | (count_N >= rows.limit_R[mine])) & running_N
@@ -365,14 +371,13 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
 
 
-def pick(logprobs_RV: Tensor, uniform_RN: Tensor | None) -> Tensor:
-    """Return int64 [R, N]: the likeliest tokens, or sampled ones, by inversion of the cumulative distribution at
-    `uniform_RN`.
+def pick(logprobs_RV: Tensor, uniform_NM: Tensor, row_N: Tensor | None = None) -> Tensor:
+    """Return int64 [N, M]: sampled tokens, by inversion of the cumulative distributions at `uniform_NM`.
 
-    Inversion picks the first token whose cumulative probability exceeds u times the total. Its probability is never 0.
+    `row_N` are the rows of `logprobs_RV` to sample from, by default each once. Inversion picks the first token whose
+    cumulative probability exceeds u times the total. Its probability is never 0.
     """
-    if uniform_RN is None:
-        return logprobs_RV.argmax(-1, keepdim=True)
     cumulative_RV = logprobs_RV.exp().cumsum(-1)
-    point_RN = uniform_RN.to(logprobs_RV.device) * cumulative_RV[:, -1:]
-    return torch.searchsorted(cumulative_RV, point_RN, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
+    cumulative_NV = cumulative_RV if row_N is None else cumulative_RV[row_N]
+    point_NM = uniform_NM.to(logprobs_RV.device) * cumulative_NV[:, -1:]
+    return torch.searchsorted(cumulative_NV, point_NM, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
