@@ -27,6 +27,7 @@ from services.scheduler import snapshot
 from services.scheduler.core import Core
 from services.scheduler.events import Configure, Tick
 from services.scheduler.plan import EvalPlan
+from tests.property import scheduler_view as view
 from tests.unit.test_scheduler import STORE, Bench, plan
 
 BLOCK, BLOCKS_A_STEP = 2, 3
@@ -119,12 +120,13 @@ class Run:
         return {one.version[1] for one in self.core.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
+        view.validate(self.core)
         [engine] = self.chance.choices(self.engines, self.paces)
         if len(engine.grants) == 2 or (engine.grants and self.chance.random() < 0.5):
             engine.end()
         else:
             measures = bool(self.measured())
-            trains = self.core._training_version(engine.request, set()) is not None
+            trains = view.could_train(self.core, engine.request)
             grant = engine.ask()
             if grant is not None and grant.split == TRAIN:
                 self.measured_in_a_row = 0

@@ -43,6 +43,7 @@ from services.scheduler.events import (
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import REFERENCE, ROLLOUT, train_graph
+from tests.property import scheduler_view as view
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STORE = "batch-store/0"
@@ -95,6 +96,7 @@ class Run:
     # ---- talking to the machine
 
     def take(self, effects: list[Effect]) -> Any:
+        view.validate(self.machine.core)
         self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
         self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
         self.rows += [(effect.step, effect.row) for effect in effects if isinstance(effect, WriteRow)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -47,6 +46,7 @@ from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.state import STORE_GONE_S, Scheduler
 from shared.stages import train_graph
 from shared.topology.capacity import live_versions
+from tests.property import scheduler_view as view
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
@@ -112,6 +112,7 @@ class Model:
         self.publish(0)
 
     def take(self, effects: list[Effect]) -> Any:
+        view.validate(self.machine.core)
         self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
         for effect in effects:
             if isinstance(effect, SendClear):
@@ -246,7 +247,7 @@ class Model:
             told = len(core.clears.head(HOME))
             self.clears = []
             self.take(self.machine.handle(ClearDone(HOME, told), self.now))
-        assert not any(core.tasks.clears)
+        assert not view.waits_for_clears(core)
 
     def train(self) -> None:
         step = self.machine.core.committed_step + 1
@@ -313,22 +314,15 @@ class Model:
         self.check_no_task_is_left_out()
         assert [step for step, _ in self.rows] == list(range(1, core.committed_step + 1))
         assert core.window.live <= self.plan.max_live
-        trained = [slot for step, slots in core.batches.items() if step <= core.committed_step for slot in slots]
-        assert core.uncovered == dict(core.held_in(trained))
-        assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
-        for stage, line in enumerate(core.ready):
-            rest = copy.deepcopy(line)
-            assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
 
     def check_no_task_is_left_out(self) -> None:
         """Every task that was ever admitted is in the weights, dropped for its own sake, or still to be trained; in
         admission order they are trained in the order of the plan."""
         core, order = self.machine.core, EpochOrder(self.plan)
         every = [make_task_id("train", *order.at(position)) for position in range(core.position)]
-        live = {core.tasks.task_id(slot) for _, slot in core.window.members()}
-        open_ = {core.tasks.task_id(slot) for slot in core.batches.get(core.committed_step + 1, ())}
-        names = zip(core.reopened[::2], core.reopened[1::2], strict=True)
-        waiting = {make_task_id("train", epoch, row) for epoch, row in names}
+        live = set(view.live_ids(core))
+        open_ = set(view.batch_ids(core, core.committed_step + 1))
+        waiting = set(view.taken_back_ids(core))
         kept = [set(self.trained), self.dropped, live, open_, waiting]
         assert set(every) == set().union(*kept)
         assert len(every) == sum(map(len, kept))

@@ -62,6 +62,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
+from tests.property import scheduler_view as view
 
 pytestmark = pytest.mark.slow
 
@@ -388,10 +389,9 @@ class Both(RuleBasedStateMachine):
 
     def forget_gone(self) -> None:
         """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
-        table = self.machine.core.tasks
         for task_id, (fence, _) in list(self.accepted.items()):
-            slot = table.find(task_id)
-            if slot < 0 or table.fence[slot] != fence or table.clears[slot]:
+            task = view.find(self.machine.core, task_id)
+            if task is None or task.fence != fence or task.clears:
                 del self.accepted[task_id]
 
     @rule()
@@ -609,7 +609,7 @@ class Both(RuleBasedStateMachine):
         assert self.ask(GetRunInfo(driver=1)).committed_step == loaded
         core = self.machine.core
         self.batches = {step: tasks for step, tasks in self.batches.items() if step <= loaded}
-        first = [core.tasks.task_id(slot) for _, slot in core.window.members()][: len(again)]
+        first = view.live_ids(core)[: len(again)]
         assert first == again[: len(first)]
         assert first or not again
         self.publish(loaded)
@@ -647,7 +647,7 @@ class Both(RuleBasedStateMachine):
         for entry in page:
             assert self.tombs.get(entry.task_id, 0) < entry.fence
             if entry.task_id in self.newest:
-                assert self.machine.core.tasks.find(entry.task_id) >= 0
+                assert view.find(self.machine.core, entry.task_id) is not None
 
     @invariant()
     def every_task_is_trained_once(self) -> None:
@@ -659,18 +659,14 @@ class Both(RuleBasedStateMachine):
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
         """Promise 3."""
-        table = self.machine.core.tasks
-        for lease in self.machine.core.leases:
-            for slot in lease.slots:
-                if table.lease[slot] == lease.lease_id:
-                    assert self.tombs.get(table.task_id(slot), 0) < table.fence[slot]
+        for task in view.leased(self.machine.core):
+            assert self.tombs.get(task.task_id, 0) < task.fence
 
     @invariant()
     def bytes_stay_within_their_limits(self) -> None:
         """Promise 4."""
         assert self.store.used(Place.MEMORY) <= LIMIT
         assert self.store.used(Place.DISK) <= SPILL
-        assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
 
     @invariant()
     def bytes_are_those_of_the_files(self) -> None:
@@ -684,11 +680,9 @@ class Both(RuleBasedStateMachine):
         assert stats.bytes == sealed + granted + stats.zombie_bytes + stats.spare_bytes
 
     @invariant()
-    def uncovered_bytes_are_those_of_trained_tasks(self) -> None:
-        """What admission and the order for an early checkpoint go by."""
-        core = self.machine.core
-        trained = [slots for step, slots in core.batches.items() if step <= core.committed_step]
-        assert core.uncovered_bytes == sum(core.held_in(slot for slots in trained for slot in slots).values())
+    def the_durable_state_is_valid(self) -> None:
+        """Counts, waiting tasks, and the bytes that admission and the order for an early checkpoint go by."""
+        view.validate(self.machine.core)
 
     def teardown(self) -> None:
         """With everybody alive again nothing is left that the scheduler does not want."""
@@ -696,13 +690,12 @@ class Both(RuleBasedStateMachine):
         self.deliver_all()
         self.reconcile(at_once=True)
         page, _ = self.store.inventory(0)
-        table = self.machine.core.tasks
         for entry in page:
             if not entry.task_id.startswith("weights/"):
-                slot = table.find(entry.task_id)
-                assert slot >= 0
-                assert table.fence[slot] == entry.fence
-                assert table.done[slot]  # every lease has expired: what stays was accepted
+                task = view.find(self.machine.core, entry.task_id)
+                assert task is not None
+                assert task.fence == entry.fence
+                assert task.done  # every lease has expired: what stays was accepted
         assert self.machine.core.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted
