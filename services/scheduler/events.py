@@ -6,14 +6,29 @@ Durable events are journaled and replayed in order. Wire requests that change th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from proto import messages
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    FinishRun,
+    GetRunInfo,
+    GetStatus,
+    Heartbeat,
+    HoldDevices,
+    LeaseRequest,
+    NextBatch,
+    PublishWeights,
+    PutTask,
+    Register,
+    Resolve,
+    WaitEvals,
+)
 from proto.registry import Message
 
-Ref = Any
+Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
 
 
@@ -57,7 +72,10 @@ class StoreGone(msgspec.Struct, frozen=True, tag=True):
 
 
 Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone
-Durable = Internal | Message
+DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
+Durable = Internal | DriverRequest | Register | Complete
+Request = DriverRequest | Register | Complete | Heartbeat | HoldDevices | Resolve | LeaseRequest | WaitEvals | GetStatus
+"""The wire requests that the scheduler answers."""
 
 
 # --------------------------------------------------------------------------------------------------- volatile
@@ -73,7 +91,7 @@ class Asked:
     """A request arrived. `deadline` is when the caller gives up, on the clock of `now`."""
 
     ref: Ref
-    request: Any
+    request: Request
     deadline: float
     call: tuple[int, int] = (0, 0)
 
@@ -91,7 +109,7 @@ class Listed:
     """One page of the inventory of a store."""
 
     store: str
-    tasks: list[messages.PutTask]
+    tasks: list[PutTask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +153,7 @@ class SendClear:
     """Tombstone these tasks at `store`, and report `ClearDone` if `tracked`. Strays are not: they are found again."""
 
     store: str
-    tasks: list[messages.PutTask]
+    tasks: list[PutTask]
     tracked: bool
 
 

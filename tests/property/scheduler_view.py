@@ -2,69 +2,45 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
-
-from proto.ids import make_task_id
 from proto.messages import LeaseRequest
-from services.scheduler.core import Core
+from services.scheduler.leasing import training_version
+from services.scheduler.run_state import RunState
+from services.scheduler.tasks import Task
 
 
-@dataclass(frozen=True)
-class TaskView:
-    """A live task. `done` tells whether any result of it is accepted, `clears` how many stores have yet to answer."""
-
-    task_id: str
-    fence: int
-    clears: int
-    done: bool
+def find(run: RunState, task_id: str) -> Task | None:
+    return run.tasks.find(task_id)
 
 
-def find(core: Core, task_id: str) -> TaskView | None:
-    slot = core.tasks.find(task_id)
-    if slot < 0:
-        return None
-    return TaskView(task_id, core.tasks.fence[slot], core.tasks.clears[slot], bool(core.tasks.done[slot]))
-
-
-def live_ids(core: Core) -> list[str]:
+def live_ids(run: RunState) -> list[str]:
     """Training tasks that are not batched yet, in admission order."""
-    return [core.tasks.task_id(slot) for _, slot in core.window.members()]
+    return [task.task_id for task in run.window.tasks.values()]
 
 
-def batch_ids(core: Core, step: int) -> list[str]:
-    return [core.tasks.task_id(slot) for slot in core.batches.get(step, ())]
+def batch_ids(run: RunState, step: int) -> list[str]:
+    return [task.task_id for task in run.batches.get(step, ())]
 
 
-def taken_back_ids(core: Core) -> list[str]:
+def taken_back_ids(run: RunState) -> list[str]:
     """Tasks of steps that were taken back, which are admitted before all others."""
-    return [make_task_id("train", *name) for name in zip(core.reopened[::2], core.reopened[1::2], strict=True)]
+    return list(run.reopened)
 
 
-def leased(core: Core) -> list[TaskView]:
+def leased(run: RunState) -> list[Task]:
     """Tasks that live leases hold."""
-    table = core.tasks
-    slots = [slot for lease in core.leases for slot in lease.slots if table.lease[slot] == lease.lease_id]
-    return [view for slot in slots if (view := find(core, table.task_id(slot)))]
+    return [task for lease in run.leases for task in lease.tasks.values()]
 
 
-def waits_for_clears(core: Core) -> bool:
+def waits_for_clears(run: RunState) -> bool:
     """Whether a task waits for a store to acknowledge its last clear."""
-    return any(core.tasks.clears)
+    return any(task.clears for task in run.tasks)
 
 
-def could_train(core: Core, request: LeaseRequest) -> bool:
+def could_train(run: RunState, request: LeaseRequest) -> bool:
     """Whether a training task waits whose version is published."""
-    return core._training_version(request, set()) is not None
+    return training_version(run, request, set()) is not None
 
 
-def validate(core: Core) -> None:
+def validate(run: RunState) -> None:
     """What holds after every event."""
-    trained = [slot for step, slots in core.batches.items() if step <= core.committed_step for slot in slots]
-    assert core.uncovered == dict(core.held_in(trained))
-    assert core.uncovered_bytes == core.held_in(trained).total()
-    assert core.plan.deterministic or core.window.live <= core.plan.max_live
-    assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
-    for stage, line in enumerate(core.ready):
-        rest = copy.deepcopy(line)
-        assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
+    run.validate()

@@ -290,12 +290,12 @@ class Both(RuleBasedStateMachine):
         return True
 
     def publish(self, step: int) -> None:
-        name = f"weights/{self.machine.core.lineage}/{step}"
+        name = f"weights/{self.machine.run.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
             self.deliver_all()  # BUSY ends once what was ordered is cleared and nobody maps it
             assert self.put([(name, 1)], "w") == ""
         ref = WeightsRef(
-            lineage=self.machine.core.lineage,
+            lineage=self.machine.run.lineage,
             step=step,
             task_id=name,
             fence=1,
@@ -390,7 +390,7 @@ class Both(RuleBasedStateMachine):
     def forget_gone(self) -> None:
         """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
         for task_id, (fence, _) in list(self.accepted.items()):
-            task = view.find(self.machine.core, task_id)
+            task = view.find(self.machine.run, task_id)
             if task is None or task.fence != fence or task.clears:
                 del self.accepted[task_id]
 
@@ -410,8 +410,8 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        core = self.machine.core
-        step = core.committed_step + 1
+        run = self.machine.run
+        step = run.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
@@ -446,12 +446,12 @@ class Both(RuleBasedStateMachine):
     @rule()
     def trainer_is_killed(self) -> None:
         """It loads the newest checkpoint and replays what was committed since: the same tasks, all there."""
-        core = self.machine.core
-        committed = core.committed_step
+        run = self.machine.run
+        committed = run.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
         assert isinstance(info, RunInfo)
-        assert (info.committed_step, info.lineage) == (committed, core.lineage)
+        assert (info.committed_step, info.lineage) == (committed, run.lineage)
         for step in range(loaded + 1, committed + 1):
             batch = self.ask(NextBatch(driver=1, step=step))
             assert isinstance(batch, StepBatch)
@@ -575,16 +575,16 @@ class Both(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def scheduler_is_killed(self, whole: bool) -> None:
         """Back from the journal alone, or from the last snapshot and what came after it."""
-        before = snapshot.dump(self.machine.core)
+        before = snapshot.dump(self.machine.run)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
         if whole and self.kept is not None:
-            self.machine.core = snapshot.load(PLAN, self.kept)
+            self.machine.run = snapshot.load(PLAN, self.kept)
             rest = self.journal[self.kept_at :]
         else:
             rest = self.journal
         for event in rest:
             self.machine.replay(event)
-        assert snapshot.dump(self.machine.core) == before
+        assert snapshot.dump(self.machine.run) == before
         self.mail.clear()  # what was on its way is asked for again
         self.take(self.machine.begin(CONFIG, self.now))
 
@@ -607,16 +607,16 @@ class Both(RuleBasedStateMachine):
             self.workers[service] += 1
             self.register(service, self.workers[service])
         assert self.ask(GetRunInfo(driver=1)).committed_step == loaded
-        core = self.machine.core
+        run = self.machine.run
         self.batches = {step: tasks for step, tasks in self.batches.items() if step <= loaded}
-        first = view.live_ids(core)[: len(again)]
+        first = view.live_ids(run)[: len(again)]
         assert first == again[: len(first)]
         assert first or not again
         self.publish(loaded)
 
     @rule()
     def snapshot_is_taken(self) -> None:
-        self.kept = snapshot.dump(self.machine.core)
+        self.kept = snapshot.dump(self.machine.run)
         self.kept_at = len(self.journal)
 
     @rule()
@@ -647,19 +647,19 @@ class Both(RuleBasedStateMachine):
         for entry in page:
             assert self.tombs.get(entry.task_id, 0) < entry.fence
             if entry.task_id in self.newest:
-                assert view.find(self.machine.core, entry.task_id) is not None
+                assert view.find(self.machine.run, entry.task_id) is not None
 
     @invariant()
     def every_task_is_trained_once(self) -> None:
         """Promise 2: no task stands in two steps, and committed steps stay as they are."""
         trained = [task_id for tasks in self.batches.values() for task_id, _ in tasks]
         assert len(trained) == len(set(trained))
-        assert len(self.batches) >= self.machine.core.committed_step
+        assert len(self.batches) >= self.machine.run.committed_step
 
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
         """Promise 3."""
-        for task in view.leased(self.machine.core):
+        for task in view.leased(self.machine.run):
             assert self.tombs.get(task.task_id, 0) < task.fence
 
     @invariant()
@@ -682,7 +682,7 @@ class Both(RuleBasedStateMachine):
     @invariant()
     def the_durable_state_is_valid(self) -> None:
         """Counts, waiting tasks, and the bytes that admission and the order for an early checkpoint go by."""
-        view.validate(self.machine.core)
+        view.validate(self.machine.run)
 
     def teardown(self) -> None:
         """With everybody alive again nothing is left that the scheduler does not want."""
@@ -692,11 +692,11 @@ class Both(RuleBasedStateMachine):
         page, _ = self.store.inventory(0)
         for entry in page:
             if not entry.task_id.startswith("weights/"):
-                task = view.find(self.machine.core, entry.task_id)
+                task = view.find(self.machine.run, entry.task_id)
                 assert task is not None
                 assert task.fence == entry.fence
-                assert task.done  # every lease has expired: what stays was accepted
-        assert self.machine.core.clears.pending() == 0
+                assert task.made  # every lease has expired: what stays was accepted
+        assert self.machine.run.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted
         assert self.store.stats().zombie_bytes == 0
