@@ -17,12 +17,12 @@ from services.scheduler.attempts import DEATH, FAILURE, drop
 from services.scheduler.collection import collect, release
 from services.scheduler.evaluations import score
 from services.scheduler.events import Tell
-from services.scheduler.leases import Lease
+from services.scheduler.leases import TaskLease
 from services.scheduler.leasing import give_up, waits
 from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
 from services.scheduler.stores import store_index
-from services.scheduler.tasks import EVALUATION, Part, Task, TaskState
+from services.scheduler.tasks import EVALUATION, StagePart, Task, TaskState
 from services.scheduler.versions import free_versions
 from shared.rpc.errors import RpcError
 
@@ -113,7 +113,7 @@ def _layout(run: RunState, columns: dict[str, Array]) -> int:
     return run.layouts.index(layout)
 
 
-def _problem(task: Task | None, stage: int, lease: Lease | None, result: TaskResult) -> tuple[str, str] | None:
+def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: TaskResult) -> tuple[str, str] | None:
     """Return `(code, message)` if the result is refused, else None."""
     if task is None:
         return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
@@ -138,7 +138,7 @@ def _accept(
 ) -> None:
     release(run, task)
     run.tasks.edit(task)
-    part = Part(store_index(run, result.store), result.content_hash, result.nbytes)
+    part = StagePart(store_index(run, result.store), result.content_hash, result.nbytes)
     task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
     if stage == 0:
         task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens

@@ -31,35 +31,38 @@ class Consumption:
     fixed: bool
     """Whether a task keeps its step and its version whatever happens, and a step trained again has the same bits."""
     step_of: Callable[[RunState, int], int]
-    """(admission number) -> the step that will consume the task."""
+    """Return the step that will consume the task with this admission number."""
     room: Callable[[RunState], int]
-    """-> the number of tasks to admit now."""
+    """Return the number of tasks to admit now."""
     takeable: Callable[[RunState], int]
-    """-> the number of tasks that the next step could take."""
+    """Return the number of tasks that the next step could take."""
     take: Callable[[RunState], list[Task]]
     """Remove the tasks of the next step from the window and return them. Requires enough takeable ones."""
     choose: Callable[[RunState, int, int], list[Task]]
-    """(stage, most) -> the waiting tasks of the next lease."""
+    """Return the waiting tasks of the next lease of a stage, given the maximum number."""
     choose_rows: Callable[[RunState, Evaluation, int], list[str]]
-    """(evaluation, most) -> the waiting tasks of its next lease."""
+    """Return the waiting tasks of the next lease of an evaluation, given the maximum number."""
     version: Callable[[RunState, int, Version | None], Version | None]
-    """(oldest step, version to keep if possible) -> the version for a training lease, None if there is none yet."""
+    """Return the version for a training lease, or None if it is not published yet.
+
+    The arguments are the oldest step it may have, and the version that the engine should keep if it may.
+    """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
-    """-> the oldest step that a lease may still need, and the step from which on all versions are kept (None: none)."""
+    """Return the oldest step that a lease may still need, and the step from which all versions are kept, or None."""
     retry: Callable[[RunState, Task, int, str], None]
-    """(task, cost, reason): end an attempt without a result."""
+    """End an attempt without a result, with its cost (see `attempts.FAILURE`) and the reason."""
     take_back: Callable[[RunState, int, list[Task]], None]
-    """(step, tasks): reopen the tasks of batches after `step`. No training task may be leased."""
+    """Reopen the tasks of the batches after a step. No training task may be leased."""
     drop_if_stale: Callable[[RunState, Task], bool]
     """Drop a finished task that is too old for the next step, and return whether it was dropped."""
     drop_stale: Callable[[RunState], None]
     """Drop all finished tasks that are too old for the next step. Called after each batch."""
     metrics: Callable[[RunState], dict[str, float]]
-    """-> what the metrics row of a step says about the order, and begin to count anew."""
+    """Return what the metrics row of a step says about the order, and begin to count anew."""
 
 
 def _step_of(run: RunState, admission: int) -> int:
-    """The step becomes earlier if tasks before this one are dropped."""
+    """Return the step of a task. It becomes earlier if tasks before this one are dropped."""
     return run.batched_step + 1 + run.window.rank(admission) // run.plan.tasks_per_step
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from services.scheduler.tasks import Task
 
 Holder = tuple[str, int]
-Call = tuple[int, int]
+CallId = tuple[int, int]
 """Incarnation of a caller and the id of its request."""
-NO_CALL: Call = (0, 0)
+NO_CALL: CallId = (0, 0)
 Version = tuple[int, int]
 """Lineage and step of a policy version, ordered by lineage first."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class TaskLease:
     """One live lease. `version` names the weights to use, and `call` the request that the lease answered."""
 
     lease_id: int
@@ -25,7 +25,7 @@ class Lease:
     holder: Holder
     incarnation: int
     version: Version | None
-    call: Call
+    call: CallId
     tasks: dict[str, Task]
     """The tasks that it still holds, in the order of the grant."""
 
@@ -35,21 +35,21 @@ class Leases:
 
     def __init__(self) -> None:
         self.next_id = 1
-        self._live: dict[int, Lease] = {}
-        self._of: dict[Holder, dict[int, Lease]] = {}
-        self._answered: dict[Call, Lease] = {}
+        self._live: dict[int, TaskLease] = {}
+        self._of: dict[Holder, dict[int, TaskLease]] = {}
+        self._answered: dict[CallId, TaskLease] = {}
         self._versions: Counter[Version] = Counter()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[TaskLease]:
         return iter(self._live.values())
 
-    def get(self, lease_id: int) -> Lease | None:
+    def get(self, lease_id: int) -> TaskLease | None:
         return self._live.get(lease_id)
 
-    def add(self, lease: Lease) -> Lease:
+    def add(self, lease: TaskLease) -> TaskLease:
         self.next_id = max(self.next_id, lease.lease_id + 1)
         self._live[lease.lease_id] = lease
         self._of.setdefault(lease.holder, {})[lease.lease_id] = lease
@@ -59,7 +59,7 @@ class Leases:
             self._versions[lease.version] += 1
         return lease
 
-    def remove(self, lease: Lease) -> None:
+    def remove(self, lease: TaskLease) -> None:
         del self._live[lease.lease_id]
         self._answered.pop(lease.call, None)
         del self._of[lease.holder][lease.lease_id]
@@ -74,14 +74,14 @@ class Leases:
         """Return the policy versions that live leases name."""
         return set(self._versions)
 
-    def held_by(self, holder: Holder) -> list[Lease]:
+    def held_by(self, holder: Holder) -> list[TaskLease]:
         return list(self._of.get(holder, {}).values())
 
-    def last_of(self, holder: Holder) -> Lease | None:
+    def last_of(self, holder: Holder) -> TaskLease | None:
         """Return the live lease that was granted last to the holder, or None."""
         return next(reversed(self._of.get(holder, {}).values()), None)
 
-    def answering(self, holder: Holder, call: Call) -> Lease | None:
+    def answering(self, holder: Holder, call: CallId) -> TaskLease | None:
         """Return the live lease that this very request was granted before, or None."""
         lease = self._answered.get(call)
         return lease if lease is not None and lease.holder == holder else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from proto.messages import BatchMeta, BatchPart, ErrorCode, LeaseGrant, LeaseRequest, TaskHandle
 from services.scheduler.evaluations import Evaluation
-from services.scheduler.leases import Call, Lease, Version
+from services.scheduler.leases import CallId, TaskLease, Version
 from services.scheduler.plan import stage_index
 from services.scheduler.tasks import EVALUATION, Task, TaskState
 from services.scheduler.versions import free_versions
@@ -38,7 +38,7 @@ def stage_of(run: RunState, request: LeaseRequest) -> int:
     return stage
 
 
-def lease(run: RunState, request: LeaseRequest, call: Call) -> LeaseGrant | None:
+def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease a block of tasks, the oldest first. Return None, without any change, if there is nothing to lease."""
     stage = stage_of(run, request)
     if run.finished:
@@ -97,13 +97,13 @@ def _version_held(run: RunState, request: LeaseRequest) -> Version:
     return last.version if measures(last) else max(holds, last.version)
 
 
-def measures(lease: Lease) -> bool:
+def measures(lease: TaskLease) -> bool:
     """Return whether the lease belongs to an evaluation, which requires its exact version."""
     first = next(iter(lease.tasks.values()), None)
     return first is not None and first.admission == EVALUATION
 
 
-def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, call: Call) -> LeaseGrant:
+def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, call: CallId) -> LeaseGrant:
     rows = run.plan.block_rows or request.max_tasks * run.plan.group_size
     most = max(rows // one.samples, 1)  # as many rows as a training block has
     chosen = dict.fromkeys(run.order.choose_rows(run, one, most))
@@ -112,7 +112,7 @@ def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, cal
     return _grant(run, 0, request, call, [run.tasks.known(each) for each in chosen], one.version)
 
 
-def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: Call) -> LeaseGrant | None:
+def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease tasks that share one version of the reference. Return None until that version is published.
 
     A task of a step after a refresh waits for the version of the refresh. By then that version has been trained, so
@@ -168,11 +168,11 @@ def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
 
 
 def _grant(
-    run: RunState, stage: int, request: LeaseRequest, call: Call, tasks: Sequence[Task], version: Version | None
+    run: RunState, stage: int, request: LeaseRequest, call: CallId, tasks: Sequence[Task], version: Version | None
 ) -> LeaseGrant:
     holder, lease_id = (request.service, request.instance), run.leases.next_id
     held = {task.task_id: task for task in tasks}
-    granted = run.leases.add(Lease(lease_id, stage, holder, request.incarnation, version, call, held))
+    granted = run.leases.add(TaskLease(lease_id, stage, holder, request.incarnation, version, call, held))
     for task in tasks:
         run.tasks.edit(task).lease = lease_id
         if stage == 0:
@@ -180,7 +180,7 @@ def _grant(
     return describe(run, granted)
 
 
-def describe(run: RunState, lease: Lease, lease_s: float = 0.0) -> LeaseGrant:
+def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGrant:
     """Return the grant of a live lease, the same for every retry. `state.py` fills in `lease_s`."""
     stage = run.plan.stages[lease.stage]
     first = next(iter(lease.tasks.values()), None)
@@ -224,7 +224,7 @@ def handles(run: RunState, tasks: Iterable[Task], *, needs: tuple[str, ...] | No
     return BatchMeta(tasks=rows, parts=parts, stores=list(run.store_names) if used else [])
 
 
-def give_up(run: RunState, lease: Lease, cost: int) -> None:
+def give_up(run: RunState, lease: TaskLease, cost: int) -> None:
     """End a lease and retry the tasks that it still holds."""
     for task in list(lease.tasks.values()):
         if task.lease == lease.lease_id:  # the retry of another task may have begun a new attempt of this one

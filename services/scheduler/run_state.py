@@ -37,7 +37,7 @@ from services.scheduler.consumption import IN_ORDER
 from services.scheduler.deterministic import DETERMINISTIC
 from services.scheduler.evaluations import Evaluations, write_rows
 from services.scheduler.events import Cleared, Configure, Durable, Effect, Leased, LeaseExpired, StoreGone
-from services.scheduler.leases import Call, Holder, Leases
+from services.scheduler.leases import CallId, Holder, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.staleness import BY_COMPLETION
@@ -46,7 +46,7 @@ from services.scheduler.store_loss import come_back_empty, lost_data, remove_dep
 from services.scheduler.stores import STORE, held_in, limits
 from services.scheduler.tasks import Task, Tasks, TaskState, Transition
 from services.scheduler.versions import Versions, publish
-from services.scheduler.window import Window
+from services.scheduler.window import AdmissionWindow
 from shared.rundir import service_name
 
 Reply = LeaseGrant | CompleteAck | StepBatch | RunInfo | Ack
@@ -71,7 +71,7 @@ class RunState:
         self.registry: dict[Holder, Register] = {}
 
         self.tasks = Tasks(len(plan.stages))
-        self.window = Window()
+        self.window = AdmissionWindow()
         self.waiting: list[list[int]] = [[] for _ in plan.stages]
         """Heap of the admission numbers that wait for each stage. Outdated entries are skipped when they come up."""
         self.leases = Leases()
@@ -135,7 +135,7 @@ class RunState:
             admit(self)
         return reply
 
-    def lease(self, request: LeaseRequest, call: Call) -> LeaseGrant | None:
+    def lease(self, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
         """Do the same as `apply(Leased(...))` for a request that is not encoded."""
         self.tasks.cause = Leased.__name__
         grant = leasing.lease(self, request, call)

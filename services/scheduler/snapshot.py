@@ -17,7 +17,7 @@ from proto.messages import PublishWeights, Register
 from services.scheduler.collection import Entry
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import Configure
-from services.scheduler.leases import Lease
+from services.scheduler.leases import TaskLease
 from services.scheduler.losses import Losses
 from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
@@ -122,7 +122,7 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     run.window.restore(first, last, run.tasks, finished)
     for lease_id, stage, holder, incarnation, version, call, names in head.leases:
         held = {name: run.tasks.known(name) for name in names}
-        run.leases.add(Lease(lease_id, stage, holder, incarnation, version, call, held))
+        run.leases.add(TaskLease(lease_id, stage, holder, incarnation, version, call, held))
     run.leases.next_id = head.next_lease
     run.evaluations, run.losses, run.layouts = head.evaluations, head.losses, head.layouts
     run.batches = {step: [run.tasks.known(name) for name in names] for step, names in head.batches.items()}

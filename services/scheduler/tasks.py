@@ -51,7 +51,7 @@ the end of a task: shards of a task that may still be leased or trained are not 
 """
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StagePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An accepted result of one stage: where its shards are. `store` indexes `RunState.store_names`."""
 
     store: int
@@ -66,7 +66,7 @@ class Task:
     task_id: str
     admission: int
     """Number in the order of admission, or `EVALUATION`."""
-    parts: tuple[Part | None, ...]
+    parts: tuple[StagePart | None, ...]
     """The accepted result of each stage."""
     state: TaskState = TaskState.PENDING
     fence: int = 1
@@ -102,7 +102,7 @@ class Task:
         return sum(part.nbytes for part in self.parts if part is not None)
 
     @property
-    def made(self) -> list[Part]:
+    def made(self) -> list[StagePart]:
         """The accepted results."""
         return [part for part in self.parts if part is not None]
 
@@ -131,7 +131,7 @@ class Tasks:
         self.log: deque[Transition] = deque(maxlen=REMEMBERED)
         self.cause = ""
         """Kind of the event that is being applied."""
-        self._nothing: tuple[Part | None, ...] = (None,) * stages
+        self._nothing: tuple[StagePart | None, ...] = (None,) * stages
         self._by_id: dict[str, Task] = {}
         self._copies: dict[Task, Row] | None = None
         """Tasks that changed since the snapshot in progress began, as they were."""
@@ -202,7 +202,7 @@ class Tasks:
     def load(self, row: Row) -> Task:
         """Add the task of a row."""
         task_id, admission, parts, state, *rest = row
-        places = tuple(None if part is None else Part(*part) for part in parts)
+        places = tuple(None if part is None else StagePart(*part) for part in parts)
         task = self._by_id[task_id] = Task(task_id, admission, places, TaskState(state), *rest)
         self.counts[task.state] += 1
         return task

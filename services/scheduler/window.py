@@ -10,7 +10,7 @@ from services.scheduler.tasks import EVALUATION, Task, TaskState
 _BATCHED_OR_OVER = {TaskState.BATCHED, TaskState.TRAINED, TaskState.DROPPED}
 
 
-class Window:
+class AdmissionWindow:
     """Admission numbers `[head, tail)`. A number without a task is a gap, left by a drop or by completion."""
 
     def __init__(self) -> None:
