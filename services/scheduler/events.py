@@ -27,6 +27,7 @@ from proto.messages import (
     WaitEvals,
 )
 from proto.registry import Message
+from services.scheduler.tasks import TaskState
 
 Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
@@ -176,7 +177,7 @@ class SaveStep:
     """Write a row of the journal's readable table `steps`. `state` is BATCHED or TRAINED."""
 
     step: int
-    state: str
+    state: TaskState
     task_ids: list[str] | None
     metrics: dict[str, float]
 

@@ -58,7 +58,7 @@ class RunState:
     """The tasks, leases, versions, evaluations and steps of one run."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan: Plan = plan
         self.order = DETERMINISTIC if plan.deterministic else BY_COMPLETION if plan.by_completion else IN_ORDER
         """The order in which steps consume tasks."""
         self.epochs = EpochOrder(plan)
@@ -71,7 +71,7 @@ class RunState:
         self.registry: dict[Holder, Register] = {}
 
         self.tasks = Tasks(len(plan.stages))
-        self.window = AdmissionWindow()
+        self.window: AdmissionWindow = AdmissionWindow()
         self.waiting: list[list[int]] = [[] for _ in plan.stages]
         """Heap of the admission numbers that wait for each stage. Outdated entries are skipped when they come up."""
         self.leases = Leases()
@@ -96,7 +96,7 @@ class RunState:
         self.driver = 0
         self.old_drivers: list[int] = []
         self.lineage = 0
-        self.batched_step = 0
+        self.batched_step: int = 0
         self.committed_step = 0
         self.checkpoint_step = -1
         self.finished = False

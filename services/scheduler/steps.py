@@ -162,7 +162,7 @@ def form_batch(run: RunState, request: NextBatch) -> StepBatch | None:
     run.batches[request.step] = tasks
     run.identities[request.step] = [task.task_id for task in tasks]
     run.batched_step = request.step
-    run.out.append(SaveStep(request.step, "BATCHED", [task.task_id for task in tasks], {}))
+    run.out.append(SaveStep(request.step, TaskState.BATCHED, [task.task_id for task in tasks], {}))
     end = run.batched_step * run.plan.tasks_per_step  # in deterministic mode, the place of a drop decides
     run.losses.batched((task.admission for task in tasks), lambda admission: not run.order.fixed or admission < end)
     formed = _step_batch(run, request.step, tasks)
@@ -213,7 +213,7 @@ def commit(run: RunState, request: CommitStep) -> bool:
     for task in run.batches[step]:
         run.tasks.move(task, TaskState.TRAINED)
     count_uncovered(run, run.batches[step], 1)
-    run.out.append(SaveStep(step, "TRAINED", None, request.metrics))
+    run.out.append(SaveStep(step, TaskState.TRAINED, None, request.metrics))
     if run.config.collect_at_commit:
         collect_steps(run, step)
     collected = float(run.tasks.counts[TaskState.COLLECTED])

@@ -57,7 +57,7 @@ def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float
         lineage=run.lineage,
         version=run.versions.newest[1] if run.versions.newest else 0,
         services=rows,
-        tasks=dict(run.tasks.counts),
+        tasks={str(state): count for state, count in run.tasks.counts.items()},
         store_bytes=nbytes,
         store_limit_bytes=run.limit_bytes,
         store_shards=shards,
