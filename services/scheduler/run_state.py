@@ -234,7 +234,7 @@ class RunState:
 
     def story(self, task_id: str) -> list[Transition]:
         """Return the changes of state of a task, oldest first, as far as this life of the process remembers them."""
-        return [each for each in self.tasks.log if each.task_id == task_id]
+        return self.tasks.story(task_id)
 
     def validate(self) -> None:
         """Check what holds after every event. Raises AssertionError that names the task and tells its story."""
@@ -246,8 +246,8 @@ class RunState:
             waits = self.window.tasks.get(task.admission) is task or task.task_id in measured
             problem = self._problem(task, waits, batched.get(task.task_id, 0))
             if problem:
-                story = "; ".join(f"{each.before} -> {each.after} ({each.cause})" for each in self.story(task.task_id))
-                raise AssertionError(f"{task.task_id}, fence {task.fence}, {task.state}: {problem}; {story}")
+                text = f"{task.task_id}, fence {task.fence}, {task.state}: {problem}"
+                raise AssertionError(f"{text}; {self.tasks.told(task.task_id)}")
         trained = [task for step, tasks in self.batches.items() if step <= self.committed_step for task in tasks]
         checks = {
             "counts": self.tasks.counts == counts,

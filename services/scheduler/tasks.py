@@ -166,13 +166,22 @@ class Tasks:
         """Change the state of a task. Raises ValueError if `TRANSITIONS` does not allow it. COLLECTED removes it."""
         before = task.state
         if state not in TRANSITIONS[before]:
-            raise ValueError(f"{task.task_id}, fence {task.fence}: {before} -> {state} is no transition ({self.cause})")
+            problem = f"{before} -> {state} is no transition ({self.cause})"
+            raise ValueError(f"{task.task_id}, fence {task.fence}: {problem}; {self.told(task.task_id)}")
         self.edit(task).state = state
         self.counts[before] -= 1
         self.counts[state] += 1
         self.log.append(Transition(task.task_id, task.fence, before, state, self.cause))
         if state == TaskState.COLLECTED:
             del self._by_id[task.task_id]
+
+    def story(self, task_id: str) -> list[Transition]:
+        """Return the changes of state of a task, oldest first, as far as `log` has them."""
+        return [each for each in self.log if each.task_id == task_id]
+
+    def told(self, task_id: str) -> str:
+        """Return the story of a task in one line."""
+        return "; ".join(f"{each.before} -> {each.after} ({each.cause})" for each in self.story(task_id))
 
     def begin_attempt(self, task: Task) -> None:
         """Discard the results of the last attempt: the task is PENDING under a higher fence."""
