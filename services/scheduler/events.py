@@ -53,10 +53,10 @@ class Leased(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A lease made no progress for `lease_s`. `untouched` means that its work had not started."""
+    """A lease made no progress for `lease_s`. `not_started` tells whether its work had not begun."""
 
     lease_id: int
-    untouched: bool = False
+    not_started: bool = False
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):

@@ -202,7 +202,7 @@ class RunState:
         """End a lease without progress and retry its tasks. It counts as a failed attempt if their work had begun."""
         lease = self.leases.get(event.lease_id)
         if lease is not None:
-            leasing.give_up(self, lease, 0 if event.untouched else FAILURE)
+            leasing.give_up(self, lease, 0 if event.not_started else FAILURE)
         return lease is not None
 
     # ---- views

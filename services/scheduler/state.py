@@ -345,12 +345,12 @@ class Scheduler:
         )
         self._devices.beat(beat, self._now)
         lost: list[int] = []
-        for told in beat.leases:
-            lease = self.run.leases.get(told.lease_id)
+        for report in beat.leases:
+            lease = self.run.leases.get(report.lease_id)
             if lease is None or lease.holder != holder or lease.incarnation != beat.incarnation:
-                lost.append(told.lease_id)
-                continue
-            self._paces.told(told, self._now)
+                lost.append(report.lease_id)
+            else:
+                self._paces.heard(report, self._now)
         ack = HeartbeatAck(
             scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
         )

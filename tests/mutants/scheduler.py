@@ -74,8 +74,8 @@ SCHEDULER = [
     Mutation(
         "a heartbeat without progress renews a lease",
         "services/scheduler/pace.py",
-        "if told.progress > pace.progress:",
-        "if told.progress >= pace.progress:",
+        "if report.progress > pace.progress:",
+        "if report.progress >= pace.progress:",
         f"{UNIT}::test_only_progress_renews_a_lease",
     ),
     Mutation(
