@@ -7,6 +7,7 @@ that caused it is durable.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Coroutine, Iterable
@@ -104,7 +105,11 @@ class SchedulerService(Service):
             devices=DeviceTurns(device_limits(topology)),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        self._rebuild()
+        gc.disable()  # what the journal makes stays: collections would only traverse it, again and again
+        try:
+            self._rebuild()
+        finally:
+            gc.enable()
         run = self._state.run
         self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, run.lineage)
         self._state.last_row = self._journal.last_row()
@@ -113,12 +118,12 @@ class SchedulerService(Service):
 
     def _rebuild(self) -> None:
         resumed = self._journal.has_snapshot
-        try:
-            if resumed:
+        if resumed:
+            try:
                 self._state.run = snapshot.load(self._state.run.plan, self._journal.snapshot())
-        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-            cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
-            raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
+            except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+                cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
+                raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
         count = 0
         for event in self._journal.events():
             self._state.replay(event)
