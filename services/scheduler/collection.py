@@ -1,7 +1,8 @@
-"""The clears that stores have not acknowledged yet: one ordered queue per store, kept until the store is gone for good.
+"""Collection of tasks: clears that stores have yet to acknowledge, one ordered queue per store. Pure.
 
 A clear names `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence. No clear is
-lost or reordered.
+lost or reordered, and it is kept until the store is gone for good. A task is COLLECTED once every store that may hold
+shards of it has acknowledged its last clear.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from proto.messages import PutTask
+from proto.messages import PutTask, WeightsRef
+from services.scheduler.stores import TRAINER_STORE, count_uncovered, stores_of
+from services.scheduler.tasks import Task, TaskState
+from shared.stages import WEIGHTS
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
 
 MAX_CLEARS = 1000
 """Maximum number of clears in one message."""
@@ -24,8 +32,6 @@ class ClearQueues:
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Entry]] = {}
-        self.collected = 0
-        """Number of tasks whose last clear was acknowledged by every store that may hold them."""
 
     @property
     def stores(self) -> list[str]:
@@ -38,16 +44,15 @@ class ClearQueues:
         """Remove the queue of a store that is gone. Call `pop` for its remaining clears first."""
         del self._queues[store]
 
-    def push(self, task_id: str, fence: int, stores: Iterable[str], *, last: bool) -> None:
+    def push(self, entry: Entry, stores: Iterable[str]) -> None:
         """Queue a clear at each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
         for store in stores:
             if store in self._queues:
-                self._queues[store].append((task_id, fence, last))
+                self._queues[store].append(entry)
 
     def head(self, store: str) -> list[PutTask]:
         """Return the clears to send next, at most MAX_CLEARS."""
-        queue = self._queues[store]
-        return [PutTask(task_id, fence) for task_id, fence, _ in islice(queue, MAX_CLEARS)]
+        return [PutTask(task_id, fence) for task_id, fence, _ in islice(self._queues[store], MAX_CLEARS)]
 
     def pop(self, store: str, count: int) -> list[Entry]:
         queue = self._queues[store]
@@ -63,7 +68,88 @@ class ClearQueues:
         """Return a copy of the queues, by store."""
         return {name: list(queue) for name, queue in self._queues.items()}
 
-    def extend(self, store: str, entries: list[Entry]) -> None:
+    def extend(self, store: str, entries: Iterable[Entry]) -> None:
         """Append entries of a snapshot to the queue of a store."""
         self.add_store(store)
-        self._queues[store].extend((task, fence, last) for task, fence, last in entries)
+        self._queues[store].extend(entries)
+
+
+def clear(run: RunState, task: Task, *, last: bool) -> int:
+    """Clear what was made under the task's fence, and return the number of acknowledgements to wait for.
+
+    The clear goes to the stores of the task's results and of its lease, and to the trainer's. Shards elsewhere (a late
+    put of an earlier attempt) are strays, which reconciliation finds.
+    """
+    stores = run.clears.stores
+    if len(stores) > 1:
+        may = {TRAINER_STORE, *(run.store_names[part.store] for part in task.made)}
+        lease = run.leases.get(task.lease)
+        if lease is not None:
+            may |= stores_of(run, lease.holder)
+        stores = [store for store in stores if store in may]
+    run.clears.push((task.task_id, task.fence, last), stores)
+    return len(stores)
+
+
+def clear_weights(run: RunState, ref: WeightsRef) -> None:
+    """Clear the shards of a version."""
+    run.clears.push((ref.task_id, ref.fence, False), [ref.store])
+
+
+def release(run: RunState, task: Task) -> None:
+    """Take a task away from the lease that holds it, if any."""
+    lease = run.leases.get(task.lease)
+    if lease is not None:
+        del lease.tasks[task.task_id]
+        run.tasks.edit(task).lease = 0
+
+
+def collect(run: RunState, task: Task) -> None:
+    """Clear a task at every store that may hold it. It is COLLECTED once all of them have acknowledged."""
+    waits = clear(run, task, last=True)
+    release(run, task)
+    if waits:
+        run.tasks.edit(task).clears = waits
+    else:
+        run.tasks.move(task, TaskState.COLLECTED)
+
+
+def cleared(run: RunState, store: str, count: int) -> None:
+    """Remove the first `count` clears, which the store has acknowledged, from its queue."""
+    for task_id, fence, last in run.clears.pop(store, count):
+        task = run.tasks.find(task_id) if last else None
+        if task is not None and task.fence == fence:  # with a higher fence, the task is live again
+            run.tasks.edit(task).clears -= 1
+            if not task.clears:
+                run.tasks.move(task, TaskState.COLLECTED)
+
+
+def set_aside(run: RunState, tasks: Iterable[Task]) -> None:
+    """Drop these tasks without counting them as losses, and collect their shards."""
+    for task in tasks:
+        run.tasks.move(task, TaskState.DROPPED)
+        collect(run, task)
+
+
+def collect_steps(run: RunState, last: int) -> None:
+    """Collect the trained tasks of all steps up to `last`."""
+    for step in [step for step in run.batches if step <= min(last, run.committed_step)]:
+        tasks = run.batches.pop(step)
+        count_uncovered(run, tasks, -1)
+        for task in tasks:
+            collect(run, task)
+
+
+def is_stray(run: RunState, entry: PutTask) -> bool:
+    """Return whether `entry` of a store is neither accepted, nor under a live lease, nor of a live version."""
+    split, epoch, index = entry.task_id.rsplit("/", 2)
+    if split == WEIGHTS:
+        version = (int(epoch), int(index))
+        ref = run.versions.get(version)
+        if ref is not None:
+            return entry.fence < ref.fence
+        newest = run.versions.newest
+        # A version that is put but not published yet is of the driver's lineage and not older than the newest.
+        return newest is not None and (version[0] < run.lineage or version < newest)
+    task = run.tasks.find(entry.task_id)
+    return task is None or entry.fence < task.fence

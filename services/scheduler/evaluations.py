@@ -8,37 +8,46 @@ nothing about it and is dropped. The metrics row counts both, so no failure is h
 from __future__ import annotations
 
 import math
-from array import array
-from collections import deque
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from proto.tensors import Array
-from services.scheduler.versions import Version
+from services.scheduler.events import SaveEval, Tell, WriteRow
+from services.scheduler.leases import Version
+from services.scheduler.plan import due
+from services.scheduler.tasks import Task
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
 
 
+@dataclass
 class Evaluation:
-    """The evaluation of one set on one version.
+    """The evaluation of one set on one version, with `samples` samples of each row."""
 
-    `scores` holds the mean reward of each row and `best` the reward of its best sample. Both are NaN for rows that are
-    not scored.
-    """
+    name: str
+    version: Version
+    samples: int
+    scores: list[float]
+    """Mean reward of each row, NaN until the row is scored."""
+    best: list[float]
+    """Reward of the best sample of each row, NaN until the row is scored."""
+    left: int
+    """Number of tasks that are neither scored nor dropped."""
+    waiting: list[str] = field(default_factory=list)
+    """Ids of the tasks that wait for a lease."""
+    dropped: int = 0
+    failed: int = 0
+    """Number of samples of scored rows that count as 0."""
 
-    def __init__(self, name: str, split: int, version: Version, rows: int, samples: int) -> None:
-        self.name = name
-        self.split = split
-        self.version = version
-        self.samples = samples
-        self.scores = array("d", [math.nan]) * rows
-        self.best = array("d", [math.nan]) * rows
-        self.waiting: deque[int] = deque()
-        """Slots of the tasks that wait for a lease."""
-        self.left = rows
-        """Number of tasks that are neither scored nor dropped."""
-        self.dropped = 0
-        self.failed = 0
-        """Number of samples of scored rows that count as 0."""
+    @classmethod
+    def of(cls, name: str, version: Version, rows: int, samples: int) -> Evaluation:
+        """Return an evaluation of which no row is scored yet."""
+        return cls(name, version, samples, [math.nan] * rows, [math.nan] * rows, rows)
 
     def score(self, row: int, rewards: Array, failed: int) -> None:
         """Score a row: `rewards` are those of its N scored samples, float [N]. N + `failed` is at least 1."""
@@ -78,7 +87,7 @@ class Evaluation:
         return found
 
 
-def _mean(values: array[float]) -> float:
+def _mean(values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     try:
         return math.fsum(known) / len(known) if known else math.nan
@@ -86,24 +95,24 @@ def _mean(values: array[float]) -> float:
         return math.nan
 
 
+@dataclass
 class Evaluations:
     """Open evaluations, oldest first, and the results of completed ones."""
 
-    def __init__(self) -> None:
-        self.open: dict[tuple[str, int], Evaluation] = {}
-        self.done: dict[int, dict[str, dict[str, float]]] = {}
-        """Version step -> set -> `Evaluation.metrics`."""
+    open: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
+    """By set and step of the version."""
+    done: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Version step -> set -> `Evaluation.metrics`."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
 
-    def named(self) -> set[Version]:
+    def versions(self) -> set[Version]:
         return {each.version for each in self.open.values()}
 
-    def finish(self, evaluation: Evaluation) -> None:
-        step = evaluation.version[1]
-        del self.open[evaluation.name, step]
-        self.done.setdefault(step, {})[evaluation.name] = evaluation.metrics()
+    def of(self, task: Task) -> Evaluation:
+        """Return the open evaluation to which a task belongs."""
+        return self.open[task.split, task.epoch]
 
     def accuracy(self, step: int) -> dict[str, float]:
         """Return the accuracy of each set completed for version `step`; NaN where nothing was scored."""
@@ -113,36 +122,58 @@ class Evaluations:
         """Return the part of the metrics row of version `step` that its evaluations contribute."""
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
-    def take_back(self, step: int) -> list[Evaluation]:
-        """Remove the evaluations of versions after `step`, completed and open, and return the open ones."""
+    def take_back(self, step: int) -> list[str]:
+        """Remove the evaluations of versions after `step` and return their tasks that wait for a lease."""
         gone = [one for one in self.open.values() if one.version[1] > step]
-        for one in gone:
-            del self.open[one.name, one.version[1]]
-        for later in [each for each in self.done if each > step]:
-            del self.done[later]
-        return gone
+        self.open = {key: one for key, one in self.open.items() if one.version[1] <= step}
+        self.done = {each: results for each, results in self.done.items() if each <= step}
+        return [task_id for one in gone for task_id in one.waiting]
 
-    def dump(self) -> dict[str, Any]:
-        return {
-            "open": [
-                [
-                    *(e.name, e.split, e.version, e.samples, e.scores.tobytes(), e.best.tobytes()),
-                    *(list(e.waiting), e.left, e.dropped, e.failed),
-                ]
-                for e in self.open.values()
-            ],
-            "done": [[step, results] for step, results in self.done.items()],
-        }
 
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> Evaluations:
-        evaluations = cls()
-        for name, split, version, samples, scores, best, waiting, left, dropped, failed in data["open"]:
-            one = Evaluation(name, split, tuple(version), 0, samples)
-            one.scores.frombytes(scores)
-            one.best.frombytes(best)
-            one.waiting = deque(waiting)
-            one.left, one.dropped, one.failed = left, dropped, failed
-            evaluations.open[name, version[1]] = one
-        evaluations.done = {step: dict(results) for step, results in data["done"]}
-        return evaluations
+def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
+    """Score an evaluation task. `rewards` are those of its scored samples."""
+    one = run.evaluations.of(task)
+    one.score(bisect_left(_rows(run, one), task.row), rewards, failed)
+    end_task(run, one)
+
+
+def next_rows(run: RunState, one: Evaluation, most: int) -> list[str]:
+    """Return the waiting tasks of the first fixed block of `most` rows that has any."""
+    rows = _rows(run, one)
+    place = {task_id: bisect_left(rows, int(task_id.rpartition("/")[2])) for task_id in one.waiting}
+    block = min(place.values()) // most
+    return sorted((each for each in place if place[each] // most == block), key=place.__getitem__)
+
+
+def _rows(run: RunState, one: Evaluation) -> Sequence[int]:
+    return next(each.rows for each in run.plan.evals if each.name == one.name)
+
+
+def end_task(run: RunState, one: Evaluation) -> None:
+    """Count a task that was scored or dropped. The last one completes the evaluation."""
+    one.left -= 1
+    if one.left:
+        return
+    step = one.version[1]
+    del run.evaluations.open[one.name, step]
+    run.evaluations.done.setdefault(step, {})[one.name] = one.metrics()
+    if one.rows_scored:
+        run.out.append(SaveEval(one.name, step, one.accuracy, one.rows_scored, one.dropped))
+    run.out.append(Tell("eval", {"step": step, **one.metrics()}))
+    write_rows(run)
+
+
+def evaluated(run: RunState, step: int) -> dict[str, float] | None:
+    """Return the accuracies of the evaluations due at version `step`, or None while some are missing."""
+    done = run.evaluations.accuracy(step)
+    wanted = [each.name for each in due(run.plan, run.config.steps, step)]
+    return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
+
+
+def write_rows(run: RunState) -> None:
+    """Write metrics rows in step order, each once the evaluations due at its version are complete."""
+    while run.next_row in run.waiting_rows and evaluated(run, run.next_row) is not None:
+        row = run.waiting_rows.pop(run.next_row)
+        found = run.evaluations.row(run.next_row)
+        run.out.append(WriteRow(run.next_row, {"step": 0.0, **row, **found} | {"step": float(run.next_row)}))
+        run.next_row += 1

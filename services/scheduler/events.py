@@ -6,14 +6,30 @@ Durable events are journaled and replayed in order. Wire requests that change th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from proto import messages
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    FinishRun,
+    GetRunInfo,
+    GetStatus,
+    Heartbeat,
+    HoldDevices,
+    LeaseRequest,
+    NextBatch,
+    PublishWeights,
+    PutTask,
+    Register,
+    Resolve,
+    WaitEvals,
+)
 from proto.registry import Message
+from services.scheduler.tasks import TaskState
 
-Ref = Any
+Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
 
 
@@ -37,10 +53,10 @@ class Leased(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A lease made no progress for `lease_s`. `untouched` means that its work had not started."""
+    """A lease made no progress for `lease_s`. `not_started` tells whether its work had not begun."""
 
     lease_id: int
-    untouched: bool = False
+    not_started: bool = False
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +73,10 @@ class StoreGone(msgspec.Struct, frozen=True, tag=True):
 
 
 Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone
-Durable = Internal | Message
+DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
+Durable = Internal | DriverRequest | Register | Complete
+Request = DriverRequest | Register | Complete | Heartbeat | HoldDevices | Resolve | LeaseRequest | WaitEvals | GetStatus
+"""The wire requests that the scheduler answers."""
 
 
 # --------------------------------------------------------------------------------------------------- volatile
@@ -73,7 +92,7 @@ class Asked:
     """A request arrived. `deadline` is when the caller gives up, on the clock of `now`."""
 
     ref: Ref
-    request: Any
+    request: Request
     deadline: float
     call: tuple[int, int] = (0, 0)
 
@@ -91,7 +110,7 @@ class Listed:
     """One page of the inventory of a store."""
 
     store: str
-    tasks: list[messages.PutTask]
+    tasks: list[PutTask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +154,7 @@ class SendClear:
     """Tombstone these tasks at `store`, and report `ClearDone` if `tracked`. Strays are not: they are found again."""
 
     store: str
-    tasks: list[messages.PutTask]
+    tasks: list[PutTask]
     tracked: bool
 
 
@@ -158,7 +177,7 @@ class SaveStep:
     """Write a row of the journal's readable table `steps`. `state` is BATCHED or TRAINED."""
 
     step: int
-    state: str
+    state: TaskState
     task_ids: list[str] | None
     metrics: dict[str, float]
 

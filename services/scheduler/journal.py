@@ -36,6 +36,7 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.snapshot import LAYOUT
+from services.scheduler.tasks import TaskState
 from services.scheduler.wal import WalCheckpoints
 from shared.rpc.errors import RpcError
 
@@ -166,7 +167,7 @@ class Journal:
                     raise self._broken(f"event {seq + 1} is missing; restore the file from a backup")
                 seq = found
                 decoder = _DECODERS.get(kind)
-                yield decoder.decode(body) if decoder is not None else codec.decode_body(kind, body)
+                yield decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
         except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
             raise self._broken(f"event {seq}: {error}; restore the file from a backup") from None
 
@@ -186,7 +187,7 @@ class Journal:
     def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
         """Add a row to a readable table, or remove rows of steps that were taken back."""
         match effect:
-            case SaveStep(state="BATCHED"):
+            case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
                 self._saves.append(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", values))
             case SaveStep():

@@ -7,8 +7,8 @@ depend on when results arrived.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from proto.messages import DropReason, LossReason, TaskResult
 
@@ -21,21 +21,35 @@ def drop_reason(why: str) -> DropReason:
     return DropReason(why) if why in _DROPS else DropReason.OTHER
 
 
+@dataclass
+class Filtered:
+    """Number of tasks that were dropped because their rewards are equal, their samples, and the sum of the rewards."""
+
+    tasks: int = 0
+    samples: int = 0
+    reward_sum: float = 0.0
+
+
+@dataclass
 class Losses:
     """Total counts (`dropped`, `lost`) and those of the newest batch (`batch_drops`, `batch_lost`)."""
 
-    def __init__(self) -> None:
-        self.dropped: Counter[str] = Counter()
-        self.lost: Counter[str] = Counter()
-        self.batch_drops: dict[str, int] = {}
-        self.batch_lost: dict[str, int] = {}
-        self._drops: dict[int, str] = {}
-        self._samples: dict[int, dict[str, int]] = {}
+    dropped: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    batch_drops: dict[str, int] = field(default_factory=dict)
+    batch_lost: dict[str, int] = field(default_factory=dict)
+    open_drops: dict[int, str] = field(default_factory=dict)
+    """Reason of each drop that no batch has counted, by admission number."""
+    open_lost: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Lost samples that no batch has counted, by admission number."""
+    filtered: Filtered = field(default_factory=Filtered)
+    """Tasks that were filtered since the newest batch."""
+    batch_filtered: Filtered = field(default_factory=Filtered)
 
     def drop(self, admission: int, reason: DropReason) -> None:
         """Count a dropped task."""
-        self.dropped[reason] += 1
-        self._drops[admission] = reason
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.open_drops[admission] = reason
 
     def lose(self, admission: int, result: TaskResult) -> None:
         """Count the lost samples, if any, of an accepted result."""
@@ -46,33 +60,15 @@ class Losses:
         if unknown > 0:
             counts[LossReason.OTHER] += unknown
         if counts:
-            self.lost += counts
-            self._samples[admission] = dict(counts)
+            self.lost = dict(Counter(self.lost) + counts)
+            self.open_lost[admission] = dict(counts)
 
     def batched(self, taken: Iterable[int], is_over: Callable[[int], bool]) -> None:
         """Count a batch of the tasks `taken` and the drops that `is_over` assigns to this or an earlier batch."""
-        over = [admission for admission in self._drops if is_over(admission)]
-        self.batch_drops = _ordered(Counter(self._drops.pop(admission) for admission in over))
+        over = [admission for admission in self.open_drops if is_over(admission)]
+        self.batch_drops = dict(sorted(Counter(self.open_drops.pop(admission) for admission in over).items()))
         lost: Counter[str] = Counter()
         for admission in (*taken, *over):
-            lost.update(self._samples.pop(admission, {}))
-        self.batch_lost = _ordered(lost)
-
-    def dump(self) -> dict[str, Any]:
-        return {
-            "totals": [self.dropped, self.lost],
-            "batch": [self.batch_drops, self.batch_lost],
-            "open": [list(self._drops.items()), list(self._samples.items())],
-        }
-
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> Losses:
-        losses = cls()
-        losses.dropped, losses.lost = map(Counter, data["totals"])
-        losses.batch_drops, losses.batch_lost = data["batch"]
-        losses._drops, losses._samples = map(dict, data["open"])
-        return losses
-
-
-def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items()))
+            lost.update(self.open_lost.pop(admission, {}))
+        self.batch_lost = dict(sorted(lost.items()))
+        self.batch_filtered, self.filtered = self.filtered, Filtered()

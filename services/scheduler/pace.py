@@ -13,7 +13,7 @@ from services.scheduler.events import LeaseExpired
 class _Pace:
     deadline: float
     progress: int = -1
-    untouched: bool = False
+    not_started: bool = False
 
 
 class Paces:
@@ -29,12 +29,12 @@ class Paces:
         pace = self._of[lease_id] = _Pace(now + self._lease_s)
         heapq.heappush(self._expiries, (pace.deadline, lease_id))
 
-    def told(self, told: LeaseProgress, now: float) -> None:
-        """Record the progress that the holder reports in a heartbeat."""
-        pace = self._of[told.lease_id]
-        pace.untouched = told.untouched
-        if told.progress > pace.progress:
-            pace.progress = told.progress
+    def heard(self, report: LeaseProgress, now: float) -> None:
+        """Record the progress that the holder of a live lease reports in a heartbeat."""
+        pace = self._of[report.lease_id]
+        pace.not_started = report.untouched
+        if report.progress > pace.progress:
+            pace.progress = report.progress
             pace.deadline = now + self._lease_s
 
     def result(self, lease_id: int, now: float) -> None:
@@ -58,5 +58,5 @@ class Paces:
                 heapq.heappush(self._expiries, (pace.deadline, lease_id))
             else:
                 del self._of[lease_id]
-                found.append(LeaseExpired(lease_id, pace.untouched))
+                found.append(LeaseExpired(lease_id, pace.not_started))
         return found

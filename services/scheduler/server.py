@@ -7,10 +7,11 @@ that caused it is durable.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Coroutine, Iterable
+from typing import ClassVar, cast, get_args
 
 import msgspec
 
@@ -29,6 +30,7 @@ from services.scheduler.events import (
     Listed,
     Persist,
     ProcessGone,
+    Request,
     RequestInventory,
     Rewound,
     SaveEval,
@@ -84,7 +86,7 @@ class SchedulerService(Service):
         """Rebuild the state, then open the mailbox, so that no request is answered from a partly replayed journal."""
         self._failed = asyncio.get_running_loop().create_future()
         self._open()
-        for kind in self._state.requests:
+        for kind in get_args(Request):
             self.mailbox.handle(kind, self._ask)
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance), self._flush)
 
@@ -103,27 +105,31 @@ class SchedulerService(Service):
             devices=DeviceTurns(device_limits(topology)),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        self._rebuild()
-        core = self._state.core
-        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, core.next_row - 1, core.lineage)
+        gc.disable()  # what the journal makes stays: collections would only traverse it, again and again
+        try:
+            self._rebuild()
+        finally:
+            gc.enable()
+        run = self._state.run
+        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, run.lineage)
         self._state.last_row = self._journal.last_row()
         self._state.bad_rows = len(bad)
         self._take(self._state.begin(configuration(topology), self._now()))
 
     def _rebuild(self) -> None:
         resumed = self._journal.has_snapshot
-        try:
-            if resumed:
-                self._state.core = snapshot.load(self._state.core.plan, self._journal.snapshot())
-        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-            cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
-            raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
+        if resumed:
+            try:
+                self._state.run = snapshot.load(self._state.run.plan, self._journal.snapshot())
+            except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+                cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
+                raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
         count = 0
         for event in self._journal.events():
             self._state.replay(event)
             count += 1
         if resumed or count:
-            self.log.info("journal replayed", events=count, step=self._state.core.committed_step)
+            self.log.info("journal replayed", events=count, step=self._state.run.committed_step)
 
     async def serve(self) -> None:
         """Advance the clock until the service stops or the journal cannot be written."""
@@ -165,7 +171,7 @@ class SchedulerService(Service):
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def _ask(self, request: Any, call: Call) -> Deferral:
+    def _ask(self, request: Request, call: Call) -> Deferral:
         event = Asked(call, request, call.deadline, (call.incarnation, call.request_id))
         self._take(self._state.handle(event, self._now()))
         return DEFERRED
@@ -210,17 +216,17 @@ class SchedulerService(Service):
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.begin_snapshot(snapshot.begin(self._state.core))
+                self._journal.begin_snapshot(snapshot.begin(self._state.run))
         except Exception as error:  # otherwise the rest of the burst would be lost silently
             self._failed.set_exception(error)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Answer():
-                effect.ref.reply(effect.body)
+                cast(Call, effect.ref).reply(effect.body)
             case Fail():
                 error = RpcError(effect.code, effect.message, retry_after_s=effect.retry_after_s)
-                effect.ref.fail(error)
+                cast(Call, effect.ref).fail(error)
             case SendClear():
                 job = self._start(self._clear(effect))
                 if effect.tracked:
@@ -259,7 +265,7 @@ class SchedulerService(Service):
 
     # ---------------------------------------------------------------------------------------------- stores
 
-    def _start(self, work: Any) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         job: asyncio.Task[None] = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)

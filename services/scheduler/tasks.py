@@ -1,171 +1,217 @@
-"""The table of live tasks: one slot per task in typed columns, and an index from task to slot.
-
-Tasks are not objects, because a million of them must fit in memory. Columns are `array` rather than numpy arrays:
-single cells are read three times faster, as the plain integers that messages hold. Freed slots are reused.
-"""
+"""The live tasks of a run: plain objects whose states change along one table of transitions. Pure."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from typing import Any, Final
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
-from proto.ids import make_task_id
-from services.scheduler.slot_index import NO_SLOT, SlotIndex
+import msgspec
 
 EVALUATION: Final = -1
 """Admission number of a task outside admission."""
+REMEMBERED = 20_000
+"""Number of transitions that `Tasks.log` keeps."""
 
 
-class TaskState:
-    """The states of a task, as stored. `NAMES[state]` is the name for display. FREE means that the slot holds no task.
+class TaskState(StrEnum):
+    """A task whose next stage (such as the reference) is leased stays ROLLED_OUT; `Task.lease` names the lease."""
 
-    A task whose next stage (such as the reference) is leased stays ROLLED_OUT; its lease is in the lease column.
-    """
-
-    FREE, PENDING, LEASED, ROLLED_OUT, READY, BATCHED, TRAINED, SCORED, DROPPED = range(9)
-    NAMES: Final = ("FREE", "PENDING", "LEASED", "ROLLED_OUT", "READY", "BATCHED", "TRAINED", "SCORED", "DROPPED")
-
-
-class Column:
-    """Type codes of the columns by name, which define the layout of a snapshot."""
-
-    TASK: Final[dict[str, str]] = {
-        "state": "B",
-        "done": "B",  # bit i: the result of stage i is accepted
-        "fence": "I",
-        "admission": "q",
-        "step": "i",  # the training step that consumed the task, or 0
-        "split": "H",
-        "epoch": "i",
-        "index": "q",
-        "lease": "Q",  # 0: not leased
-        "failures": "H",
-        "samples": "H",
-        "failed": "H",
-        "tokens": "I",
-        "nbytes": "q",
-        "clears": "B",  # stores that have not yet acknowledged the last clear
-    }
-    STAGE: Final[dict[str, str]] = {"store": "H", "hash": "Q", "part_bytes": "q"}
+    PENDING = "PENDING"
+    LEASED = "LEASED"
+    ROLLED_OUT = "ROLLED_OUT"
+    READY = "READY"
+    BATCHED = "BATCHED"
+    TRAINED = "TRAINED"
+    SCORED = "SCORED"
+    DROPPED = "DROPPED"
+    COLLECTED = "COLLECTED"
 
 
-class TaskTable:
-    """Columns indexed by slot. Readers index the arrays directly; `state` is changed by `move`, which counts tasks."""
+_S = TaskState
+TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
+    _S.PENDING: frozenset({_S.LEASED, _S.DROPPED}),
+    _S.LEASED: frozenset({_S.PENDING, _S.ROLLED_OUT, _S.SCORED, _S.DROPPED}),
+    _S.ROLLED_OUT: frozenset({_S.PENDING, _S.READY, _S.DROPPED}),
+    _S.READY: frozenset({_S.PENDING, _S.BATCHED, _S.DROPPED}),
+    _S.BATCHED: frozenset({_S.PENDING, _S.TRAINED, _S.DROPPED}),
+    _S.TRAINED: frozenset({_S.PENDING, _S.DROPPED, _S.COLLECTED}),
+    _S.SCORED: frozenset({_S.PENDING, _S.COLLECTED}),
+    _S.DROPPED: frozenset({_S.PENDING, _S.COLLECTED}),
+    _S.COLLECTED: frozenset(),
+}
+"""The states that may follow each state.
 
-    def __init__(self, stages: int, splits: Sequence[str]) -> None:
-        """`stages` is the number of leased stages, at most 8. `splits` are the names that `split` cells index."""
-        self.splits = list(splits)
-        self._split_numbers = {name: number for number, name in enumerate(self.splits)}
-        self._slots = SlotIndex()
-        self.free: list[int] = []
-        self.counts = [0] * len(TaskState.NAMES)
-        self.state = array("B")
-        self.done = array("B")
-        self.fence = array("I")
-        self.admission = array("q")
-        self.step = array("i")
-        self.split = array("H")
-        self.epoch = array("i")
-        self.index = array("q")
-        self.lease = array("Q")
-        self.failures = array("H")
-        self.samples = array("H")
-        self.failed = array("H")
-        self.tokens = array("I")
-        self.nbytes = array("q")
-        self.clears = array("B")
-        self.store = [array("H") for _ in range(stages)]
-        self.hash = [array("Q") for _ in range(stages)]
-        self.part_bytes = [array("q") for _ in range(stages)]
-        self.scalars: list[bytes | None] = []
-        """Packed per-sample values of accepted rollouts (see `scalars.py`), until the task is collected."""
+BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step, and tasks that wait
+for their last clears become PENDING only when they are sampled again. COLLECTED is never entered from a state before
+the end of a task: shards of a task that may still be leased or trained are not freed (docs/architecture.md, promise 3).
+"""
+
+
+class StagePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An accepted result of one stage: where its shards are. `store` indexes `RunState.store_names`."""
+
+    store: int
+    content_hash: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A live task. Fields are changed through `Tasks.edit` and `Tasks.move`."""
+
+    task_id: str
+    admission: int
+    """Number in the order of admission, or `EVALUATION`."""
+    parts: tuple[StagePart | None, ...]
+    """The accepted result of each stage."""
+    state: TaskState = TaskState.PENDING
+    fence: int = 1
+    lease: int = 0
+    """Id of the lease that holds the task, or 0."""
+    failures: int = 0
+    samples: int = 0
+    failed: int = 0
+    tokens: int = 0
+    clears: int = 0
+    """Number of stores that have not yet acknowledged the last clear."""
+    layout: int = 0
+    """Index into `RunState.layouts` of the columns in `scalars`."""
+    scalars: bytes = b""
+    """Per-sample values of the rollout and later stages (see `scalars.py`)."""
+
+    @property
+    def split(self) -> str:
+        return self.task_id.partition("/")[0]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, or for an evaluation task the step of the version."""
+        return int(self.task_id.rsplit("/", 2)[1])
+
+    @property
+    def row(self) -> int:
+        """Index of the row in its data set."""
+        return int(self.task_id.rpartition("/")[2])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts if part is not None)
+
+    @property
+    def made(self) -> list[StagePart]:
+        """The accepted results."""
+        return [part for part in self.parts if part is not None]
+
+
+Row = tuple[Any, ...]
+"""The fields of a task, in their order."""
+_row_of = attrgetter(*(field.name for field in fields(Task)))
+
+
+class Transition(NamedTuple):
+    """One change of state, and the kind of event that caused it."""
+
+    task_id: str
+    fence: int
+    before: TaskState | None
+    after: TaskState
+    cause: str
+
+
+class Tasks:
+    """All live tasks, by id. A snapshot in progress sees each task as it was when the snapshot began."""
+
+    def __init__(self, stages: int) -> None:
+        self.counts = dict.fromkeys(TaskState, 0)
+        """Number of tasks by state. COLLECTED counts all tasks that ever got there."""
+        self.log: deque[Transition] = deque(maxlen=REMEMBERED)
+        self.cause = ""
+        """Kind of the event that is being applied."""
+        self._nothing: tuple[StagePart | None, ...] = (None,) * stages
+        self._by_id: dict[str, Task] = {}
+        self._copies: dict[Task, Row] | None = None
+        """Tasks that changed since the snapshot in progress began, as they were."""
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._by_id)
 
-    def add(self, split: int, epoch: int, indices: Sequence[int], admission: int) -> list[int]:
-        """Put new PENDING tasks with fence 1 into slots and return the slots.
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._by_id.values())
 
-        Admission numbers count up from `admission`, or are all `EVALUATION`.
-        """
-        count = len(indices)
-        numbers = range(admission, admission + count) if admission != EVALUATION else [EVALUATION] * count
-        slots = [self.free.pop() for _ in range(min(len(self.free), count))]
-        new = count - len(slots)
-        slots.extend(range(len(self.state), len(self.state) + new))
-        for column in self.columns():
-            column.frombytes(bytes(column.itemsize * new))
-        self.scalars.extend([None] * new)
-        self._slots.add(split, epoch, indices, slots)
-        for slot, index, number in zip(slots, indices, numbers, strict=True):
-            self.state[slot] = TaskState.PENDING
-            self.fence[slot] = 1
-            self.admission[slot] = number
-            self.split[slot] = split
-            self.epoch[slot] = epoch
-            self.index[slot] = index
-        self.counts[TaskState.PENDING] += count
-        return slots
+    def find(self, task_id: str) -> Task | None:
+        return self._by_id.get(task_id)
 
-    def remove(self, slot: int) -> None:
-        """Remove a task and free its slot."""
-        self._slots.remove(self.split[slot], self.epoch[slot], self.index[slot])
-        self.move(slot, TaskState.FREE)
-        for name in Column.TASK:
-            getattr(self, name)[slot] = 0
-        self.scalars[slot] = None
-        self.free.append(slot)
+    def known(self, task_id: str) -> Task:
+        """Return a task that must be live. Raises KeyError."""
+        return self._by_id[task_id]
 
-    def move(self, slot: int, state: int) -> None:
-        """Change the state of a task and update the counts."""
-        self.counts[self.state[slot]] -= 1
+    def add(self, task_id: str, admission: int, fence: int = 1) -> Task:
+        """Add a PENDING task."""
+        task = self._by_id[task_id] = Task(task_id, admission, self._nothing, fence=fence)
+        self.counts[TaskState.PENDING] += 1
+        self.log.append(Transition(task_id, fence, None, TaskState.PENDING, self.cause))
+        return task
+
+    def edit(self, task: Task) -> Task:
+        """Return `task` for a change of its fields. Without this call, a snapshot in progress would see the change."""
+        if self._copies is not None and task not in self._copies:
+            self._copies[task] = _row_of(task)
+        return task
+
+    def move(self, task: Task, state: TaskState) -> None:
+        """Change the state of a task. Raises ValueError if `TRANSITIONS` does not allow it. COLLECTED removes it."""
+        before = task.state
+        if state not in TRANSITIONS[before]:
+            problem = f"{before} -> {state} is no transition ({self.cause})"
+            raise ValueError(f"{task.task_id}, fence {task.fence}: {problem}; {self.told(task.task_id)}")
+        self.edit(task).state = state
+        self.counts[before] -= 1
         self.counts[state] += 1
-        self.state[slot] = state
+        self.log.append(Transition(task.task_id, task.fence, before, state, self.cause))
+        if state == TaskState.COLLECTED:
+            del self._by_id[task.task_id]
 
-    def reset_attempt(self, slot: int) -> None:
-        """Discard the results of the last attempt and raise the fence. The task is PENDING and keeps its place."""
-        self.fence[slot] += 1
-        self.done[slot] = self.samples[slot] = self.failed[slot] = 0
-        self.tokens[slot] = self.nbytes[slot] = self.lease[slot] = 0
-        self.scalars[slot] = None
-        self.move(slot, TaskState.PENDING)
+    def story(self, task_id: str) -> list[Transition]:
+        """Return the changes of state of a task, oldest first, as far as `log` has them."""
+        return [each for each in self.log if each.task_id == task_id]
 
-    def find(self, task_id: str) -> int:
-        """Return the slot of a task by its id, or NO_SLOT."""
-        try:
-            split, epoch, index = task_id.rsplit("/", 2)
-            slot = self._slots.get(self._split_numbers[split], int(epoch), int(index))
-        except (KeyError, ValueError):
-            return NO_SLOT
-        # A number can be written in several ways, of which only one is part of a task id.
-        return slot if slot != NO_SLOT and self.task_id(slot) == task_id else NO_SLOT
+    def told(self, task_id: str) -> str:
+        """Return the story of a task in one line."""
+        return "; ".join(f"{each.before} -> {each.after} ({each.cause})" for each in self.story(task_id))
 
-    def slot_of(self, split: int, epoch: int, index: int) -> int:
-        """Return the slot of a task by its numbers, or NO_SLOT."""
-        return self._slots.get(split, epoch, index)
+    def begin_attempt(self, task: Task) -> None:
+        """Discard the results of the last attempt: the task is PENDING under a higher fence."""
+        self.move(task, TaskState.PENDING)
+        task.fence += 1
+        task.parts = self._nothing
+        task.samples = task.failed = task.tokens = task.clears = task.layout = 0
+        task.scalars = b""
 
-    def task_id(self, slot: int) -> str:
-        return make_task_id(self.splits[self.split[slot]], self.epoch[slot], self.index[slot])
+    def begin_copy(self) -> Iterator[Row]:
+        """Return the rows of all tasks as they are now, each made when it is asked for or before its task changes."""
+        copies: dict[Task, Row] = {}
+        self._copies = copies
 
-    def columns(self) -> list[array[Any]]:
-        """Return all columns in the order of a snapshot."""
-        return [*(getattr(self, name) for name in Column.TASK), *self.store, *self.hash, *self.part_bytes]
+        def rows(tasks: list[Task]) -> Iterator[Row]:
+            for task in tasks:
+                yield copies.get(task) or _row_of(task)
+            if self._copies is copies:
+                self._copies = None
 
-    def index_slots(self) -> None:
-        """Rebuild the index and the counts after the columns were loaded.
+        return rows(list(self))
 
-        Raises ValueError if the columns differ in length.
-        """
-        if {len(column) for column in self.columns()} - {len(self.scalars)}:
-            raise ValueError(f"columns of different lengths, {len(self.scalars)} tasks")
-        self.counts = [self.state.count(state) for state in range(len(TaskState.NAMES))]
-        self.counts[TaskState.FREE] = 0
-        found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        for slot, state in enumerate(self.state):
-            if state != TaskState.FREE:
-                rows, slots = found.setdefault((self.split[slot], self.epoch[slot]), ([], []))
-                rows.append(self.index[slot])
-                slots.append(slot)
-        for (split, epoch), (rows, slots) in found.items():
-            self._slots.add(split, epoch, rows, slots)
+    def rows(self) -> Iterator[Row]:
+        """Return the rows of all tasks. No task may change before the last one is made."""
+        return map(_row_of, self)
+
+    def load(self, row: Row) -> Task:
+        """Add the task of a row."""
+        task_id, admission, parts, state, *rest = row
+        places = tuple(None if part is None else StagePart(*part) for part in parts)
+        task = self._by_id[task_id] = Task(task_id, admission, places, TaskState(state), *rest)
+        self.counts[task.state] += 1
+        return task

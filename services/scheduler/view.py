@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from proto.messages import ServiceRow, Status, Trouble, TroubleRow
-from services.scheduler.core import Core
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
+from services.scheduler.run_state import RunState
 from services.scheduler.stores import STORE
 from services.scheduler.tasks import TaskState
 
@@ -31,11 +31,11 @@ def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
     return sum(each.store_bytes for each in held), sum(each.store_shards for each in held)
 
 
-def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], now: float) -> Status:
+def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float], now: float) -> Status:
     """Return the status of the run at `now`, with a row for each registered instance."""
     nbytes, shards = stores_of(seen)
     rows = []
-    for (service, instance), row in core.registry.items():
+    for (service, instance), row in run.registry.items():
         one = seen.get((service, instance), Seen(now))
         rows.append(
             ServiceRow(
@@ -51,21 +51,21 @@ def status(core: Core, seen: Mapping[Holder, Seen], last_row: dict[str, float], 
             )
         )
     return Status(
-        run=core.plan.run,
-        step=core.committed_step,
-        steps=core.config.steps,
-        lineage=core.lineage,
-        version=core.versions.newest[1] if core.versions.newest else 0,
+        run=run.plan.run,
+        step=run.committed_step,
+        steps=run.config.steps,
+        lineage=run.lineage,
+        version=run.versions.newest[1] if run.versions.newest else 0,
         services=rows,
-        tasks=counts(core),
+        tasks={str(state): count for state, count in run.tasks.counts.items()},
         store_bytes=nbytes,
-        store_limit_bytes=core.limit_bytes,
+        store_limit_bytes=run.limit_bytes,
         store_shards=shards,
         last_row=last_row,
         troubles=troubles(seen),
-        dropped=dict(core.losses.dropped),
-        lost=dict(core.losses.lost),
-        last_drop=core.last_drop,
+        dropped=dict(run.losses.dropped),
+        lost=dict(run.losses.lost),
+        last_drop=run.last_drop,
     )
 
 
@@ -76,12 +76,6 @@ def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
         for (service, instance), one in sorted(seen.items())
         for each in one.troubles
     ]
-
-
-def counts(core: Core) -> dict[str, int]:
-    """Return the number of tasks by state."""
-    live = dict(zip(TaskState.NAMES[1:], core.tasks.counts[1:], strict=True))
-    return {**live, "COLLECTED": core.clears.collected}
 
 
 class Teller:
@@ -97,14 +91,14 @@ class Teller:
         self._told[topic] = values
         return [Tell(topic, values)]
 
-    def state(self, core: Core, *, waiting: int, bad_rows: int) -> list[Tell]:
+    def state(self, run: RunState, *, waiting: int, bad_rows: int) -> list[Tell]:
         """Return telemetry about tasks, leases and collection. `waiting` is the number of deferred lease requests."""
-        tasks = {name: float(count) for name, count in counts(core).items()}
+        tasks = {str(state): float(count) for state, count in run.tasks.counts.items()}
         return [
-            *self.tell("scheduler/tasks", {**tasks, "dropped": float(core.dropped + bad_rows)}),
-            *self.tell("scheduler/leases", {"live": float(len(core.leases)), "waiting": float(waiting)}),
+            *self.tell("scheduler/tasks", {**tasks, "dropped": float(sum(run.losses.dropped.values()) + bad_rows)}),
+            *self.tell("scheduler/leases", {"live": float(len(run.leases)), "waiting": float(waiting)}),
             *self.tell(
                 "scheduler/gc",
-                {"collected": float(core.clears.collected), "pending": float(core.clears.pending())},
+                {"collected": float(run.tasks.counts[TaskState.COLLECTED]), "pending": float(run.clears.pending())},
             ),
         ]

@@ -1,6 +1,8 @@
 """Loads a scheduler with many live tasks and times it, alone (`measure_state`) and over its socket (`measure_socket`).
 
-It plays everybody else with the least work that keeps to the protocol, so that what is timed is the scheduler.
+A task has two stages (rollout, reference), a group of 8 and three scalars a sample. The load plays all other services
+with the least work that keeps to the protocol, so that what is timed is the scheduler. Over the socket, the process is
+killed and started again when all tasks are ready, and the time until it answers is that of its replay.
 `python -m tests.bench.scheduler_load [TASKS]...` prints both as tables.
 """
 
@@ -53,10 +55,12 @@ from proto.messages import (
 from services.scheduler.events import Answer, Asked, ClearDone, Configure, Effect, SendClear
 from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
+from services.scheduler.tasks import TaskState
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
+from shared.stages import train_graph
 from tests.bench.turns import heading, versions
 
 GROUP = 8
@@ -70,14 +74,8 @@ SETTLE_S = 0.5
 SETTLE_ROUNDS = 24
 """Memory is taken as settled when it has not fallen for so many rounds."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
-DTYPES = {
-    "reward": np.float32,
-    "length": np.int32,
-    "loss_tokens": np.int32,
-    "truncated": np.uint8,
-    "version_min": np.int32,
-    "version_max": np.int32,
-}
+STAGES = ("rollout", "reference")
+SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
 """The per-sample scalars of the rollout stage."""
 
 
@@ -93,19 +91,36 @@ class Figures:
     collected: float
     longest_stall_s: float
     """Longest time that a request took while all this went on."""
+    restart_s: float = 0.0
+    """Time from the start of a process that finds the journal of all these tasks until its first answer."""
 
 
 def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) -> Complete:
-    """A rollout of every task of the grant, with scalars like a real one's."""
+    """A result of every task of the grant, with scalars like a real one's."""
+    rollout = grant.stage == STAGES[0]
     results = [
-        TaskResult(task.task_id, task.fence, Outcome.DONE, "batch-store/0", 7, GROUP, GROUP * 500, GROUP * 6500)
+        TaskResult(
+            task.task_id,
+            task.fence,
+            Outcome.DONE,
+            "batch-store/0",
+            int(chance.integers(1 << 63)),
+            GROUP if rollout else 0,
+            GROUP * 500,
+            GROUP * 6500,
+        )
         for task in grant.batch.tasks
     ]
     count = GROUP * len(results)
-    lengths = chance.integers(1, 500, count).astype(np.int32)
-    columns = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items()}
-    columns |= {"reward": chance.random(count, np.float32), "length": lengths, "loss_tokens": lengths}
-    return Complete(lease_id=grant.lease_id, stage="rollout", incarnation=incarnation, results=results, scalars=columns)
+    columns = {name: np.zeros(count, dtype) for name, dtype in SCALARS.items()}
+    columns |= {"reward": chance.random(count, np.float32), "length": chance.integers(1, 500, count).astype(np.int32)}
+    return Complete(
+        lease_id=grant.lease_id,
+        stage=grant.stage,
+        incarnation=incarnation,
+        results=results,
+        scalars=columns if rollout else {},
+    )
 
 
 def weights_ref(step: int) -> WeightsRef:
@@ -122,8 +137,8 @@ def weights_ref(step: int) -> WeightsRef:
     )
 
 
-def lease_request(life: int, most: int) -> LeaseRequest:
-    return LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=most)
+def lease_request(life: int, most: int, stage: str = STAGES[0]) -> LeaseRequest:
+    return LeaseRequest(stage=stage, service=stage, instance=0, incarnation=life, max_tasks=most)
 
 
 def registration(service: str, life: int) -> Register:
@@ -147,13 +162,14 @@ class StateLoad:
             shuffle=True,
             deterministic=False,
             rows=range(tasks),
+            stages=train_graph(with_reference=True),
         )
         self.machine = Scheduler(self.plan, lease_s=1e9, incarnation=1)
         self.clears: list[SendClear] = []
         self.calls = 0
         # as many steps as there are tasks for: what is consumed is not made up for
         self.take(self.machine.begin(Configure(steps, 3, 2, True), 0.0))
-        for service in ("batch-store", "rollout"):
+        for service in ("batch-store", *STAGES):
             self.ask(registration(service, 1))
         self.ask(GetRunInfo(driver=1))
         self.ask(PublishWeights(driver=1, ref=weights_ref(0)))
@@ -187,21 +203,24 @@ def measure_state(tasks: int) -> Figures:
         slowest = max(slowest, time.perf_counter() - began)
         return answer
 
-    singles = min(SINGLES, tasks // 4)
+    singles = min(SINGLES, tasks // 4) // BLOCK * BLOCK
     lease_s = result_s = 0.0
     for _ in range((tasks - singles) // BLOCK):
-        began = time.perf_counter()
-        grant = timed(lease_request(1, BLOCK))
-        lease_s += time.perf_counter() - began
-        request = result_of(grant, 1, chance)
-        began = time.perf_counter()
-        timed(request)
-        result_s += time.perf_counter() - began
+        for stage in STAGES:
+            began = time.perf_counter()
+            grant = timed(lease_request(1, BLOCK, stage))
+            lease_s += time.perf_counter() - began
+            request = result_of(grant, 1, chance)
+            began = time.perf_counter()
+            timed(request)
+            result_s += time.perf_counter() - began
     began = time.perf_counter()
     grants = [timed(lease_request(1, 1)) for _ in range(singles)]
     single_s = time.perf_counter() - began
     for grant in grants:
         timed(result_of(grant, 1, chance))
+    for _ in range(singles // BLOCK):
+        timed(result_of(timed(lease_request(1, BLOCK, STAGES[1])), 1, chance))
     del grants
     gc.collect()
     grown = psutil.Process().memory_info().rss - before
@@ -211,8 +230,8 @@ def measure_state(tasks: int) -> Figures:
         timed(CommitStep(driver=1, step=step, metrics={}))
         load.acknowledge()
     collect_s = time.perf_counter() - began
-    assert load.machine.core.clears.collected == tasks
-    in_batches = tasks - singles
+    assert load.machine.run.tasks.counts[TaskState.COLLECTED] == tasks
+    in_batches = len(STAGES) * (tasks - singles)
     return Figures(
         tasks,
         grown / tasks,
@@ -234,7 +253,11 @@ data: {{train: {{source: "builtin:addition", max_prompt_tokens: 8}}}}
 reward: {{function: "builtin:exact_match"}}
 sampling: {{max_new_tokens: 8}}
 staleness: {staleness}
-algorithm: {{tasks_per_step: {tasks}, group_size: {group}, advantage: {{name: grpo}}}}
+algorithm:
+  tasks_per_step: {tasks}
+  group_size: {group}
+  advantage: {{name: grpo}}
+  kl: {{estimator: k3, in: loss, coef: 0.001}}
 optimizer: {{name: adamw, lr: 1.0e-3}}
 lease: {{lease_s: 600}}
 gc: {{after: commit}}
@@ -294,7 +317,7 @@ class SocketLoad:
             return answer
 
     async def join(self) -> None:
-        for service in ("batch-store", "rollout"):
+        for service in ("batch-store", *STAGES):
             await self.ask(registration(service, self.life), Registered)
         await self.ask(GetRunInfo(driver=self.life), RunInfo)
         await self.ask(PublishWeights(driver=self.life, ref=weights_ref(0)), Ack)
@@ -328,7 +351,6 @@ async def scheduler_process(run: RunDir) -> AsyncIterator[psutil.Process]:
     finally:
         process.kill()
         await process.wait()
-        run.remove_volatile()
 
 
 async def _resident_bytes(run: RunDir) -> int:
@@ -340,6 +362,7 @@ async def _resident_bytes(run: RunDir) -> int:
             return int(process.memory_info().rss)
         finally:
             await load.close()
+            run.remove_volatile()
 
 
 async def _settled(process: psutil.Process) -> int:
@@ -355,40 +378,45 @@ async def _settled(process: psutil.Process) -> int:
 
 async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
     chance = np.random.default_rng(1)
-    async with scheduler_process(run) as process:
-        load = SocketLoad(run)
-        try:
+    singles = min(SINGLES, tasks // 4) // BLOCK * BLOCK
+    lease_s = result_s = 0.0
+    load = SocketLoad(run)
 
-            async def one() -> LeaseGrant:
-                grant: LeaseGrant = await load.ask(lease_request(load.life, 1), LeaseGrant)
-                return grant
+    def leases(count: int, width: int, most: int, stage: str) -> Awaitable[list[LeaseGrant]]:
+        return at_once(count, width, lambda: load.ask(lease_request(load.life, most, stage), LeaseGrant))
 
-            async def block() -> LeaseGrant:
-                grant: LeaseGrant = await load.ask(lease_request(load.life, BLOCK), LeaseGrant)
-                return grant
+    async def complete(grants: list[LeaseGrant], width: int) -> float:
+        requests = [result_of(grant, load.life, chance) for grant in grants]
+        began = time.perf_counter()
+        await at_once(len(requests), width, lambda: load.ask(requests.pop(), CompleteAck))
+        return time.perf_counter() - began
 
+    try:
+        async with scheduler_process(run) as process:
             await load.ask(GetStatus(), Status)
             load.slowest_s = 0.0  # until here: the start of the process
             await load.join()
-            singles = min(SINGLES, tasks // 4)
-            lease_s = result_s = 0.0
             blocks = (tasks - singles) // BLOCK
             while blocks:
                 some = min(blocks, 40)
                 blocks -= some
-                began = time.perf_counter()
-                leased = await at_once(some, 4, block)
-                lease_s += time.perf_counter() - began
-                requests = [result_of(grant, load.life, chance) for grant in leased]
-                began = time.perf_counter()
-                await at_once(some, 4, lambda ready=requests: load.ask(ready.pop(), CompleteAck))  # type: ignore[misc]
-                result_s += time.perf_counter() - began
+                for stage in STAGES:
+                    began = time.perf_counter()
+                    grants = await leases(some, 4, BLOCK, stage)
+                    lease_s += time.perf_counter() - began
+                    result_s += await complete(grants, 4)
             began = time.perf_counter()
-            grants = await at_once(singles, IN_FLIGHT, one)
+            grants = await leases(singles, IN_FLIGHT, 1, STAGES[0])
             single_s = time.perf_counter() - began
-            requests = [result_of(grant, load.life, chance) for grant in grants]
-            await at_once(singles, IN_FLIGHT, lambda: load.ask(requests.pop(), CompleteAck))
+            await complete(grants, IN_FLIGHT)
+            await complete(await leases(singles // BLOCK, 4, BLOCK, STAGES[1]), 4)
+            slowest_s = load.slowest_s
             grown = await _settled(process) - before
+        began = time.perf_counter()
+        async with scheduler_process(run):
+            await load.ask(GetStatus(), Status)
+            restart_s = time.perf_counter() - began
+            load.slowest_s = 0.0
             began = time.perf_counter()
             for step in range(1, tasks // STEP_TASKS + 1):
                 await load.ask(NextBatch(driver=load.life, step=step), StepBatch)
@@ -398,9 +426,10 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
                     load.grown.clear()
                     await load.grown.wait()
             collect_s = time.perf_counter() - began
-        finally:
-            await load.close()
-    in_batches = tasks - singles
+    finally:
+        await load.close()
+    run.remove_volatile()
+    in_batches = len(STAGES) * (tasks - singles)
     return Figures(
         tasks,
         grown / tasks,
@@ -408,7 +437,8 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
         in_batches / result_s,
         singles / single_s,
         tasks / collect_s,
-        load.slowest_s,
+        max(slowest_s, load.slowest_s),
+        restart_s,
     )
 
 
@@ -443,7 +473,7 @@ def main(arguments: list[str]) -> None:
         row = measure(int(arguments[1]))
         print(json.dumps({field.name: getattr(row, field.name) for field in fields(Figures)}))
         return
-    sizes = [int(each) for each in arguments] or [62_500, 250_000, 1_000_000]
+    sizes = [int(each) for each in arguments] or [12_500, 100_000]
     print(heading(versions(("pyzmq", "msgspec", "numpy"))))
     for what in ("state", "socket"):
         print(what)

@@ -49,9 +49,9 @@ class Holder:
             self.paces.begin(1, clock())
             while not (lost := self.paces.expired(clock())):
                 for each in self.book.progress():
-                    self.paces.told(each.lease_id, each.progress, clock())
+                    self.paces.heard(each, clock())
                 await asyncio.sleep(BEAT_S)
-            self.book.lost(lost)
+            self.book.lost([each.lease_id for each in lost])
 
         task = asyncio.create_task(beat())
         try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-ACCEPTING = "services/scheduler/accepting.py"
-LEDGER = "services/scheduler/ledger.py"
-STEPPING = "services/scheduler/stepping.py"
-GRANTING = "services/scheduler/granting.py"
+ADMISSION = "services/scheduler/admission.py"
+COLLECTION = "services/scheduler/collection.py"
+COMPLETING = "services/scheduler/completion.py"
+EVALUATIONS = "services/scheduler/evaluations.py"
+LEASING = "services/scheduler/leasing.py"
+STEPPING = "services/scheduler/steps.py"
 UNIT = "tests/unit/test_scheduler.py"
 COMPLETION = "tests/unit/test_scheduler_completion.py"
 STORES = "tests/unit/test_scheduler_stores.py"
@@ -15,65 +17,65 @@ STORES = "tests/unit/test_scheduler_stores.py"
 SCHEDULER = [
     Mutation(
         "a completion is accepted from another holder: its lease does not hold the task",
-        ACCEPTING,
-        "lease is None or self.tasks.lease[slot] != lease.lease_id or lease.stage",
+        COMPLETING,
+        "lease is None or task.lease != lease.lease_id or lease.stage",
         "lease is None or lease.stage",
         f"{UNIT}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
     ),
     Mutation(
         "a completion is accepted from another life of its holder",
-        ACCEPTING,
+        COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
         f"{UNIT}::test_a_result_of_a_former_life_of_the_holder_is_refused",
     ),
     Mutation(
         "a completion is accepted for a stage that its lease is not of",
-        ACCEPTING,
+        COMPLETING,
         " or lease.stage != stage:",
         ":",
         f"{UNIT}::test_a_result_counts_only_for_the_stage_of_its_lease",
     ),
     Mutation(
         "a late result under a lower fence is accepted",
-        ACCEPTING,
-        "if result.fence < fence:",
+        COMPLETING,
+        "if result.fence < task.fence:",
         "if False:",
         f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
         "a result under a fence that was never given is accepted",
-        ACCEPTING,
-        "if result.fence > fence:",
+        COMPLETING,
+        "if result.fence > task.fence:",
         "if False:",
         f"{UNIT}::test_a_fence_that_was_never_given_is_a_conflict",
     ),
     Mutation(
         "other content under an accepted fence is a no-op instead of a conflict",
-        ACCEPTING,
-        " and self.tasks.hash[stage][slot] == result.content_hash:",
+        COMPLETING,
+        " and accepted.content_hash == result.content_hash:",
         ":",
         f"{UNIT}::test_an_accepted_result_again_is_a_no_op_and_other_content_a_conflict",
     ),
     Mutation(
         "a group of one survivor is trained on",
-        ACCEPTING,
-        "result.samples < min(2, self.plan.group_size)",
+        COMPLETING,
+        "result.samples < min(2, run.plan.group_size)",
         "result.samples < 1",
         f"{UNIT}::test_one_surviving_sample_drops_a_train_task",
     ),
     Mutation(
         "the next attempt of a task has the fence of the one before",
         "services/scheduler/tasks.py",
-        "self.fence[slot] += 1",
-        "self.fence[slot] += 0",
+        "task.fence += 1",
+        "task.fence += 0",
         f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
         "services/scheduler/pace.py",
-        "if told.progress > pace.progress:",
-        "if told.progress >= pace.progress:",
+        "if report.progress > pace.progress:",
+        "if report.progress >= pace.progress:",
         f"{UNIT}::test_only_progress_renews_a_lease",
     ),
     Mutation(
@@ -85,9 +87,9 @@ SCHEDULER = [
     ),
     Mutation(
         "admission forgets the tasks of the open step",
-        LEDGER,
-        "min(self.plan.max_live - self._open_batch_tasks(), left)",
-        "min(self.plan.max_live, left)",
+        ADMISSION,
+        "min(run.plan.max_live - len(run.open_batch), left)",
+        "min(run.plan.max_live, left)",
         f"{UNIT}::test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed",
     ),
     Mutation(
@@ -99,16 +101,16 @@ SCHEDULER = [
     ),
     Mutation(
         "a task may be sampled with a version that is one step too old",
-        GRANTING,
-        "self._step_of(first) - 1 - self.plan.staleness",
-        "self._step_of(first) - 2 - self.plan.staleness",
+        LEASING,
+        "task.admission) - 1 - run.plan.staleness",
+        "task.admission) - 2 - run.plan.staleness",
         f"{UNIT}::test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with",
     ),
     Mutation(
         "consume completion trains on tokens that are older than staleness allows",
-        "services/scheduler/freshness.py",
-        "if staleness <= self.plan.staleness:",
-        "if staleness <= self.plan.staleness + 1:",
+        "services/scheduler/staleness.py",
+        "if staleness <= run.plan.staleness:",
+        "if staleness <= run.plan.staleness + 1:",
         f"{COMPLETION}::test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_counted",
     ),
     Mutation(
@@ -120,7 +122,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a block spans two steps",
-        GRANTING,
+        LEASING,
         "if group not in (-1, key):",
         "if False:",
         f"{UNIT}::test_a_lease_never_spans_two_steps",
@@ -128,71 +130,71 @@ SCHEDULER = [
     Mutation(
         "a step that was committed is committed again",
         STEPPING,
-        "if request.step <= self.committed_step:",
-        "if request.step < self.committed_step:",
+        "if step <= run.committed_step:",
+        "if step < run.committed_step:",
         f"{UNIT}::test_a_commit_is_carried_out_once",
     ),
     Mutation(
         "a step that is asked for again gets other tasks",
         STEPPING,
-        "if step > self.batched_step:\n            if step",
-        "if step >= self.batched_step:\n            if step",
+        "if step > run.batched_step:\n        if step",
+        "if step >= run.batched_step:\n        if step",
         f"{UNIT}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
     ),
     Mutation(
         "a driver that was replaced is obeyed",
-        LEDGER,
-        "if driver != self.driver:",
+        STEPPING,
+        "if driver != run.driver:",
         "if False:",
         f"{UNIT}::test_a_newer_driver_fences_the_older_off",
     ),
     Mutation(
         "tasks are collected before the oldest kept checkpoint covers them",
         STEPPING,
-        "self._collect_steps(kept[0])",
-        "self._collect_steps(kept[-1])",
+        "collect_steps(run, kept[0])",
+        "collect_steps(run, kept[-1])",
         f"{UNIT}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
     ),
     Mutation(
         "a checkpoint of a step that is not committed collects its tasks",
         STEPPING,
-        "if not 0 <= request.step <= self.committed_step:",
+        "if not 0 <= request.step <= run.committed_step:",
         "if False:",
         "tests/unit/test_scheduler_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
     ),
     Mutation(
         "reconciliation clears what is leased or accepted",
-        LEDGER,
-        "slot == NO_SLOT or entry.fence < self.tasks.fence[slot]",
-        "slot == NO_SLOT or entry.fence <= self.tasks.fence[slot]",
+        COLLECTION,
+        "task is None or entry.fence < task.fence",
+        "task is None or entry.fence <= task.fence",
         f"{UNIT}::test_reconciliation_clears_what_nobody_may_read_and_nothing_else",
     ),
     Mutation(
         "a task counts as collected before every store has acknowledged",
-        LEDGER,
-        "                if not self.tasks.clears[slot]:\n",
-        "                if True:\n",
+        COLLECTION,
+        "            if not task.clears:\n",
+        "            if True:\n",
         f"{STORES}::test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_for_these_only",
     ),
     Mutation(
         "room of one store is counted for another",
         "services/scheduler/stores.py",
-        "free = min((limit",
-        "free = max((limit",
+        "free = min(",
+        "free = max(",
         f"{STORES}::test_a_task_is_admitted_when_every_store_could_hold_it",
     ),
     Mutation(
         "what changes the state is not journaled",
         "services/scheduler/state.py",
-        "        self._durable(asked.request)\n",
-        "        self.core.apply(asked.request)\n",
+        "self._answer(asked, self._durable(request) or Ack())",
+        "self._answer(asked, self.run.apply(request) or Ack())",
         f"{UNIT}::test_replay_gives_the_same_state",
     ),
     Mutation(
         "a row leaves before the evaluation of its version",
-        LEDGER,
-        "if self.evaluated(self.next_row) is None:",
-        "if False:",
+        EVALUATIONS,
+        " and evaluated(run, run.next_row) is not None:",
+        ":",
         f"{UNIT}::test_rows_leave_in_step_order_and_wait_for_their_evaluation",
     ),
     Mutation(
@@ -218,5 +220,20 @@ SCHEDULER = [
             self._journal.commit()
 """,
         "tests/integration/test_scheduler_disk.py",
+    ),
+    Mutation(
+        "a task changes its state along an edge that is not in the table",
+        "services/scheduler/tasks.py",
+        "if state not in TRANSITIONS[before]:",
+        "if False:",
+        "tests/unit/test_scheduler_run_state.py::test_a_task_moves_along_the_table_of_transitions_only",
+    ),
+    Mutation(
+        "a snapshot shows a change that came after its beginning",
+        "services/scheduler/tasks.py",
+        "if self._copies is not None and task not in self._copies:",
+        "if False:",
+        "tests/property/test_scheduler_model.py"
+        "::test_a_snapshot_shows_the_run_as_it_was_when_it_was_begun_however_the_run_goes_on",
     ),
 ]

@@ -24,9 +24,10 @@ from proto.messages import (
     TaskResult,
 )
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import Configure, Tick
 from services.scheduler.plan import EvalPlan
+from services.scheduler.run_state import RunState
+from tests.property import scheduler_view as view
 from tests.unit.test_scheduler import STORE, Bench, plan
 
 BLOCK, BLOCKS_A_STEP = 2, 3
@@ -111,20 +112,21 @@ class Run:
         """Number of consecutive leases for the evaluation while training waited."""
 
     @property
-    def core(self) -> Core:
-        return self.bench.machine.core
+    def state(self) -> RunState:
+        return self.bench.machine.run
 
     def measured(self) -> set[int]:
         """Versions, in steps, with tasks that wait."""
-        return {one.version[1] for one in self.core.evaluations.open.values() if one.waiting}
+        return {one.version[1] for one in self.state.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
+        view.validate(self.state)
         [engine] = self.chance.choices(self.engines, self.paces)
         if len(engine.grants) == 2 or (engine.grants and self.chance.random() < 0.5):
             engine.end()
         else:
             measures = bool(self.measured())
-            trains = self.core._training_version(engine.request, set()) is not None
+            trains = view.could_train(self.state, engine.request)
             grant = engine.ask()
             if grant is not None and grant.split == TRAIN:
                 self.measured_in_a_row = 0
@@ -136,7 +138,7 @@ class Run:
             self.train()
 
     def train(self) -> None:
-        step = self.core.committed_step + 1
+        step = self.state.committed_step + 1
         batch = self.bench.ask(NextBatch(driver=1, step=step), wait_s=0.0)
         if isinstance(batch, StepBatch):
             assert 0 <= step - 1 - int(batch.scalars["version_min"].min()) <= self.bench.plan.staleness
@@ -160,11 +162,11 @@ def test_neither_waits_for_more_leases_than_a_step_has_and_an_engine_reloads_old
         assert turns < 2000
     for engine in run.engines:
         back = sum(later < earlier for earlier, later in pairwise(engine.loads))
-        assert back <= run.core.committed_step + 1
-    copy = Core(run.bench.plan)
+        assert back <= run.state.committed_step + 1
+    copy = RunState(run.bench.plan)
     for event in run.bench.journal:
         copy.apply(event)
-    assert snapshot.dump(copy) == snapshot.dump(run.core)
+    assert snapshot.dump(copy) == snapshot.dump(run.state)
 
 
 def test_an_engine_samples_both_with_the_evaluated_version_as_long_as_a_step_allows_it() -> None:
@@ -172,7 +174,7 @@ def test_an_engine_samples_both_with_the_evaluated_version_as_long_as_a_step_all
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     splits: list[str] = []
-    while run.core.committed_step < 2:
+    while run.state.committed_step < 2:
         grant = engine.ask()
         assert grant is not None
         splits.append(grant.split)
@@ -192,14 +194,14 @@ def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> 
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
         assert len(run.measured()) <= 2 + run.bench.plan.staleness  # what was sampled before is trained on
-    assert run.core.committed_step > 5
+    assert run.state.committed_step > 5
 
 
 def test_an_engine_that_is_about_to_evaluate_is_not_offered_newer_weights() -> None:
     run = Run(engines=1, staleness=1, rows=8, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     run.bench.register("rollout", 0, 7)
-    while run.core.committed_step < 1:
+    while run.state.committed_step < 1:
         engine.ask()
         engine.end()
         run.train()

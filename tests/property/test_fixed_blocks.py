@@ -44,6 +44,7 @@ from services.scheduler.events import (
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import REFERENCE, ROLLOUT, train_graph
+from tests.property import scheduler_view as view
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STORE = "batch-store/0"
@@ -97,6 +98,7 @@ class Run:
     # ---- talking to the machine
 
     def take(self, effects: list[Effect]) -> Any:
+        view.validate(self.machine.run)
         self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
         self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
         self.rows += [(effect.step, effect.row) for effect in effects if isinstance(effect, WriteRow)]
@@ -213,8 +215,8 @@ class Run:
         ids = [task.task_id for task in batch.batch.tasks]
         assert ids == self.task_ids((step - 1) * TASKS, step * TASKS)
         assert batch.dropped == TASKS - len(ids)
-        core = self.machine.core
-        new = step > core.committed_step
+        run = self.machine.run
+        new = step > run.committed_step
         self.ask(CommitStep(driver=self.driver, step=step, metrics={"ids": float(hash(tuple(ids)) % 1000)}))
         self.holds = step
         if new:
@@ -224,7 +226,7 @@ class Run:
             self.ask(CheckpointSaved(driver=self.driver, step=step, kept=self.checkpoints))
 
     def publish(self, step: int) -> None:
-        lineage = self.machine.core.lineage
+        lineage = self.machine.run.lineage
         ref = WeightsRef(
             lineage=lineage,
             step=step,
@@ -322,6 +324,6 @@ def test_blocks_versions_and_steps_are_the_same_after_any_history(
     replayed = Scheduler(run.plan, lease_s=5.0, incarnation=2)
     for event in run.journal:
         replayed.replay(event)
-    packed = snapshot.dump(run.machine.core)
-    assert snapshot.dump(replayed.core) == packed
+    packed = snapshot.dump(run.machine.run)
+    assert snapshot.dump(replayed.run) == packed
     assert snapshot.dump(snapshot.load(run.plan, packed)) == packed

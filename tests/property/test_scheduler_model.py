@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import random
+from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
@@ -47,6 +48,7 @@ from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.state import STORE_GONE_S, Scheduler
 from shared.stages import train_graph
 from shared.topology.capacity import live_versions
+from tests.property import scheduler_view as view
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
@@ -112,6 +114,7 @@ class Model:
         self.publish(0)
 
     def take(self, effects: list[Effect]) -> Any:
+        view.validate(self.machine.run)
         self.journal += [effect.event for effect in effects if isinstance(effect, Persist)]
         for effect in effects:
             if isinstance(effect, SendClear):
@@ -148,7 +151,7 @@ class Model:
     def publish(self, step: int, *, spare: int = 0) -> None:
         """Publish a version. `spare` is the room for a version of the former lineage, as `weight_versions` keeps it."""
         written = 1  # its shards are put before it is published
-        assert len(self.machine.core.versions) + written <= live_versions(self.plan.staleness) + spare
+        assert len(self.machine.run.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = WeightsRef(
             lineage=self.lineage,
             step=step,
@@ -223,12 +226,12 @@ class Model:
     def silence(self) -> None:
         self.now += 6.0
         self.take(self.machine.handle(Tick(), self.now))
-        assert not len(self.machine.core.leases)
+        assert not len(self.machine.run.leases)
 
     def reborn(self) -> None:
         self.life += 1
         self.register("rollout", self.life)
-        assert not len(self.machine.core.leases)
+        assert not len(self.machine.run.leases)
 
     def away_joins(self) -> None:
         self.life += 1
@@ -241,16 +244,16 @@ class Model:
         self.now += STORE_GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
-        core = self.machine.core
-        assert core.clears.stores == [HOME]
-        while core.clears.pending():
-            told = len(core.clears.head(HOME))
+        run = self.machine.run
+        assert run.clears.stores == [HOME]
+        while run.clears.pending():
+            told = len(run.clears.head(HOME))
             self.clears = []
             self.take(self.machine.handle(ClearDone(HOME, told), self.now))
-        assert not any(core.tasks.clears)
+        assert not view.waits_for_clears(run)
 
     def train(self) -> None:
-        step = self.machine.core.committed_step + 1
+        step = self.machine.run.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
@@ -281,11 +284,11 @@ class Model:
     def store_is_lost(self) -> None:
         """The host of the first store lost its memory, or the whole run was killed and resumed."""
         self.life += 1
-        before = self.machine.core.window.tail
+        before = self.machine.run.window.tail
         self.register("batch-store", self.life, data_id=f"{self.life}")
-        core = self.machine.core
-        assert core.window.head >= before  # all that waits has a new admission number
-        assert core.committed_step == max(core.checkpoint_step, 0)
+        run = self.machine.run
+        assert run.window.head >= before  # all that waits has a new admission number
+        assert run.committed_step == max(run.checkpoint_step, 0)
         self.reload()
 
     def load(self, loaded: int) -> None:
@@ -310,26 +313,19 @@ class Model:
             self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
 
     def check(self) -> None:
-        core = self.machine.core
+        run = self.machine.run
         self.check_no_task_is_left_out()
-        assert [step for step, _ in self.rows] == list(range(1, core.committed_step + 1))
-        assert core.window.live <= self.plan.max_live
-        trained = [slot for step, slots in core.batches.items() if step <= core.committed_step for slot in slots]
-        assert core.uncovered == dict(core.held_in(trained))
-        assert sum(core.tasks.counts[1:]) == len(core.tasks) == len(core.tasks.state) - len(core.tasks.free)
-        for stage, line in enumerate(core.ready):
-            rest = copy.deepcopy(line)
-            assert {rest.pop() for _ in range(len(rest))} >= set(core.waiting_for(stage))
+        assert [step for step, _ in self.rows] == list(range(1, run.committed_step + 1))
+        assert run.window.live <= self.plan.max_live
 
     def check_no_task_is_left_out(self) -> None:
         """Every task that was ever admitted is in the weights, dropped for its own sake, or still to be trained; in
         admission order they are trained in the order of the plan."""
-        core, order = self.machine.core, EpochOrder(self.plan)
-        every = [make_task_id("train", *order.at(position)) for position in range(core.position)]
-        live = {core.tasks.task_id(slot) for _, slot in core.window.members()}
-        open_ = {core.tasks.task_id(slot) for slot in core.batches.get(core.committed_step + 1, ())}
-        names = zip(core.reopened[::2], core.reopened[1::2], strict=True)
-        waiting = {make_task_id("train", epoch, row) for epoch, row in names}
+        run, order = self.machine.run, EpochOrder(self.plan)
+        every = [make_task_id("train", *order.at(position)) for position in range(run.position)]
+        live = set(view.live_ids(run))
+        open_ = set(view.batch_ids(run, run.committed_step + 1))
+        waiting = set(view.taken_back_ids(run))
         kept = [set(self.trained), self.dropped, live, open_, waiting]
         assert set(every) == set().union(*kept)
         assert len(every) == sum(map(len, kept))
@@ -355,6 +351,32 @@ def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
     replayed = Scheduler(model.plan, lease_s=5.0, incarnation=2)
     for event in model.journal:
         replayed.replay(event)
-    packed = snapshot.dump(model.machine.core)
-    assert snapshot.dump(replayed.core) == packed
+    packed = snapshot.dump(model.machine.run)
+    assert snapshot.dump(replayed.run) == packed
     assert snapshot.dump(snapshot.load(model.plan, packed)) == packed
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=100),
+    st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=40),
+    st.integers(0, 2),
+    st.integers(0, 1000),
+    st.booleans(),
+)
+def test_a_snapshot_shows_the_run_as_it_was_when_it_was_begun_however_the_run_goes_on(
+    before: list[str], during: list[str], staleness: int, seed: int, by_completion: bool
+) -> None:
+    model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=False)
+    for action in before:
+        getattr(model, action)()
+    with patch.object(snapshot, "PART_ROWS", 2):
+        expected = snapshot.dump(model.machine.run)
+        parts = snapshot.begin(model.machine.run)
+        written = [next(parts)]
+        for action in during:
+            getattr(model, action)()
+            if model.chance.random() < 1 / 8:
+                written += islice(parts, 1)
+        written += parts
+    assert written == expected

@@ -62,6 +62,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
+from tests.property import scheduler_view as view
 
 pytestmark = pytest.mark.slow
 
@@ -290,12 +291,12 @@ class Both(RuleBasedStateMachine):
         return True
 
     def publish(self, step: int) -> None:
-        name = f"weights/{self.machine.core.lineage}/{step}"
+        name = f"weights/{self.machine.run.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
             self.deliver_all()  # BUSY ends once the ordered tasks are cleared and no reader maps them
             assert self.put([(name, 1)], "w") == ""
         ref = WeightsRef(
-            lineage=self.machine.core.lineage,
+            lineage=self.machine.run.lineage,
             step=step,
             task_id=name,
             fence=1,
@@ -390,10 +391,9 @@ class Both(RuleBasedStateMachine):
 
     def forget_gone(self) -> None:
         """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
-        table = self.machine.core.tasks
         for task_id, (fence, _) in list(self.accepted.items()):
-            slot = table.find(task_id)
-            if slot < 0 or table.fence[slot] != fence or table.clears[slot]:
+            task = view.find(self.machine.run, task_id)
+            if task is None or task.fence != fence or task.clears:
                 del self.accepted[task_id]
 
     @rule()
@@ -412,8 +412,8 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        core = self.machine.core
-        step = core.committed_step + 1
+        run = self.machine.run
+        step = run.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
@@ -448,12 +448,12 @@ class Both(RuleBasedStateMachine):
     @rule()
     def trainer_is_killed(self) -> None:
         """It loads the newest checkpoint and replays what was committed since: the same tasks, all there."""
-        core = self.machine.core
-        committed = core.committed_step
+        run = self.machine.run
+        committed = run.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
         assert isinstance(info, RunInfo)
-        assert (info.committed_step, info.lineage) == (committed, core.lineage)
+        assert (info.committed_step, info.lineage) == (committed, run.lineage)
         for step in range(loaded + 1, committed + 1):
             batch = self.ask(NextBatch(driver=1, step=step))
             assert isinstance(batch, StepBatch)
@@ -577,16 +577,16 @@ class Both(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def scheduler_is_killed(self, whole: bool) -> None:
         """Back from the journal alone, or from the last snapshot and what came after it."""
-        before = snapshot.dump(self.machine.core)
+        before = snapshot.dump(self.machine.run)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
         if whole and self.kept is not None:
-            self.machine.core = snapshot.load(PLAN, self.kept)
+            self.machine.run = snapshot.load(PLAN, self.kept)
             rest = self.journal[self.kept_at :]
         else:
             rest = self.journal
         for event in rest:
             self.machine.replay(event)
-        assert snapshot.dump(self.machine.core) == before
+        assert snapshot.dump(self.machine.run) == before
         self.mail.clear()  # what was on its way is asked for again
         self.take(self.machine.begin(CONFIG, self.now))
 
@@ -609,16 +609,16 @@ class Both(RuleBasedStateMachine):
             self.workers[service] += 1
             self.register(service, self.workers[service])
         assert self.ask(GetRunInfo(driver=1)).committed_step == loaded
-        core = self.machine.core
+        run = self.machine.run
         self.batches = {step: tasks for step, tasks in self.batches.items() if step <= loaded}
-        first = [core.tasks.task_id(slot) for _, slot in core.window.members()][: len(again)]
+        first = view.live_ids(run)[: len(again)]
         assert first == again[: len(first)]
         assert first or not again
         self.publish(loaded)
 
     @rule()
     def snapshot_is_taken(self) -> None:
-        self.kept = snapshot.dump(self.machine.core)
+        self.kept = snapshot.dump(self.machine.run)
         self.kept_at = len(self.journal)
 
     @rule()
@@ -649,30 +649,26 @@ class Both(RuleBasedStateMachine):
         for entry in page:
             assert self.tombs.get(entry.task_id, 0) < entry.fence
             if entry.task_id in self.newest:
-                assert self.machine.core.tasks.find(entry.task_id) >= 0
+                assert view.find(self.machine.run, entry.task_id) is not None
 
     @invariant()
     def every_task_is_trained_once(self) -> None:
         """Check promise 2: no task is in two steps, and committed steps do not change."""
         trained = [task_id for tasks in self.batches.values() for task_id, _ in tasks]
         assert len(trained) == len(set(trained))
-        assert len(self.batches) >= self.machine.core.committed_step
+        assert len(self.batches) >= self.machine.run.committed_step
 
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
         """Promise 3."""
-        table = self.machine.core.tasks
-        for lease in self.machine.core.leases:
-            for slot in lease.slots:
-                if table.lease[slot] == lease.lease_id:
-                    assert self.tombs.get(table.task_id(slot), 0) < table.fence[slot]
+        for task in view.leased(self.machine.run):
+            assert self.tombs.get(task.task_id, 0) < task.fence
 
     @invariant()
     def bytes_stay_within_their_limits(self) -> None:
         """Promise 4."""
         assert self.store.room.used[Tier.MEMORY] <= LIMIT
         assert self.store.room.used[Tier.DISK] <= SPILL
-        assert len(self.machine.core.tasks) == sum(self.machine.core.tasks.counts[1:])
 
     @invariant()
     def bytes_are_those_of_the_files(self) -> None:
@@ -687,11 +683,9 @@ class Both(RuleBasedStateMachine):
         assert stats.bytes == sealed + granted + stats.zombie_bytes + stats.spare_bytes
 
     @invariant()
-    def uncovered_bytes_are_those_of_trained_tasks(self) -> None:
-        """What admission and the order for an early checkpoint go by."""
-        core = self.machine.core
-        trained = [slots for step, slots in core.batches.items() if step <= core.committed_step]
-        assert core.uncovered_bytes == sum(core.held_in(slot for slots in trained for slot in slots).values())
+    def the_durable_state_is_valid(self) -> None:
+        """Counts, waiting tasks, and the bytes that admission and the order for an early checkpoint go by."""
+        view.validate(self.machine.run)
 
     def teardown(self) -> None:
         """Check at the end, when all processes are alive, that only shards are left that the scheduler wants."""
@@ -699,14 +693,13 @@ class Both(RuleBasedStateMachine):
         self.deliver_all()
         self.reconcile(at_once=True)
         page, _ = self.store.inventory(0)
-        table = self.machine.core.tasks
         for entry in page:
             if not entry.task_id.startswith("weights/"):
-                slot = table.find(entry.task_id)
-                assert slot >= 0
-                assert table.fence[slot] == entry.fence
-                assert table.done[slot]  # every lease has expired: what stays was accepted
-        assert self.machine.core.clears.pending() == 0
+                task = view.find(self.machine.run, entry.task_id)
+                assert task is not None
+                assert task.fence == entry.fence
+                assert task.made  # every lease has expired: what stays was accepted
+        assert self.machine.run.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted
         assert self.store.stats().zombie_bytes == 0

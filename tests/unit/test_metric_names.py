@@ -28,7 +28,7 @@ def everything() -> set[str]:
     )
     metrics = StepMetrics(step=5)
     metrics.add_gradient(ForwardBackwardDone(sums={"engine_tokens": 1.0, "lag_tokens": 1.0}, seconds=1.0))
-    evaluation = Evaluation("held", 1, (0, 0), 1, 4)
+    evaluation = Evaluation.of("held", (0, 0), 1, 4)
     evaluation.score(0, np.ones(4, np.float32), 0)
     bench = Bench(plan(by_completion=True)).start()
     bench.step(1)

@@ -36,7 +36,7 @@ from proto.messages import (
     WeightsRef,
 )
 from services.scheduler import snapshot
-from services.scheduler.core import Core
+from services.scheduler.attempts import FAILURE
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -54,10 +54,10 @@ from services.scheduler.events import (
     Tick,
     WriteRow,
 )
-from services.scheduler.freshness import HOPELESS_TASKS
-from services.scheduler.ledger import FAILURE
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
+from services.scheduler.run_state import RunState
 from services.scheduler.state import Scheduler
+from services.scheduler.steps import HOPELESS_TASKS
 from shared.stages import train_graph
 from shared.topology.capacity import live_versions
 
@@ -160,7 +160,7 @@ class Bench:
 
     def publish_again(self, step: int) -> Any:
         """Under the lineage that the scheduler has opened since."""
-        self.lineage = self.machine.core.lineage
+        self.lineage = self.machine.run.lineage
         return self.publish(step)
 
     def lease(self, stage: str = "rollout", most: int = 4, instance: int = 0, life: int = 7) -> Any:
@@ -260,10 +260,10 @@ def test_an_accepted_result_again_is_a_no_op_and_other_content_a_conflict() -> N
     bench = Bench().start()
     grant = bench.granted()
     assert bench.complete(grant, content=5) == []
-    before = snapshot.dump(bench.machine.core)
+    before = snapshot.dump(bench.machine.run)
     assert bench.complete(grant, content=5) == []
     assert {refusal.code for refusal in bench.complete(grant, content=6)} == {ErrorCode.CONFLICT}
-    assert snapshot.dump(bench.machine.core) == before
+    assert snapshot.dump(bench.machine.run) == before
 
 
 def test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result() -> None:
@@ -362,7 +362,7 @@ def test_leases_that_expire_count_as_attempts_unless_they_only_waited_for_their_
     replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in bench.journal:
         replayed.replay(event)
-    assert snapshot.dump(replayed.core) == snapshot.dump(bench.machine.core)
+    assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
 
 
 def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_it() -> None:
@@ -425,13 +425,13 @@ def test_the_request_that_was_granted_gets_the_same_grant_when_it_is_retried() -
 def test_scalars_that_do_not_match_the_samples_change_nothing() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
-    before = snapshot.dump(bench.machine.core)
+    before = snapshot.dump(bench.machine.run)
     result = TaskResult(ids(grant)[0], 1, Outcome.DONE, STORE, 1, 2, 0, 0)
     bad = {"reward": np.zeros(3, np.float32)}
     reply = bench.ask(Complete(lease_id=grant.lease_id, stage="rollout", incarnation=7, results=[result], scalars=bad))
     assert isinstance(reply, Fail)
     assert reply.code == ErrorCode.BAD_REQUEST
-    assert snapshot.dump(bench.machine.core) == before
+    assert snapshot.dump(bench.machine.run) == before
 
 
 # ------------------------------------------------------------------------------------------------ stages
@@ -473,16 +473,16 @@ def test_live_tasks_never_pass_the_bound() -> None:
     while isinstance(grant := bench.lease(), LeaseGrant):
         leased += ids(grant)
     assert len(leased) == 2 * 4
-    assert bench.machine.core.window.live == 8
+    assert bench.machine.run.window.live == 8
 
 
 def test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
-    assert bench.machine.core.window.live == 4
+    assert bench.machine.run.window.live == 4
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert bench.machine.core.window.live == 8
+    assert bench.machine.run.window.live == 8
 
 
 def test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with() -> None:
@@ -537,9 +537,9 @@ def test_a_step_consumes_in_admission_order_and_waits_for_the_oldest() -> None:
 
 def test_room_holds_admission_back_but_never_the_next_step() -> None:
     bench = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=900)
-    assert bench.machine.core.window.live == 6  # 900 - 3 versions of 100 bytes
+    assert bench.machine.run.window.live == 6  # 900 - 3 versions of 100 bytes
     small = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=100)
-    assert small.machine.core.window.live == 4
+    assert small.machine.run.window.live == 4
 
 
 def test_trained_bytes_that_fill_the_store_order_a_checkpoint() -> None:
@@ -577,9 +577,9 @@ def test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict(
 def test_a_commit_is_carried_out_once() -> None:
     bench = Bench().start()
     bench.step(1)
-    before = snapshot.dump(bench.machine.core)
+    before = snapshot.dump(bench.machine.run)
     bench.ask(CommitStep(driver=1, step=1, metrics={"loss/policy": 9.0}))
-    assert snapshot.dump(bench.machine.core) == before
+    assert snapshot.dump(bench.machine.run) == before
     saved = [effect for effect in bench.effects if isinstance(effect, SaveStep)]
     assert [(effect.step, effect.state) for effect in saved] == [(1, "BATCHED"), (1, "TRAINED")]
 
@@ -649,7 +649,7 @@ def test_a_version_goes_when_no_lease_and_no_evaluation_names_it() -> None:
     assert ("weights/0/0", 1) not in bench.acknowledge()
     bench.complete(old)
     assert ("weights/0/0", 1) in bench.acknowledge()
-    assert bench.machine.core.versions.newest == (0, 1)
+    assert bench.machine.run.versions.newest == (0, 1)
 
 
 def test_slow_leases_name_as_many_versions_as_the_staleness_lets_live_and_no_more() -> None:
@@ -665,10 +665,10 @@ def test_slow_leases_name_as_many_versions_as_the_staleness_lets_live_and_no_mor
             bench.step(newest + 1)
     assert [grant.weights.step for grant in slow if grant.weights is not None] == [0, 1, 2, 3, 4]
     assert bench.ask(NextBatch(driver=1, step=5)) is None
-    assert len(bench.machine.core.versions) == live_versions(4) == 5
+    assert len(bench.machine.run.versions) == live_versions(4) == 5
     bench.complete(slow[0])
     bench.ask(CommitStep(driver=1, step=5, metrics={}))
-    assert len(bench.machine.core.versions) + 1 == 5  # version 5 is being written
+    assert len(bench.machine.run.versions) + 1 == 5  # version 5 is being written
 
 
 # ------------------------------------------------------------------------------------------------ evaluations, rows
@@ -683,7 +683,7 @@ def test_evaluations_come_first_with_exactly_their_version_and_outside_admission
     grant = bench.granted(most=8)
     assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
     assert (grant.split, grant.exact, grant.group_size, grant.weights and grant.weights.step) == ("held", True, 1, 0)
-    assert bench.machine.core.window.live == 8
+    assert bench.machine.run.window.live == 8
     assert bench.complete(grant, samples=1, reward=0.5) == []
     assert bench.acknowledge() == {(task, 1) for task in ids(grant)}
     assert bench.ask(WaitEvals(driver=1, step=0)).accuracy == {"held": 0.5}
@@ -794,21 +794,21 @@ def test_replay_gives_the_same_state() -> None:
     replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in bench.journal:
         replayed.replay(event)
-    assert snapshot.dump(replayed.core) == snapshot.dump(bench.machine.core)
-    assert bench.machine.core.committed_step == 3
+    assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
+    assert bench.machine.run.committed_step == 3
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
 def test_replay_goes_on_from_a_snapshot(part: float) -> None:
     bench = played()
     cut = int(len(bench.journal) * part)
-    core = Core(bench.plan)
+    run = RunState(bench.plan)
     for event in bench.journal[:cut]:
-        core.apply(event)
-    core = snapshot.load(bench.plan, snapshot.dump(core))
+        run.apply(event)
+    run = snapshot.load(bench.plan, snapshot.dump(run))
     for event in bench.journal[cut:]:
-        core.apply(event)
-    assert snapshot.dump(core) == snapshot.dump(bench.machine.core)
+        run.apply(event)
+    assert snapshot.dump(run) == snapshot.dump(bench.machine.run)
 
 
 def test_leases_get_a_fresh_term_after_a_restart() -> None:

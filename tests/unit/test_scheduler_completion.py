@@ -6,8 +6,8 @@ import numpy as np
 
 from proto.messages import CommitStep, Complete, LeaseGrant, NextBatch, Outcome, StepBatch, TaskResult
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import WriteRow
+from services.scheduler.run_state import RunState
 from tests.unit.test_scheduler import STORE, Bench, ids, plan
 
 
@@ -87,11 +87,11 @@ def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_o
     bench = begun()
     slow = overtaken(bench)
     newer = bench.granted()
-    assert bench.machine.core.versions.get((0, 0)) is not None  # step 2 may take the slow one's
+    assert bench.machine.run.versions.get((0, 0)) is not None  # step 2 may take the slow one's
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
-    assert bench.machine.core.leases.get(slow.lease_id) is not None
-    assert bench.machine.core.versions.get((0, 0)) is None
+    assert bench.machine.run.leases.get(slow.lease_id) is not None
+    assert bench.machine.run.versions.get((0, 0)) is None
 
 
 def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:
@@ -120,8 +120,8 @@ def test_journal_and_snapshot_give_the_same_state_again() -> None:
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == [ids(slow)[0], *ids(fast)[:3]]
     trained(bench, 1)
-    packed = snapshot.dump(bench.machine.core)
-    again = Core(bench.plan)
+    packed = snapshot.dump(bench.machine.run)
+    again = RunState(bench.plan)
     for event in bench.journal:
         again.apply(event)
     assert snapshot.dump(again) == packed

@@ -8,9 +8,9 @@ import numpy as np
 
 from proto.messages import Complete, ErrorCode, LeaseGrant, NextBatch, Outcome, Refusal, StepBatch, TaskResult
 from proto.tensors import Array
-from services.scheduler import snapshot
-from services.scheduler.core import Core
+from services.scheduler import snapshot, steps
 from services.scheduler.events import Fail
+from services.scheduler.run_state import RunState
 from shared.stages import train_graph
 from tests.unit.test_scheduler import STORE, Bench, ids, plan
 
@@ -73,7 +73,7 @@ def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
     assert [task.task_id for task in batch.batch.tasks] == done[2:]
     assert batch.dropped == 2
     again = roll_out(bench, (1, 1))
-    assert bench.machine.core.filtered == 1
+    assert bench.machine.run.losses.filtered.tasks == 1
     assert bench.acknowledge() == {(task, 1) for task in (*done[:2], *again)}
 
 
@@ -82,7 +82,7 @@ def test_of_tasks_that_came_together_all_are_dropped_or_none() -> None:
     bench = Bench(plan(filter_limit=3)).start()
     first = roll_out(bench, (1, 1), (1, 0), (0, 0))
     second = roll_out(bench, (1, 1), (0, 0), (0, 1))
-    assert [bench.machine.core.filtered, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
+    assert [bench.machine.run.losses.filtered.tasks, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
     [third] = roll_out(bench, (0, 0))
     assert bench.acknowledge() == {(third, 1)}
     batch = next_batch(bench)
@@ -101,14 +101,14 @@ def test_asking_again_gives_the_same_unfiltered_mean_also_after_a_restart() -> N
     again = next_batch(bench)
     assert again is not None
     assert again.reward_mean_unfiltered == first.reward_mean_unfiltered
-    replayed = Core(bench.plan)
+    replayed = RunState(bench.plan)
     for event in bench.journal:
         replayed.apply(event)
-    found = replayed.batch(NextBatch(driver=1, step=1))
+    found = steps.batch(replayed, NextBatch(driver=1, step=1))
     assert found is not None
     assert found.reward_mean_unfiltered == first.reward_mean_unfiltered
-    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.core))
-    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.core)
+    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
+    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
 
 
 # --------------------------------------------------------------------------- values of a later stage
@@ -141,8 +141,8 @@ def test_values_of_another_number_of_samples_or_of_no_known_name_are_refused() -
     refused: list[Refusal] = complete(bench, grant, {"kl": np.zeros(3, np.float32)}, samples=3).refused
     assert [each.code for each in refused] == [ErrorCode.CONFLICT]
     grant = bench.granted("reference", most=1)
-    before = snapshot.dump(bench.machine.core)
+    before = snapshot.dump(bench.machine.run)
     reply = complete(bench, grant, {"reward": np.zeros(2, np.float32)})
     assert isinstance(reply, Fail)
     assert "scalar 'reward' is not its to bring" in str(reply)
-    assert snapshot.dump(bench.machine.core) == before
+    assert snapshot.dump(bench.machine.run) == before

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, LeaseGrant, NextBatch, RunInfo, StepBatch, WaitEvals
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import Configure, SaveStep, WriteRow
 from services.scheduler.plan import EvalPlan
+from services.scheduler.run_state import RunState
+from services.scheduler.steps import rewind
+from services.scheduler.stores import held_in
 from tests.unit.test_scheduler import Bench, ids, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
@@ -34,7 +36,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_tasks() -> Non
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     undone = trained(bench, 2) + trained(bench, 3)
     reload(bench, 1)
-    assert bench.machine.core.committed_step == 1
+    assert bench.machine.run.committed_step == 1
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
     history = first + [name for step in again for name in step]
@@ -155,7 +157,7 @@ def test_a_checkpoint_of_steps_taken_back_collects_nothing() -> None:
     bench.publish(0)
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1, 2]))
-    assert bench.machine.core.checkpoint_step == 1
+    assert bench.machine.run.checkpoint_step == 1
 
 
 def test_journaled_steps_are_replayed_from_any_checkpoint_that_they_reach_back_to() -> None:
@@ -183,18 +185,18 @@ def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     trained(bench, 2)
     reload(bench, 1)
-    assert bench.machine.core.uncovered_bytes == 0
+    assert bench.machine.run.uncovered_bytes == 0
 
 
 def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint() -> None:
     bench = Bench().start()
     trained(bench, 1)
     trained(bench, 2)
-    core = bench.machine.core
-    slots = [slot for step in (1, 2) for slot in core.batches[step]]
-    assert core.uncovered_bytes == core.held_in(slots).total() > 0
-    core._rewind(1)  # as after the loss of a store: step 2 is undone
-    assert core.uncovered_bytes == core.held_in(core.batches[1]).total()
+    run = bench.machine.run
+    tasks = [task for step in (1, 2) for task in run.batches[step]]
+    assert run.uncovered_bytes == held_in(run, tasks).total() > 0
+    rewind(run, 1)  # as after the loss of a store: step 2 is undone
+    assert run.uncovered_bytes == held_in(run, run.batches[1]).total()
 
 
 def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves() -> None:
@@ -286,11 +288,11 @@ def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_
     rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
     assert rows[2]["eval/held/accuracy"] == 0.0
     bench.acknowledge()
-    assert not bench.machine.core.evaluations.open
-    copy = Core(bench.plan)
+    assert not bench.machine.run.evaluations.open
+    copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    assert snapshot.dump(copy) == snapshot.dump(bench.machine.core)
+    assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
 def test_an_evaluation_that_a_replay_overtakes_ends_on_the_version_it_began_with() -> None:

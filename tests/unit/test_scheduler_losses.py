@@ -26,11 +26,11 @@ from proto.messages import (
 )
 from proto.tensors import Array
 from services.monitor.cluster import rows_of
-from services.scheduler import scalars, snapshot
-from services.scheduler.core import Core
+from services.scheduler import scalars, snapshot, steps
 from services.scheduler.events import Fail
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EvalPlan
+from services.scheduler.run_state import RunState
 from tests.unit.test_scheduler import STORE, Bench, ids, plan
 
 
@@ -76,14 +76,14 @@ def test_dropped_tasks_and_lost_samples_are_counted_by_reason_in_status_and_batc
     assert (batch.dropped, batch.drops, batch.lost) == (3, status.dropped, status.lost)
     told = {row.topic: row.values for row in rows_of(status, 1.0)}["cluster/losses"]
     assert (told["dropped/too_long"], told["lost/timeout"]) == (1, 5)
-    replayed = Core(bench.plan)
+    replayed = RunState(bench.plan)
     for event in bench.journal:
         replayed.apply(event)
-    again = replayed.batch(NextBatch(driver=1, step=1))
+    again = steps.batch(replayed, NextBatch(driver=1, step=1))
     assert again is not None
     assert (again.drops, again.lost) == (batch.drops, batch.lost)
-    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.core))
-    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.core)
+    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
+    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
     assert loaded.losses.dropped == status.dropped
 
 

@@ -69,17 +69,17 @@ def test_the_reference_s_version_is_kept_while_the_policy_s_go() -> None:
         roll_out(made)
         score(made)
         train(made, step)
-    core = made.machine.core
-    assert core.versions.at_step(4) is not None
-    assert core.versions.at_step(3) is None
+    run = made.machine.run
+    assert run.versions.at_step(4) is not None
+    assert run.versions.at_step(3) is None
     # until a checkpoint covers them, a return to the first step may ask for the older refresh again
-    assert core.versions.at_step(2) is not None
+    assert run.versions.at_step(2) is not None
     made.ask(CheckpointSaved(driver=1, step=5, kept=[5]))
     roll_out(made)
     score(made)
     train(made, 6)
-    assert core.versions.at_step(2) is None
-    assert core.versions.at_step(4) is not None
+    assert run.versions.at_step(2) is None
+    assert run.versions.at_step(4) is not None
 
 
 def test_after_a_return_to_before_the_refresh_the_first_model_scores_again() -> None:
@@ -110,7 +110,7 @@ def test_a_version_that_went_with_its_store_is_asked_for_from_its_checkpoint() -
         score(made)
         train(made, step)
         made.ask(CheckpointSaved(driver=1, step=step, kept=[step]))
-    made.machine.core.versions.forget("batch-store/0")
+    made.machine.run.versions.forget("batch-store/0")
     info = made.ask(GetRunInfo(driver=1, reload=True, loaded_step=3))
     assert (info.committed_step, info.reference_step) == (3, EVERY)
     made.publish_again(EVERY)

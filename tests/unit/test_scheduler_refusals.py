@@ -26,7 +26,7 @@ from proto.messages import (
     Registered,
     WeightsRef,
 )
-from services.scheduler.accepting import MOST_LAYOUTS
+from services.scheduler.completion import MOST_LAYOUTS
 from services.scheduler.events import Fail, WriteRow
 from services.scheduler.metrics_file import MetricsFile
 from services.scheduler.plan import EvalPlan
@@ -69,9 +69,9 @@ def test_weights_whose_name_is_not_that_of_their_step_are_refused(wrong: dict[st
 
 def test_checkpoint_of_a_step_that_is_not_committed_is_refused() -> None:
     bench = Bench().start()
-    before = bench.machine.core.checkpoint_step
+    before = bench.machine.run.checkpoint_step
     refused(bench, CheckpointSaved(driver=1, step=4, kept=[4]), ErrorCode.CONFLICT)
-    assert bench.machine.core.checkpoint_step == before
+    assert bench.machine.run.checkpoint_step == before
 
 
 @pytest.mark.parametrize("wrong", [{"instance": -1}, {"endpoint": "x" * 2000}, {"host": "x" * 2000}])
@@ -86,14 +86,14 @@ def test_one_set_of_scalars_too_many_is_refused_and_its_lease_stays_open() -> No
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     granted = bench.granted()
-    layouts = bench.machine.core.layouts
+    layouts = bench.machine.run.layouts
     layouts += [((f"y{number}", "<f4"),) for number in range(MOST_LAYOUTS - len(layouts))]
-    lease = bench.machine.core.leases.get(granted.lease_id)
+    lease = bench.machine.run.leases.get(granted.lease_id)
     assert lease is not None
     empty = {"x": np.zeros(0, np.float32)}
     request = Complete(lease_id=granted.lease_id, stage="rollout", incarnation=7, results=[], scalars=empty)
     assert "x: 65536 different sets" in refused(bench, request)
-    assert lease.open == len(granted.batch.tasks)
+    assert len(lease.tasks) == len(granted.batch.tasks)
 
 
 @pytest.mark.parametrize("rewards", [[float("inf"), float("-inf")], [math.nan, math.inf]])
@@ -105,8 +105,8 @@ def test_evaluation_with_rewards_that_have_no_mean_ends(rewards: list[float]) ->
         if isinstance(granted, LeaseGrant) and granted.split == "held":
             tasks = len(granted.batch.tasks)
             bench.complete(granted, samples=1, reward=(rewards * tasks)[:tasks])
-    assert not bench.machine.core.evaluations.open
-    assert bench.machine.core.evaluations.known("held", 0)
+    assert not bench.machine.run.evaluations.open
+    assert bench.machine.run.evaluations.known("held", 0)
 
 
 def test_the_drivers_part_of_a_row_does_not_name_its_step() -> None:

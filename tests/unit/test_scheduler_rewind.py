@@ -17,9 +17,9 @@ from proto.messages import (
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import Configure, DiscardRows, Rewound, Tick, WriteRow
 from services.scheduler.plan import Plan
+from services.scheduler.run_state import RunState
 from tests.unit.test_scheduler import Bench, ids, plan
 
 AT_COMMIT, AT_CHECKPOINT = Configure(40, 3, 2, True), Configure(40, 3, 2, False)
@@ -36,11 +36,11 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
     """Everything was killed; the stores come back empty, and the driver loads a checkpoint (-1: the newest)."""
-    life = bench.machine.core.registry["batch-store", 0].incarnation + 1
+    life = bench.machine.run.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))
     bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
-    bench.publish_again(bench.machine.core.committed_step)
+    bench.publish_again(bench.machine.run.committed_step)
 
 
 def lease_now(bench: Bench) -> LeaseGrant | None:
@@ -69,10 +69,10 @@ def test_the_tasks_of_steps_taken_back_are_sampled_again_before_all_others(
     saved(bench, 1)
     lost = [bench.step(step) for step in (2, 3, 4)]
     waits = bench.granted()
-    tail = bench.machine.core.window.tail
+    tail = bench.machine.run.window.tail
     resumed(bench)
-    core = bench.machine.core
-    assert core.window.head >= tail
+    run = bench.machine.run
+    assert run.window.head >= tail
     again = [bench.step(step) for step in (2, 3, 4)]
     assert [names(batch) for batch in again] == [names(batch) for batch in lost]
     fences = {task.task_id: task.fence for batch in lost for task in batch.batch.tasks}
@@ -110,9 +110,9 @@ def test_a_run_that_goes_back_further_opens_those_tasks_first() -> None:
     saved(bench, 2, 1)
     steps += [names(bench.step(step)) for step in (3, 4, 5)]
     resumed(bench)
-    assert bench.machine.core.committed_step == 2
+    assert bench.machine.run.committed_step == 2
     resumed(bench, loaded=1)
-    assert bench.machine.core.committed_step == 1
+    assert bench.machine.run.committed_step == 1
     assert [names(bench.step(step)) for step in (2, 3, 4, 5)] == steps[1:]
 
 
@@ -121,7 +121,7 @@ def test_identities_last_until_the_oldest_checkpoint_covers_them() -> None:
     for step in (1, 2, 3, 4):
         bench.step(step)
         saved(bench, step, *([step - 1] if step > 1 else []))
-    assert list(bench.machine.core.identities) == [4]
+    assert list(bench.machine.run.identities) == [4]
 
 
 def test_a_checkpoint_made_at_a_stop_is_one_more_to_fall_back_to() -> None:
@@ -131,7 +131,7 @@ def test_a_checkpoint_made_at_a_stop_is_one_more_to_fall_back_to() -> None:
     lost = [names(bench.step(step)) for step in (2, 3)]
     saved(bench, 3, 1, at_stop=True)
     resumed(bench)
-    assert bench.machine.core.committed_step == 3
+    assert bench.machine.run.committed_step == 3
     resumed(bench, loaded=1)  # that of step 3 is damaged
     assert [names(bench.step(step)) for step in (2, 3)] == lost
 
@@ -145,7 +145,7 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
     limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
     bench = begun(made, config, limit_bytes)
-    core = bench.machine.core
+    run = bench.machine.run
     most = 0
     kept, ordered = [0], 0
 
@@ -156,7 +156,7 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
         while not isinstance(batch := bench.ask(NextBatch(driver=1, step=step)), StepBatch):
             while grant := lease_now(bench):
                 held.append(grant)
-            taken = core.uncovered_bytes + 3 * WEIGHT_BYTES + core.window.live * TASK_BYTES
+            taken = run.uncovered_bytes + 3 * WEIGHT_BYTES + run.window.live * TASK_BYTES
             assert taken <= limit_bytes
             most = max(most, taken)
             bench.complete(held.pop())
@@ -173,7 +173,7 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
     history = [train(step) for step in (1, 2, 3)]
     for _ in range(3):
         resumed(bench, limit_bytes=limit_bytes)
-        back, ordered = core.committed_step, 0
+        back, ordered = run.committed_step, 0
         assert back < len(history)
         lost = {name for step in history[back:] for name in step}
         del history[back:]
@@ -215,10 +215,10 @@ def test_going_back_replays_to_the_same_state() -> None:
     saved(bench, 2, 1)
     resumed(bench)
     bench.step(3)
-    copy = Core(bench.plan)
+    copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    packed = snapshot.dump(bench.machine.core)
+    packed = snapshot.dump(bench.machine.run)
     assert snapshot.dump(copy) == packed
     assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed
     assert copy.reopened

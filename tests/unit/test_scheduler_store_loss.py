@@ -13,9 +13,9 @@ from proto.messages import (
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import Configure, SaveEval, WriteRow
 from services.scheduler.plan import EvalPlan
+from services.scheduler.run_state import RunState
 from tests.unit.test_scheduler import Bench, ids, plan
 
 
@@ -48,7 +48,7 @@ def test_a_restart_with_the_same_data_loses_nothing() -> None:
     grant = bench.granted()
     bench.complete(grant)
     register(bench, "a", 2)
-    assert bench.machine.core.committed_step == 1
+    assert bench.machine.run.committed_step == 1
     assert bench.counts()["READY"] == 4
 
 
@@ -100,11 +100,11 @@ def test_lost_data_replays_to_the_same_state() -> None:
     bench.ask(GetRunInfo(driver=1))
     bench.publish_again(0)
     bench.step(1)
-    copy = Core(bench.plan)
+    copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    assert copy.committed_step == bench.machine.core.committed_step == 1
-    assert snapshot.dump(copy) == snapshot.dump(bench.machine.core)
+    assert copy.committed_step == bench.machine.run.committed_step == 1
+    assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
 def test_a_driver_that_does_not_resume_is_refused_after_the_loss() -> None:
@@ -136,5 +136,5 @@ def test_a_finished_run_goes_on_with_more_steps() -> None:
     bench = started()
     bench.step(1)
     bench.ask(FinishRun(driver=1))
-    bench.machine.core.apply(Configure(9, 3, 2, False))
+    bench.machine.run.apply(Configure(9, 3, 2, False))
     assert not bench.ask(GetRunInfo(driver=1)).stopping

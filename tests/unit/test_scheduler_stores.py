@@ -16,8 +16,8 @@ from proto.messages import (
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.core import Core
 from services.scheduler.events import ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.run_state import RunState
 from services.scheduler.state import STORE_GONE_S
 from shared.stages import train_graph
 from tests.unit.test_scheduler import LEASE_S, STORE, Bench, ids, plan
@@ -49,7 +49,7 @@ class TwoHosts(Bench):
 
     def acknowledges(self, store: str) -> None:
         """All that it was told so far."""
-        while told := self.machine.core.clears.head(store):
+        while told := self.machine.run.clears.head(store):
             self.event(ClearDone(store, len(told)))
 
     def sent(self) -> dict[str, list[str]]:
@@ -82,32 +82,32 @@ def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
     assert steps(bench, AWAY) == [False, False, *[True] * 7]
-    assert bench.machine.core.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
+    assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
 def test_what_each_stage_made_counts_where_it_was_put() -> None:
     bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
-    core = bench.machine.core
+    run = bench.machine.run
     bench.complete(bench.granted(), store=AWAY)
     first = bench.granted("reference", most=2)
     bench.complete(first, store=STORE)
     bench.complete(bench.granted("reference", most=2), store=AWAY)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert core.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
-    assert core.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
+    assert run.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
+    assert run.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
-    assert core.uncovered == {}
+    assert run.uncovered == {}
     told = bench.sent()
     assert len(told[AWAY]) == len(told[STORE]) == 4
-    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(core))) == snapshot.dump(core)
+    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
 
 
 def test_a_task_is_admitted_when_every_store_could_hold_it() -> None:
     made = plan(staleness=3, task_bytes=100, weight_bytes=100)
-    assert TwoHosts(made).begin(900, 1 << 20).machine.core.window.live == 6
-    assert TwoHosts(made).begin(1 << 20, 500).machine.core.window.live == 5
-    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.core.window.live == 16
+    assert TwoHosts(made).begin(900, 1 << 20).machine.run.window.live == 6
+    assert TwoHosts(made).begin(1 << 20, 500).machine.run.window.live == 5
+    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.run.window.live == 16
 
 
 # ------------------------------------------------------------------------------------------------ clears
@@ -153,8 +153,8 @@ def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> Non
         assert isinstance(bench.step(step, STORE), StepBatch)
         bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 32
-    assert bench.machine.core.clears.pending() == 0
-    assert len(bench.machine.core.tasks) == bench.machine.core.window.live
+    assert bench.machine.run.clears.pending() == 0
+    assert len(bench.machine.run.tasks) == bench.machine.run.window.live
 
 
 # ------------------------------------------------------------------------------------------------ gone for good
@@ -170,10 +170,10 @@ def quiet(bench: TwoHosts, *, alive: tuple[tuple[str, int, int], ...] = (("batch
 
 
 def replays_alike(bench: TwoHosts) -> bool:
-    copy = Core(bench.plan)
+    copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    return snapshot.dump(copy) == snapshot.dump(bench.machine.core)
+    return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
 def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() -> None:
@@ -183,8 +183,8 @@ def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() 
     assert bench.counts()["COLLECTED"] == 0
     quiet(bench)
     assert bench.counts()["COLLECTED"] == 4
-    assert bench.machine.core.limit_bytes == 1 << 30
-    assert bench.machine.core.clears.stores == [STORE]
+    assert bench.machine.run.limit_bytes == 1 << 30
+    assert bench.machine.run.clears.stores == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
     assert bench.event(ClearDone(AWAY, 4)) == []  # of the message that was on its way
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
@@ -195,7 +195,7 @@ def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() 
 def test_a_placed_store_is_waited_for_however_long_it_takes() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
-    assert bench.machine.core.clears.stores == [STORE, AWAY]
+    assert bench.machine.run.clears.stores == [STORE, AWAY]
 
 
 def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> None:
@@ -212,7 +212,7 @@ def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> 
         (name, 2) for name in [ids(here)[0], *ids(there)]
     ]
     assert bench.granted("reference", most=4).batch.tasks[0].task_id == ids(here)[1]
-    assert bench.machine.core.committed_step == 0
+    assert bench.machine.run.committed_step == 0
     assert replays_alike(bench)
 
 
@@ -244,8 +244,8 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
         lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
         bench.event(Tick())
     assert not lost
-    assert bench.machine.core.clears.stores == [STORE, "batch-store/2"]
-    assert bench.machine.core.leases.get(there.lease_id) is not None
+    assert bench.machine.run.clears.stores == [STORE, "batch-store/2"]
+    assert bench.machine.run.leases.get(there.lease_id) is not None
 
 
 def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
@@ -280,7 +280,7 @@ def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
     assert bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=1)).committed_step == 1
     bench.publish_again(1)
     assert [task.task_id for step in (2, 3) for task in bench.step(step).batch.tasks] == undone
-    assert bench.machine.core.uncovered.keys() == {STORE}
+    assert bench.machine.run.uncovered.keys() == {STORE}
     assert replays_alike(bench)
 
 
@@ -301,11 +301,11 @@ def test_a_store_that_comes_back_late_is_reconciled_and_owes_nothing() -> None:
     quiet(bench)
     bench.acknowledges(STORE)
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="data of away")
-    assert bench.machine.core.clears.pending_at(AWAY) == 0
+    assert bench.machine.run.clears.pending_at(AWAY) == 0
     strays = bench.event(Listed(AWAY, [PutTask(old.task_id, old.fence)]))
     assert [effect.tasks for effect in strays if isinstance(effect, SendClear)] == [[PutTask(old.task_id, old.fence)]]
     bench.step(2, AWAY)
-    assert bench.machine.core.committed_step == 2
+    assert bench.machine.run.committed_step == 2
     assert replays_alike(bench)
 
 
@@ -329,7 +329,7 @@ def test_a_store_that_held_nothing_and_comes_back_empty_takes_no_step_back() -> 
     bench.complete(waits)
     come_back_empty(bench)
     assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver goes on too
-    assert bench.machine.core.lineage == 0
+    assert bench.machine.run.lineage == 0
     assert replays_alike(bench)
 
 
@@ -346,7 +346,7 @@ def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_rolled_again_and_
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
         (name, 2) for name in [*ids(finished), *ids(there)]
     ]
-    assert bench.machine.core.committed_step == 1
+    assert bench.machine.run.committed_step == 1
     assert replays_alike(bench)
 
 

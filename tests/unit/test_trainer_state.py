@@ -331,12 +331,12 @@ def test_the_version_of_a_refreshed_reference_that_was_lost_comes_from_its_check
     for step in (1, 2, 3):
         bench.step(step)
     bench.ask(CheckpointSaved(driver=1, step=3, kept=[2, 3]))
-    bench.machine.core.versions.forget(STORE)
+    bench.machine.run.versions.forget(STORE)
     workers = Workers(-1)
     standing = resumed(bench, workers, [2, 3])
     assert workers.calls == ["load 3", "load 2", "publish 2", "load 3"]
     assert standing.version == 3
-    assert bench.machine.core.versions.at_step(2) == (1, 2)
+    assert bench.machine.run.versions.at_step(2) == (1, 2)
 
 
 def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:

@@ -1,0 +1,217 @@
+"""Completions: decides which results are accepted or refused, and what happens to their tasks. Pure.
+
+A request is checked as a whole before anything changes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult
+from proto.tensors import Array
+from services.scheduler import scalars
+from services.scheduler.attempts import DEATH, FAILURE, drop
+from services.scheduler.collection import collect, release
+from services.scheduler.evaluations import score
+from services.scheduler.events import Tell
+from services.scheduler.leases import TaskLease
+from services.scheduler.leasing import give_up, waits
+from services.scheduler.losses import drop_reason
+from services.scheduler.plan import stage_index
+from services.scheduler.stores import store_index
+from services.scheduler.tasks import EVALUATION, StagePart, Task, TaskState
+from services.scheduler.versions import free_versions
+from shared.rpc.errors import RpcError
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+MOST_LAYOUTS = 1 << 16
+"""Maximum number of distinct sets of scalars in a run, because the run keeps the names of each."""
+
+
+def complete(run: RunState, request: Complete) -> list[Refusal]:
+    """Accept results and return the refused ones."""
+    lease = run.leases.get(request.lease_id)
+    if lease is not None and lease.incarnation != request.incarnation:
+        lease = None
+    stage = stage_index(run.plan, request.stage)
+    _check(run, request, stage)
+    layout = _layout(run, request.scalars)
+    filters = stage == 0 and _filters(run, request)
+    refused: list[Refusal] = []
+    first = 0
+    for result in request.results:
+        task = run.tasks.find(result.task_id)
+        problem = _problem(task, stage, lease, result)
+        if problem is None and task is not None and stage > 0 and request.scalars and result.samples != task.samples:
+            problem = ErrorCode.CONFLICT, f"{task.task_id}: scalars of {result.samples} samples, not {task.samples}"
+        if problem is not None:
+            refused.append(Refusal(result.task_id, result.fence, *problem))
+        elif task is not None and task.parts[stage] is None:
+            if result.outcome == Outcome.DONE and result.store in run.gone:
+                run.order.retry(run, task, DEATH, f"{result.store} is gone")
+            elif result.outcome == Outcome.DONE:
+                packed = scalars.pack(request.scalars, first, result.samples)
+                _accept(run, task, stage, result, layout, packed, filters=filters)
+            elif result.outcome == Outcome.RETRY:
+                run.order.retry(run, task, FAILURE, result.reason)
+            elif result.samples_failed and task.admission == EVALUATION:
+                run.out.append(Tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]}))
+                _end_scored(run, task, np.zeros(0, np.float32), result.samples_failed)
+            else:
+                _count_lost(run, task, result)
+                drop(run, task, drop_reason(result.why), result.reason)
+        first += result.samples if result.outcome == Outcome.DONE else 0
+    if lease is not None:
+        if request.final and lease.tasks:
+            give_up(run, lease, 0 if request.untouched else DEATH)
+        elif not lease.tasks:
+            run.leases.remove(lease)
+        free_versions(run)
+    return refused
+
+
+def _check(run: RunState, request: Complete, stage: int) -> None:
+    """Raises RpcError(bad_request) if the request can be accepted in no state of the run."""
+    if stage < 0:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
+    strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []
+    if strange:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: scalar {strange[0]!r} is not its to bring")
+    for each in request.results:
+        numbers = (
+            (each.samples, 16),
+            (each.samples_failed, 16),
+            (each.tokens, 32),
+            (each.nbytes, 48),
+            (each.content_hash, 64),
+            *((count, 16) for count in each.lost.values()),
+        )
+        if any(not 0 <= number < 1 << bits for number, bits in numbers):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
+    layout = scalars.layout_of(request.scalars)
+    if len(run.layouts) >= MOST_LAYOUTS and layout not in run.layouts:
+        text = f"scalars {', '.join(request.scalars)[:200]}: {MOST_LAYOUTS} different sets are the limit of a run"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
+    for name, values in request.scalars.items():
+        if values.shape != (samples,):
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"scalar {name!r} of shape {list(values.shape)}: the results have {samples} samples in all",
+            )
+
+
+def _layout(run: RunState, columns: dict[str, Array]) -> int:
+    layout = scalars.layout_of(columns)
+    if layout not in run.layouts:
+        run.layouts.append(layout)
+    return run.layouts.index(layout)
+
+
+def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: TaskResult) -> tuple[str, str] | None:
+    """Return `(code, message)` if the result is refused, else None."""
+    if task is None:
+        return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
+    if result.fence < task.fence:
+        return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {task.fence}"
+    if result.fence > task.fence:
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it is now {task.fence}"
+    accepted = task.parts[stage]
+    if accepted is not None:
+        if result.outcome == Outcome.DONE and accepted.content_hash == result.content_hash:
+            return None
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {task.fence} was accepted with other content"
+    if task.state == TaskState.DROPPED:
+        return ErrorCode.COLLECTED, f"{result.task_id}: dropped"
+    if lease is None or task.lease != lease.lease_id or lease.stage != stage:
+        return ErrorCode.LOST, f"{result.task_id}: the lease is no longer held"
+    return None
+
+
+def _accept(
+    run: RunState, task: Task, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool
+) -> None:
+    release(run, task)
+    run.tasks.edit(task)
+    part = StagePart(store_index(run, result.store), result.content_hash, result.nbytes)
+    task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
+    if stage == 0:
+        task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens
+        task.layout, task.scalars = layout, packed
+        _count_lost(run, task, result)
+    elif run.layouts[layout]:
+        columns = run.columns(task) | scalars.unpack(run.layouts[layout], task.samples, packed)
+        task.layout, task.scalars = _layout(run, columns), scalars.pack(columns, 0, task.samples)
+    if task.admission == EVALUATION:
+        rewards = run.columns(task).get("reward")
+        if rewards is None or not len(rewards):
+            drop(run, task, DropReason.OTHER, "no sample was scored")
+        else:
+            _end_scored(run, task, rewards, task.failed)
+        return
+    if stage == 0 and result.samples < min(2, run.plan.group_size):
+        text = f"{result.samples} of {run.plan.group_size} samples are left"
+        drop(run, task, DropReason.REWARD_FAILED, text)
+        return
+    run.dropped_in_a_row = 0
+    if filters and _filter(run, task):
+        return
+    if task.state == TaskState.LEASED:
+        run.tasks.move(task, TaskState.ROLLED_OUT)
+    if all(task.parts):
+        if not run.order.drop_if_stale(run, task):
+            run.tasks.move(task, TaskState.READY)
+            run.window.mark_ready(task.admission)
+        return
+    for later in range(1, len(run.plan.stages)):
+        if stage in run.needs[later] and waits(run, later, task):
+            heapq.heappush(run.waiting[later], task.admission)
+
+
+def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:
+    """Count the lost samples of a training task. Evaluations count their failed samples themselves."""
+    if task.admission != EVALUATION:
+        run.losses.lose(task.admission, result)
+
+
+def _filters(run: RunState, request: Complete) -> bool:
+    """Return whether the filter of this step has room for all tasks of the request whose rewards are equal.
+
+    The filter drops all of them or none: they share a file, which a store frees with its last task, so bytes of
+    dropped tasks that remain in it would not be counted.
+    """
+    rewards = request.scalars.get("reward")
+    if rewards is None or run.losses.filtered.tasks >= run.plan.filter_limit:
+        return False
+    samples = [result.samples for result in request.results if result.outcome == Outcome.DONE and result.samples]
+    groups = np.split(rewards, np.cumsum(samples))[: len(samples)]
+    equal = sum(bool((group == group[0]).all()) for group in groups)
+    return run.losses.filtered.tasks + equal <= run.plan.filter_limit
+
+
+def _filter(run: RunState, task: Task) -> bool:
+    """Drop a task whose rewards are all equal, from which no group estimator learns. Admission replaces it.
+
+    At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved goes on. Source: dynamic
+    sampling of DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
+    """
+    rewards = run.columns(task).get("reward")
+    if rewards is None or (rewards != rewards[0]).any():
+        return False
+    filtered = run.losses.filtered
+    filtered.tasks += 1
+    filtered.samples += len(rewards)
+    filtered.reward_sum += float(np.sum(rewards, dtype=np.float64))
+    drop(run, task, DropReason.FILTERED, f"all {len(rewards)} rewards are {float(rewards[0])}")
+    return True
+
+
+def _end_scored(run: RunState, task: Task, rewards: Array, failed: int) -> None:
+    score(run, task, rewards, failed)
+    run.tasks.move(task, TaskState.SCORED)
+    collect(run, task)

@@ -1,0 +1,91 @@
+"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. Pure.
+
+In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
+will consume its tasks. `staleness.py` has the strategy of `consume: completion`, `deterministic.py` that of
+`run.deterministic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from services.scheduler.admission import room_in_order
+from services.scheduler.attempts import retry_or_drop
+from services.scheduler.evaluations import Evaluation
+from services.scheduler.leases import Version
+from services.scheduler.leasing import choose_in_order
+from services.scheduler.steps import admit_again
+from services.scheduler.tasks import Task
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """One function for each decision that depends on the order of consumption."""
+
+    fixed: bool
+    """Whether a task keeps its step and its version whatever happens, and a step trained again has the same bits."""
+    step_of: Callable[[RunState, int], int]
+    """Return the step that will consume the task with this admission number."""
+    room: Callable[[RunState], int]
+    """Return the number of tasks to admit now."""
+    takeable: Callable[[RunState], int]
+    """Return the number of tasks that the next step could take."""
+    take: Callable[[RunState], list[Task]]
+    """Remove the tasks of the next step from the window and return them. Requires enough takeable ones."""
+    choose: Callable[[RunState, int, int], list[Task]]
+    """Return the waiting tasks of the next lease of a stage, given the maximum number."""
+    choose_rows: Callable[[RunState, Evaluation, int], list[str]]
+    """Return the waiting tasks of the next lease of an evaluation, given the maximum number."""
+    version: Callable[[RunState, int, Version | None], Version | None]
+    """Return the version for a training lease, or None if it is not published yet.
+
+    The arguments are the oldest step it may have, and the version that the engine should keep if it may.
+    """
+    versions_needed: Callable[[RunState], tuple[int, int | None]]
+    """Return the oldest step that a lease may still need, and the step from which all versions are kept, or None."""
+    retry: Callable[[RunState, Task, int, str], None]
+    """End an attempt without a result, with its cost (see `attempts.FAILURE`) and the reason."""
+    take_back: Callable[[RunState, int, list[Task]], None]
+    """Reopen the tasks of the batches after a step. No training task may be leased."""
+    drop_if_stale: Callable[[RunState, Task], bool]
+    """Drop a finished task that is too old for the next step, and return whether it was dropped."""
+    drop_stale: Callable[[RunState], None]
+    """Drop all finished tasks that are too old for the next step. Called after each batch."""
+    metrics: Callable[[RunState], dict[str, float]]
+    """Return what the metrics row of a step says about the order, and begin to count anew."""
+
+
+def _step_of(run: RunState, admission: int) -> int:
+    """Return the step of a task. It becomes earlier if tasks before this one are dropped."""
+    return run.batched_step + 1 + run.window.rank(admission) // run.plan.tasks_per_step
+
+
+def _version(run: RunState, oldest: int, held: Version | None) -> Version | None:
+    if held is not None and held[1] >= oldest:
+        return held
+    newest = run.versions.newest
+    return newest if newest is not None and newest[1] >= oldest else None
+
+
+IN_ORDER = Consumption(
+    fixed=False,
+    step_of=_step_of,
+    room=room_in_order,
+    takeable=lambda run: run.window.rank(run.window.settled()),
+    take=lambda run: run.window.take(islice(run.window.tasks, run.plan.tasks_per_step)),
+    choose=choose_in_order,
+    choose_rows=lambda run, one, most: one.waiting[:most],
+    version=_version,
+    versions_needed=lambda run: (0, None),
+    retry=retry_or_drop,
+    take_back=admit_again,
+    drop_if_stale=lambda run, task: False,
+    drop_stale=lambda run: None,
+    metrics=lambda run: {},
+)

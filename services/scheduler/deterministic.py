@@ -1,0 +1,123 @@
+"""Deterministic mode: fixed blocks of tasks with fixed versions, independent of which processes are killed when. Pure.
+
+A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
+after its evaluations. Order of arrival, failures and drops never move a task into another block or step, because batch
+shapes and versions decide the last bits (docs/architecture.md, promise 9).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from proto.ids import make_task_id
+from services.scheduler.attempts import FAILURE, revive, sample_again
+from services.scheduler.consumption import Consumption
+from services.scheduler.evaluations import next_rows
+from services.scheduler.leases import Version
+from services.scheduler.leasing import first_waiting, waits
+from services.scheduler.stores import room_for_tasks
+from services.scheduler.tasks import EVALUATION, Task
+from shared.stages import TRAIN
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+
+def _room(run: RunState) -> int:
+    step_tasks = run.plan.tasks_per_step
+    last = min(run.config.steps, run.committed_step + run.plan.staleness + 1) * step_tasks
+    return min(last - run.window.tail, max(room_for_tasks(run), step_tasks) - run.window.live)
+
+
+def _takeable(run: RunState) -> int:
+    """A step is complete when each of its tasks is ready or dropped."""
+    step_tasks = run.plan.tasks_per_step
+    return step_tasks if run.window.settled() >= (run.batched_step + 1) * step_tasks else 0
+
+
+def _take(run: RunState) -> list[Task]:
+    end = (run.batched_step + 1) * run.plan.tasks_per_step
+    return run.window.take([each for each in range(run.window.head, end) if each in run.window.tasks], end)
+
+
+def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
+    """Return the live tasks of the fixed block of `admission`, or [] until all of it is admitted.
+
+    For a later stage than the rollout, return the part of the block, with at most `most` numbers, that holds it.
+    """
+    size = run.plan.block_tasks
+    first = admission // size * size
+    end = first + size
+    if stage > 0:
+        first += (admission - first) // most * most
+        end = min(first + most, end)
+    tasks = run.window.tasks
+    return [tasks[each] for each in range(first, end) if each in tasks] if end <= run.window.tail else []
+
+
+def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
+    """Return one whole block, or nothing while a task of it does not wait."""
+    first = first_waiting(run, stage)
+    block = _block(run, stage, first.admission, most) if first is not None else []
+    return block if all(waits(run, stage, task) for task in block) else []
+
+
+def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
+    """Return the version of exactly this step once it and all older ones are evaluated.
+
+    Evaluations older than the versions of a checkpoint are therefore complete, and a run that returns to the checkpoint
+    misses none.
+    """
+    evaluates = any(each.version[1] <= exact for each in run.evaluations.open.values())
+    return None if evaluates else run.versions.at_step(exact)
+
+
+def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
+    """Sample the whole block of the task again. Too many failed attempts end the run instead of dropping the task."""
+    run.tasks.edit(task).failures += cost
+    if task.failures >= FAILURE * run.config.attempts:
+        run.broken = (
+            f"{task.task_id}: {run.config.attempts} attempts failed, the last: {reason}; without it a "
+            "deterministic run would have other bits: raise lease.attempts and resume"
+        )
+    sample_again(run, task)
+    if task.admission != EVALUATION:
+        for other in _block(run, 0, task.admission, run.plan.block_tasks):
+            if other.made:
+                sample_again(run, other)
+
+
+def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
+    """Reopen the tasks of batches after `step` in their places, and sample all later ones with a result again.
+
+    The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The versions
+    and scores that were taken back stay, as the new ones have the same bits.
+    """
+    for task in list(run.window.tasks.values()):
+        if task.made:
+            sample_again(run, task)
+    first = run.committed_step * run.plan.tasks_per_step
+    places = map(run.epochs.at, range(first, run.window.head))
+    again = revive(run, [make_task_id(TRAIN, epoch, row) for epoch, row in places], first)
+    run.window.reopen(again)
+    for task in again:
+        heapq.heappush(run.waiting[0], task.admission)
+
+
+DETERMINISTIC = Consumption(
+    fixed=True,
+    step_of=lambda run, admission: 1 + admission // run.plan.tasks_per_step,
+    room=_room,
+    takeable=_takeable,
+    take=_take,
+    choose=_choose_block,
+    choose_rows=next_rows,
+    version=_version,
+    versions_needed=lambda run: (0, max(0, run.batched_step - run.plan.staleness)),
+    retry=_retry,
+    take_back=_reopen,
+    drop_if_stale=lambda run, task: False,
+    drop_stale=lambda run: None,
+    metrics=lambda run: {},
+)

@@ -1,0 +1,297 @@
+"""The durable state of a run: everything that the journal rebuilds. Pure: no clock, no I/O, no open calls.
+
+`RunState` holds the data; the rules of each subject are functions over it, in the module of that name (`leasing`,
+`completion`, `steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same
+events in the same order gives the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in
+`state.py`.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never, cast
+
+from proto import codec
+from proto.messages import (
+    Ack,
+    CheckpointSaved,
+    CommitStep,
+    Complete,
+    CompleteAck,
+    FinishRun,
+    GetRunInfo,
+    LeaseGrant,
+    LeaseRequest,
+    NextBatch,
+    PublishWeights,
+    Register,
+    RunInfo,
+    StepBatch,
+)
+from proto.tensors import Array
+from services.scheduler import leasing, scalars
+from services.scheduler.admission import admit
+from services.scheduler.attempts import DEATH, FAILURE
+from services.scheduler.collection import ClearQueues, cleared
+from services.scheduler.completion import complete
+from services.scheduler.consumption import IN_ORDER
+from services.scheduler.deterministic import DETERMINISTIC
+from services.scheduler.evaluations import Evaluations, write_rows
+from services.scheduler.events import Cleared, Configure, Durable, Effect, Leased, LeaseExpired, StoreGone
+from services.scheduler.leases import CallId, Holder, Leases
+from services.scheduler.losses import Losses
+from services.scheduler.plan import EpochOrder, Plan
+from services.scheduler.staleness import BY_COMPLETION
+from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
+from services.scheduler.store_loss import come_back_empty, lost_data, remove_departed_store
+from services.scheduler.stores import STORE, held_in, limits
+from services.scheduler.tasks import Task, Tasks, TaskState, Transition
+from services.scheduler.versions import Versions, publish
+from services.scheduler.window import AdmissionWindow
+from shared.rundir import service_name
+
+Reply = LeaseGrant | CompleteAck | StepBatch | RunInfo | Ack
+_LEASABLE = frozenset({TaskState.LEASED, TaskState.ROLLED_OUT})
+_ACKNOWLEDGING = frozenset({TaskState.TRAINED, TaskState.SCORED, TaskState.DROPPED})
+
+
+class RunState:
+    """The tasks, leases, versions, evaluations and steps of one run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan: Plan = plan
+        self.order = DETERMINISTIC if plan.deterministic else BY_COMPLETION if plan.by_completion else IN_ORDER
+        """The order in which steps consume tasks."""
+        self.epochs = EpochOrder(plan)
+        makers = {key: i for i, stage in enumerate(plan.stages) for key in stage.makes}
+        self.needs = [tuple(sorted({makers[key] for key in stage.needs})) for stage in plan.stages]
+        """For each stage, the stages that make the keys it needs."""
+        self.out: list[Effect] = []
+        """Effects of the events that were applied. The caller takes them."""
+        self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
+        self.registry: dict[Holder, Register] = {}
+
+        self.tasks = Tasks(len(plan.stages))
+        self.window: AdmissionWindow = AdmissionWindow()
+        self.waiting: list[list[int]] = [[] for _ in plan.stages]
+        """Heap of the admission numbers that wait for each stage. Outdated entries are skipped when they come up."""
+        self.leases = Leases()
+        self.clears = ClearQueues()
+        self.versions = Versions()
+        self.evaluations = Evaluations()
+        self.losses = Losses()
+        self.store_names: list[str] = []
+        self.layouts: list[scalars.Layout] = []
+
+        self.batches: dict[int, list[Task]] = {}
+        """Tasks of each journaled step, in batch order, until their collection."""
+        self.identities: dict[int, list[str]] = {}
+        """Ids of the tasks of each step, until the oldest checkpoint that recovery may fall back to covers the step."""
+        self.reopened: list[str] = []
+        """Tasks whose steps were taken back. They are admitted before all others."""
+        self.position = 0
+        """Number of tasks of the epoch order that were admitted."""
+        self.highest_fence = 1
+        """The highest fence of any task so far. A collected task that is sampled again gets a higher one."""
+
+        self.driver = 0
+        self.old_drivers: list[int] = []
+        self.lineage = 0
+        self.batched_step: int = 0
+        self.committed_step = 0
+        self.checkpoint_step = -1
+        self.finished = False
+        self.broken = ""
+        """Deterministic mode: the reason why the run cannot continue with the same bits, or empty."""
+        self.uncovered: dict[str, int] = {}
+        """Bytes of trained tasks that wait for a checkpoint, by store."""
+        self.gone: dict[str, str] = {}
+        """Joined stores that are gone for good, each with the `data_id` of its data."""
+        self.eval_lease_debt = 0
+        """Number of leases by which evaluations are ahead of training, at most those of a step."""
+        self.waiting_rows: dict[int, dict[str, float]] = {}
+        """Metrics rows by step that wait for an evaluation."""
+        self.next_row = 0 if plan.evals else 1
+
+        self.dropped_in_a_row = 0
+        """Training tasks dropped since the last one with enough samples, in this life. No event depends on it."""
+        self.last_drop = ""
+        """The last dropped task and the reason."""
+        self.checked = 0
+        """`consume: completion`: number of staleness checks of finished tasks since the last commit."""
+        self.stale = 0
+        """Number of those checks that dropped the task."""
+
+    # ---- events
+
+    def apply(self, event: Durable) -> Reply | None:
+        """Apply one durable event, live or replayed, and return the reply to its sender.
+
+        None means that nothing changed: the event is not to be journaled. Raises RpcError, without any change, if the
+        event is refused.
+        """
+        self.tasks.cause = type(event).__name__
+        reply = self._apply(event)
+        if reply is not None:
+            admit(self)
+        return reply
+
+    def lease(self, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
+        """Do the same as `apply(Leased(...))` for a request that is not encoded."""
+        self.tasks.cause = Leased.__name__
+        grant = leasing.lease(self, request, call)
+        if grant is not None:
+            admit(self)
+        return grant
+
+    def _apply(self, event: Durable) -> Reply | None:
+        changed = True
+        match event:
+            case Leased():
+                request = cast(LeaseRequest, codec.decode_body(LeaseRequest.TYPE, event.request))
+                return leasing.lease(self, request, event.call)
+            case Complete():
+                return CompleteAck(refused=complete(self, event))
+            case NextBatch():
+                return form_batch(self, event)
+            case GetRunInfo():
+                return take_over(self, event)
+            case CommitStep():
+                changed = commit(self, event)
+            case PublishWeights():
+                check_driver(self, event.driver)
+                publish(self, event)
+            case CheckpointSaved():
+                checkpoint(self, event)
+            case FinishRun():
+                check_driver(self, event.driver)
+                self.finished = True
+            case Register():
+                self._register(event)
+            case Configure():
+                self._configure(event)
+            case LeaseExpired():
+                changed = self._expire(event)
+            case Cleared():
+                cleared(self, event.store, event.count)
+            case StoreGone():
+                changed = remove_departed_store(self, event.store)
+            case _:
+                assert_never(event)
+        return Ack() if changed else None
+
+    def _configure(self, event: Configure) -> None:
+        self.config = event
+        self.broken = ""  # a resumed run may have been given more attempts
+        self.finished = self.finished and self.committed_step >= event.steps
+        write_rows(self)
+
+    def _register(self, request: Register) -> None:
+        """Register a life of an instance. The leases of its previous life are given up at once."""
+        holder = (request.service, request.instance)
+        old = self.registry.get(holder)
+        for lease in self.leases.held_by(holder):
+            if lease.incarnation != request.incarnation:
+                leasing.give_up(self, lease, DEATH)
+        self.registry[holder] = request
+        if request.service == STORE:
+            if lost_data(self, old, request):
+                come_back_empty(self, service_name(*holder))
+            self.clears.add_store(service_name(*holder))
+
+    def _expire(self, event: LeaseExpired) -> bool:
+        """End a lease without progress and retry its tasks. It counts as a failed attempt if their work had begun."""
+        lease = self.leases.get(event.lease_id)
+        if lease is not None:
+            leasing.give_up(self, lease, 0 if event.not_started else FAILURE)
+        return lease is not None
+
+    # ---- views
+
+    @property
+    def open_batch(self) -> list[Task]:
+        """The tasks of the step that is batched and not committed, if any."""
+        return self.batches.get(self.batched_step, []) if self.batched_step > self.committed_step else []
+
+    @property
+    def limit_bytes(self) -> int:
+        """Limit of all stores together, for display only: no single put can use it."""
+        return sum(limits(self).values())
+
+    @property
+    def uncovered_bytes(self) -> int:
+        """Bytes of trained tasks in all stores that wait for a checkpoint."""
+        return sum(self.uncovered.values())
+
+    def columns(self, task: Task) -> dict[str, Array]:
+        """Return the per-sample values of an accepted task, each of shape [samples]."""
+        return scalars.unpack(self.layouts[task.layout], task.samples, task.scalars)
+
+    def line_up(self) -> None:
+        """Rebuild the waiting lines from the window. A sorted list is a heap."""
+        tasks = self.window.tasks.items()
+        for stage in range(len(self.waiting)):
+            self.waiting[stage] = [number for number, task in tasks if leasing.waits(self, stage, task)]
+
+    def story(self, task_id: str) -> list[Transition]:
+        """Return the changes of state of a task, oldest first, as far as this life of the process remembers them."""
+        return self.tasks.story(task_id)
+
+    def validate(self) -> None:
+        """Check what holds after every event. Raises AssertionError that names the task and tells its story."""
+        counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: self.tasks.counts[TaskState.COLLECTED]}
+        batched = {task.task_id: step for step, tasks in self.batches.items() for task in tasks}
+        measured = {task_id for one in self.evaluations.open.values() for task_id in one.waiting}
+        for task in self.tasks:
+            counts[task.state] += 1
+            waits = self.window.tasks.get(task.admission) is task or task.task_id in measured
+            problem = self._problem(task, waits, batched.get(task.task_id, 0))
+            if problem:
+                text = f"{task.task_id}, fence {task.fence}, {task.state}: {problem}"
+                raise AssertionError(f"{text}; {self.tasks.told(task.task_id)}")
+        trained = [task for step, tasks in self.batches.items() if step <= self.committed_step for task in tasks]
+        checks = {
+            "counts": self.tasks.counts == counts,
+            "uncovered bytes": self.uncovered == dict(held_in(self, trained)),
+            "the bound of live tasks": self.order.fixed or self.window.live <= self.plan.max_live,
+            "the window": list(self.window.tasks) == sorted(self.window.tasks),
+            "versions of leases": self.leases.versions() == {each.version for each in self.leases if each.version},
+        }
+        for stage, line in enumerate(self.waiting):
+            waiting = {number for number, task in self.window.tasks.items() if leasing.waits(self, stage, task)}
+            checks[f"tasks that wait for stage {stage}"] = waiting <= set(line)
+        wrong = [name for name, holds in checks.items() if not holds]
+        if wrong:
+            raise AssertionError(f"step {self.committed_step}: {', '.join(wrong)} ({self.tasks.cause})")
+
+    def _problem(self, task: Task, waits: bool, batched: int) -> str:
+        """Return what is wrong with a task, or an empty text.
+
+        `waits` tells whether the window or an evaluation has it, and `batched` is the step that consumed it, or 0.
+        """
+        lease = self.leases.get(task.lease)
+        match task.state:
+            case TaskState.PENDING:
+                right = not task.made and not task.lease and waits
+            case TaskState.LEASED:
+                right = not task.made and lease is not None
+            case TaskState.ROLLED_OUT:
+                right = waits and task.parts[0] is not None and not all(task.parts)
+            case TaskState.READY:
+                right = waits and all(task.parts) and task.admission in self.window.finished
+            case TaskState.BATCHED:
+                right = batched > self.committed_step
+            case TaskState.TRAINED:
+                right = 0 < batched <= self.committed_step or task.clears > 0
+            case TaskState.SCORED | TaskState.DROPPED:
+                right = task.clears > 0
+            case TaskState.COLLECTED:
+                right = False
+            case _:
+                assert_never(task.state)
+        if not right:
+            return "its fields contradict its state"
+        if task.lease and (task.state not in _LEASABLE or lease is None or task.task_id not in lease.tasks):
+            return f"lease {task.lease} does not hold it"
+        if task.clears and task.state not in _ACKNOWLEDGING:
+            return f"{task.clears} stores are to acknowledge its last clear"
+        return ""

@@ -1,0 +1,241 @@
+"""Requests of the driver: batches, commits, checkpoints, and the return to an earlier step. Pure.
+
+Each step is batched and committed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, NextBatch, RunInfo, StepBatch
+from services.scheduler import scalars
+from services.scheduler.collection import clear_weights, collect_steps, set_aside
+from services.scheduler.evaluations import write_rows
+from services.scheduler.events import DiscardRows, Rewound, SaveStep
+from services.scheduler.leasing import give_up, handles, measures
+from services.scheduler.losses import Filtered
+from services.scheduler.stores import count_uncovered, held_in, replayable, wants_checkpoint
+from services.scheduler.tasks import Task, TaskState
+from services.scheduler.versions import free_versions, lost_reference
+from shared.rpc.errors import RpcError
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
+"""Maximum number of consecutive drops, in steps and in tasks (the larger one counts), before the run is given up."""
+
+
+def check_driver(run: RunState, driver: int) -> None:
+    """Raises RpcError(conflict) unless this is the driver of the run."""
+    if driver != run.driver:
+        raise RpcError(ErrorCode.CONFLICT, f"driver {driver}: a newer driver has taken over, or GetRunInfo is due")
+
+
+def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
+    """Let a driver take over the run. With `reload` a new lineage begins at the latest step that can be reached."""
+    if request.driver in run.old_drivers:
+        raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
+    if request.driver != run.driver:
+        if run.driver:
+            run.old_drivers.append(run.driver)
+        run.driver = request.driver
+    if request.reload:
+        loaded = max(run.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
+        if not all(replayable(run, step) for step in range(loaded + 1, run.committed_step + 1)):
+            rewind(run, loaded)
+            # The trainer refused later checkpoints, which hold the weights of the steps taken back.
+            run.checkpoint_step = min(run.checkpoint_step, loaded or -1)
+        run.lineage += 1
+    return RunInfo(
+        steps=run.config.steps,
+        committed_step=run.committed_step,
+        open_step=run.batched_step if run.batched_step > run.committed_step else 0,
+        lineage=run.lineage,
+        checkpoint_step=run.checkpoint_step,
+        stopping=run.finished,
+        checkpoint_now=bool(run.uncovered) and wants_checkpoint(run, {}),
+        reference_step=lost_reference(run),
+    )
+
+
+# ---- the return to an earlier step
+
+
+def rewind(run: RunState, step: int) -> None:
+    """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
+
+    Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
+    where the steps produce the same bits again. The caller begins a new lineage.
+    """
+    taken_back: list[Task] = []
+    for later in [each for each in run.batches if each > step]:
+        tasks = run.batches.pop(later)
+        taken_back += tasks
+        if later <= run.committed_step:
+            count_uncovered(run, tasks, -1)
+    if step < run.committed_step:
+        run.out.append(Rewound(run.lineage, step, run.committed_step))
+        waiting = {later: run.waiting_rows.pop(later) for later in [row for row in run.waiting_rows if row > step]}
+        if not run.order.fixed:
+            run.out.append(DiscardRows(run.lineage, step, waiting))
+            run.next_row = min(run.next_row, step + 1)
+    run.batched_step = run.committed_step = min(step, run.committed_step)
+    for lease in list(run.leases):
+        # The holder of a training lease may have newer weights than the lease names.
+        if not measures(lease) or (lease.version is not None and lease.version[1] > step):
+            give_up(run, lease, 0)
+    run.order.take_back(run, step, taken_back)
+    for ref in run.versions.take_back(step):
+        clear_weights(run, ref)
+
+
+def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
+    """Put the tasks of the steps after `step` before the waiting ones, which are sampled again, too.
+
+    The versions of the waiting tasks were taken back, or chosen for other steps than those that they now belong to.
+    Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
+    evaluated again as a whole when its version is published again. No task of these may be leased.
+    """
+    set_aside(run, tasks)
+    set_aside(run, map(run.tasks.known, run.evaluations.take_back(step)))
+    again: list[str] = []
+    for later in [each for each in run.identities if each > step]:
+        again += run.identities.pop(later)
+    window = run.window.clear()
+    run.reopened = [*again, *(task.task_id for task in window), *run.reopened]
+    set_aside(run, window)
+    run.line_up()
+
+
+# ---- batches
+
+
+def check_hope(run: RunState) -> None:
+    """Raises RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
+
+    Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for others.
+    """
+    most = max(HOPELESS_STEPS * run.plan.tasks_per_step, HOPELESS_TASKS)
+    if run.dropped_in_a_row < most or run.order.fixed or run.order.takeable(run) >= run.plan.tasks_per_step:
+        return
+    raise RpcError(
+        ErrorCode.BAD_DATA,
+        f"step {run.batched_step + 1}: {run.dropped_in_a_row} tasks in a row were dropped, the last was "
+        f"{run.last_drop}; fix the reward function, the workflow or the data, then resume",
+    )
+
+
+def batch(run: RunState, request: NextBatch) -> StepBatch | None:
+    """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
+    check_driver(run, request.driver)
+    if run.broken:
+        raise RpcError(ErrorCode.BAD_REQUEST, run.broken)
+    step = request.step
+    if not 1 <= step <= run.config.steps:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"step {step}: this run has steps 1..{run.config.steps}")
+    if step > run.batched_step:
+        if step != run.committed_step + 1:
+            raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {run.committed_step + 1}")
+        check_hope(run)
+        return None
+    tasks = run.batches.get(step)
+    if tasks is None:
+        raise RpcError(
+            ErrorCode.CONFLICT,
+            f"step {step}: its tasks were collected, it cannot be replayed; load a later checkpoint "
+            "(gc.after: checkpoint keeps what replay needs)",
+        )
+    return _step_batch(run, step, tasks)
+
+
+def form_batch(run: RunState, request: NextBatch) -> StepBatch | None:
+    """Form the batch of the next step. Return None, without any change, while there are too few tasks."""
+    if run.order.takeable(run) < run.plan.tasks_per_step:
+        return None
+    tasks = run.order.take(run)
+    for task in tasks:
+        run.tasks.move(task, TaskState.BATCHED)
+    run.batches[request.step] = tasks
+    run.identities[request.step] = [task.task_id for task in tasks]
+    run.batched_step = request.step
+    run.out.append(SaveStep(request.step, TaskState.BATCHED, [task.task_id for task in tasks], {}))
+    end = run.batched_step * run.plan.tasks_per_step  # in deterministic mode, the place of a drop decides
+    run.losses.batched((task.admission for task in tasks), lambda admission: not run.order.fixed or admission < end)
+    formed = _step_batch(run, request.step, tasks)
+    run.order.drop_stale(run)
+    free_versions(run)
+    return formed
+
+
+def _step_batch(run: RunState, step: int, tasks: Sequence[Task]) -> StepBatch:
+    columns = scalars.flatten(run.layouts, [(task.layout, task.samples, task.scalars) for task in tasks])
+    newest = step == run.batched_step
+    drops = run.losses.batch_drops if newest else {}
+    filtered = run.losses.batch_filtered if newest else Filtered()
+    rewards = columns.get("reward")
+    reward_sum, samples = filtered.reward_sum, filtered.samples
+    if rewards is not None:
+        reward_sum, samples = reward_sum + float(np.sum(rewards, dtype=np.float64)), samples + len(rewards)
+    return StepBatch(
+        step=step,
+        batch=handles(run, tasks),
+        scalars=columns,
+        reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
+        samples_failed=sum(task.failed for task in tasks),
+        # In deterministic mode, the drops of this step, not those since the last batch.
+        dropped=run.plan.tasks_per_step - len(tasks) if run.order.fixed else sum(drops.values()),
+        drops=drops,
+        lost=run.losses.batch_lost if newest else {},
+        checkpoint_now=wants_checkpoint(run, held_in(run, tasks)),
+    )
+
+
+# ---- commits and checkpoints
+
+
+def commit(run: RunState, request: CommitStep) -> bool:
+    """Mark the tasks of a step as TRAINED, once. Return False, without any change, if it was committed before."""
+    check_driver(run, request.driver)
+    step = request.step
+    if step <= run.committed_step:
+        return False
+    if step != run.batched_step:
+        raise RpcError(
+            ErrorCode.CONFLICT,
+            f"commit of step {step}: {run.committed_step} is committed, "
+            f"the open step is {run.batched_step if run.batched_step > run.committed_step else 'none'}",
+        )
+    run.committed_step = step
+    for task in run.batches[step]:
+        run.tasks.move(task, TaskState.TRAINED)
+    count_uncovered(run, run.batches[step], 1)
+    run.out.append(SaveStep(step, TaskState.TRAINED, None, request.metrics))
+    if run.config.collect_at_commit:
+        collect_steps(run, step)
+    collected = float(run.tasks.counts[TaskState.COLLECTED])
+    row = {"policy/version": float(step), **request.metrics, "gc/tasks": collected, **run.order.metrics(run)}
+    if step >= run.next_row:
+        run.waiting_rows[step] = row
+    write_rows(run)
+    free_versions(run)
+    return True
+
+
+def checkpoint(run: RunState, request: CheckpointSaved) -> None:
+    """Collect the steps that are covered by the oldest checkpoint to which recovery may fall back."""
+    check_driver(run, request.driver)
+    if not 0 <= request.step <= run.committed_step:
+        raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: {run.committed_step} is committed")
+    # Checkpoints newer than the committed step belong to steps that were taken back.
+    kept = sorted({request.step, *(step for step in request.kept if step <= run.committed_step)})
+    kept = kept[-(run.config.keep_last + request.at_stop) :]
+    run.checkpoint_step = kept[-1]
+    collect_steps(run, kept[0])
+    run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
+    if wants_checkpoint(run, {}):
+        # No room for another interval of replay: give up that of the older checkpoints rather than stand still.
+        collect_steps(run, kept[-1])

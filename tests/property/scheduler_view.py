@@ -1,0 +1,46 @@
+"""What property tests look at inside the scheduler's durable state, and the checks that hold after every event."""
+
+from __future__ import annotations
+
+from proto.messages import LeaseRequest
+from services.scheduler.leasing import training_version
+from services.scheduler.run_state import RunState
+from services.scheduler.tasks import Task
+
+
+def find(run: RunState, task_id: str) -> Task | None:
+    return run.tasks.find(task_id)
+
+
+def live_ids(run: RunState) -> list[str]:
+    """Training tasks that are not batched yet, in admission order."""
+    return [task.task_id for task in run.window.tasks.values()]
+
+
+def batch_ids(run: RunState, step: int) -> list[str]:
+    return [task.task_id for task in run.batches.get(step, ())]
+
+
+def taken_back_ids(run: RunState) -> list[str]:
+    """Tasks of steps that were taken back, which are admitted before all others."""
+    return list(run.reopened)
+
+
+def leased(run: RunState) -> list[Task]:
+    """Tasks that live leases hold."""
+    return [task for lease in run.leases for task in lease.tasks.values()]
+
+
+def waits_for_clears(run: RunState) -> bool:
+    """Whether a task waits for a store to acknowledge its last clear."""
+    return any(task.clears for task in run.tasks)
+
+
+def could_train(run: RunState, request: LeaseRequest) -> bool:
+    """Whether a training task waits whose version is published."""
+    return training_version(run, request, set()) is not None
+
+
+def validate(run: RunState) -> None:
+    """What holds after every event."""
+    run.validate()
