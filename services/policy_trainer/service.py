@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from proto.messages import GetSupervisorState, SupervisorState
+from proto.messages import ErrorCode, GetSupervisorState, SupervisorState
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.driver import Driver, own_estimator
 from services.policy_trainer.group_clients import group_dispatch
@@ -17,7 +17,7 @@ from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.stop import Stop
 from shared import topology as topologies
-from shared.actor.service import Service
+from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.topology import Topology, stop_limit_s
@@ -96,6 +96,10 @@ class PolicyTrainer(Service):
                 if losses > MAX_RECOVERIES:
                     raise
                 self.log.warning("workers lost, resuming", committed=committed, error=str(error))
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_DATA:  # a later life would meet the same data again
+                    self.exit_status = UNUSABLE_STATUS
+                raise
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic

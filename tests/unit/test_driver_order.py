@@ -16,10 +16,12 @@ from proto.messages import (
     Canary,
     CheckpointSaved,
     CommitStep,
+    ErrorCode,
     FinishRun,
     NextBatch,
     Publish,
     PublishWeights,
+    RunInfo,
     SaveCheckpoint,
     SaveModel,
     StepBatch,
@@ -32,9 +34,14 @@ from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.service import PolicyTrainer
 from services.policy_trainer.stop import Stop
+from shared import topology as topologies
+from shared.actor.service import FAILED_STATUS, UNUSABLE_STATUS
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
 from shared.topology import Topology, load
 from tests.unit.small_topology import edited, make
 
@@ -239,3 +246,32 @@ def test_a_stop_waits_for_the_checkpoint_that_is_being_saved(topology: Topology)
 
 def _is_save(request: Request) -> bool:
     return isinstance(request, CheckpointSaved)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.BAD_DATA, UNUSABLE_STATUS), (ErrorCode.CONFLICT, FAILED_STATUS)]
+)
+def test_bad_data_ends_the_driver_with_the_status_that_no_restart_mends(
+    code: ErrorCode, status: int, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def standing(_: SchedulerCalls) -> RunInfo:
+        return RunInfo(steps=5, committed_step=3, open_step=0, lineage=0, checkpoint_step=-1)
+
+    async def refused(*_: object) -> None:
+        raise RpcError(code, "rollout/0: the judge has not answered for 600 s")
+
+    monkeypatch.setattr(topologies, "load", lambda _: topology)
+    monkeypatch.setattr(SchedulerCalls, "run_info", standing)
+    monkeypatch.setattr(PolicyTrainer, "_train", refused)
+    async def life() -> int:
+        driver = PolicyTrainer(run, 0)
+        with pytest.raises(RpcError, match="judge"):
+            await driver.serve()
+        await driver.close()
+        return driver.exit_status
+
+    run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    try:
+        assert asyncio.run(life()) == status
+    finally:
+        run.remove_volatile()
