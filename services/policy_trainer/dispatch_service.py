@@ -13,10 +13,9 @@ import sys
 from collections.abc import Awaitable
 
 from proto import messages
-from proto.messages import WorkerRequest
+from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.group_clients import group_dispatch
+from services.policy_trainer.dispatch import WorkerDispatch, group_dispatch
 from services.policy_trainer.worker.lane import Lane
 from shared import topology as topologies
 from shared.actor.process import run_process
@@ -76,6 +75,8 @@ async def _answer(made: Awaitable[Message], call: Call) -> None:
         call.reply(await made)
     except RpcError as error:
         call.fail(error)
+    except ValueError as error:  # a batch that holds a task twice
+        call.fail(RpcError(ErrorCode.BAD_REQUEST, str(error)))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import structlog
 
-from proto.messages import BatchMeta, ErrorCode, StepBatch
+from proto.messages import ErrorCode, StepBatch
 from proto.tensors import Array
-from services.policy_trainer import batches, token_weights
+from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.loss_spec import loss_spec
+from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import Standing
@@ -29,6 +29,8 @@ from shared.stages import PROXIMAL
 from shared.topology.schema import Topology
 
 PROX_KEY = PROXIMAL.makes[0]
+LOSS_TOKENS = "loss_tokens"
+"""Name of the scalar that counts the tokens of each sample that its rollout marked for training."""
 
 
 def own_estimator(topology: Topology) -> Estimator:
@@ -124,7 +126,7 @@ class Driver:
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""
-        mini_batches: list[BatchMeta] = []
+        mini_batches: list[Batch] = []
         try:
             mini_batches = await self.prepare(batch, metrics)
         except RpcError as error:  # no update of the step can be made
@@ -137,27 +139,27 @@ class Driver:
                 await self.skip_update(error, metrics, left=len(mini_batches) - index)
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
-    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[BatchMeta]:
+    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[Batch]:
         """Return the mini-batches of all iterations, with the per-sample advantages and weights of the loss."""
         algorithm = self.topology.algorithm
-        tasks = batch.batch
         check_tasks(batch)
         check_rewards(batch, batch.scalars["reward"])
         check_reference(batch)
+        tasks = Batch(batch.batch)
         if self.topology.needs_proximal:
-            done = await self.workers.forward(tasks, [PROX_KEY])
-            tasks = Batch(tasks).union(Batch(done.meta)).meta
-            metrics.forward_s += done.seconds
-        advantage = self.advantages(batch)
+            logprobs, seconds = await self.workers.forward(tasks, [PROX_KEY])
+            tasks = tasks.union(logprobs)
+            metrics.forward_s += seconds
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
-        mini_batches: list[BatchMeta] = []
-        for mini_batch, samples in batches.split(tasks, algorithm.mini_batch_tasks):
+        tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
+        mini_batches: list[Batch] = []
+        for part in tasks.split(algorithm.mini_batch_tasks):
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
-                loss_tokens[samples],
+                part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            mini_batches.append(batches.weighed(mini_batch, advantage[samples], weights))
+            mini_batches.append(part.with_scalars({ADVANTAGES: part.scalars[ADVANTAGES], WEIGHTS: weights}))
         return mini_batches * algorithm.num_iterations
 
     def advantages(self, batch: StepBatch) -> Array:
@@ -166,17 +168,16 @@ class Driver:
         Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
         computed.
         """
-        groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
         try:
             rewards = shaped(self.topology, batch.scalars)
             check_rewards(batch, rewards)
-            advantages = self.estimator(rewards, groups, loss_tokens)
+            advantages = self.estimator(rewards, Batch(batch.batch).groups, batch.scalars[LOSS_TOKENS])
         except ValueError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
         check_advantages(batch, advantages)
         return advantages
 
-    async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
+    async def update(self, batch: Batch, metrics: StepMetrics) -> None:
         """Make one optimizer step. Both calls are sent at once; the workers keep their order."""
         gradient, update = await asyncio.gather(
             self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 
 from proto.messages import ErrorCode, GetSupervisorState, SupervisorState
-from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
+from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
 from services.policy_trainer.driver import Driver, own_estimator
-from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls

@@ -23,8 +23,8 @@ from launch import place
 from launch.supervisor.plan import module_of
 from launch.supervisor.server import child_environment
 from proto.messages import Ping, Pong
+from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver
-from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import Standing
 from services.policy_trainer.scheduler_calls import SchedulerCalls

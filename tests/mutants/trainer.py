@@ -20,10 +20,10 @@ TRAINER = [
     ),
     Mutation(
         "each rank divides by its own tokens",
-        "services/policy_trainer/slicing.py",
-        "scalars = {name: values[samples] for name, values in batch.scalars.items()}",
-        "scalars = {name: values[samples] * (parts if name == 'weights' else 1) "
-        "for name, values in batch.scalars.items()}",
+        "shared/batch.py",
+        "return [self.take(sorted(indices)) for indices in chunks]",
+        "return [each.with_scalars({name: values * (count if name == 'weights' else 1) "
+        "for name, values in each.scalars.items()}) for each in (self.take(sorted(indices)) for indices in chunks)]",
         "tests/unit/test_slicing.py::test_samples_follow_their_tasks",
     ),
     Mutation(

@@ -20,7 +20,6 @@ from proto.messages import (
     BatchMeta,
     BatchPart,
     ForwardBackwardDone,
-    ForwardDone,
     LossSpec,
     OptimStepDone,
     StepBatch,
@@ -34,6 +33,7 @@ from services.policy_trainer.worker.losses.own import own_policy_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.reference.kl_sums import kl_sums
 from services.scheduler.planning import make_plan
+from shared.batch import Batch
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
@@ -187,12 +187,12 @@ class Table:
     def begin_step(self, updates: int) -> None:
         self.sums.append({"updates": float(updates)})
 
-    async def forward(self, batch: BatchMeta, _: list[str]) -> ForwardDone:
+    async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
-        return ForwardDone(meta=BatchMeta(tasks=batch.tasks, parts=[part], stores=[STORE]), seconds=0.0)
+        return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
 
-    async def forward_backward(self, batch: BatchMeta, loss: LossSpec) -> ForwardBackwardDone:
+    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
         samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
         at = torch.from_numpy(np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)).nonzero()[:, 0]
         lengths = self.lengths[samples]

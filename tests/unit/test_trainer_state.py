@@ -35,6 +35,7 @@ from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.lane import Lane
 from services.policy_trainer.worker.samples import PROX_KEY, stored_keys
 from services.scheduler.events import Configure, Fail
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology.algorithm import Optimizer
@@ -339,14 +340,21 @@ def test_the_version_of_a_refreshed_reference_that_was_lost_comes_from_its_check
     assert bench.machine.core.versions.at_step(2) == (1, 2)
 
 
+def batch_of(parts: list[BatchPart]) -> Batch:
+    return Batch(BatchMeta(tasks=[], parts=parts))
+
+
 def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
     parts = [BatchPart(ROLLOUT.name, list(ROLLOUT.makes))]
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
-        stored_keys(BatchMeta(tasks=[], parts=parts), keys)
+        stored_keys(batch_of(parts), keys)
     parts += [BatchPart(PROXIMAL.name, [f"{PROX_KEY}.{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))]
-    assert stored_keys(BatchMeta(tasks=[], parts=parts), keys) == {"lengths": "lengths", PROX_KEY: f"{PROX_KEY}.b-1"}
-    assert stored_keys(BatchMeta(tasks=[], parts=parts), ["lengths"]) == {"lengths": "lengths"}
+    assert stored_keys(batch_of(parts), keys) == {
+        "lengths": "lengths",
+        PROX_KEY: f"{PROX_KEY}.b-1",
+    }
+    assert stored_keys(batch_of(parts), ["lengths"]) == {"lengths": "lengths"}
 
 
 class FakeCall:

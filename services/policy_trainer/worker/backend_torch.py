@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.sums import add_up
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,

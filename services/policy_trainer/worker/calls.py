@@ -21,12 +21,13 @@ from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
 from proto.tensors import Array
-from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
+from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.devices import Devices
 from services.policy_trainer.worker.residency import NEEDS, Part, parts_named
 from services.policy_trainer.worker.step_shards import StepShards
 from shared.actor.service import Service
+from shared.batch import Batch
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
 from shared.ranks.layout import Place
@@ -222,16 +223,15 @@ class Calls:
             keys = list(samples.LOSS_KEYS)
             keys += [samples.REF_KEY] if request.loss.kl_estimator else []
             keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
-        tasks: list[dict[str, Any]] = []
-        if request.batch.tasks:
-            stored = samples.stored_keys(request.batch, keys)
-            found = await self._fetched(request.batch, list(stored.values()))
-            tasks = [{key: task[name] for key, name in stored.items()} for task in found]
-            await asyncio.to_thread(samples.check, request.batch.tasks, tasks)
-        return await asyncio.to_thread(samples.join, tasks, keys)
+        batch = Batch(request.batch, self._data)
+        stored = samples.stored_keys(batch, keys)
+        local = await self._fetched(batch, list(stored.values()))
+        columns = {key: local[name] for key, name in stored.items()}
+        await asyncio.to_thread(samples.check, batch.tasks, columns)
+        return await asyncio.to_thread(samples.join, columns)
 
-    async def _fetched(self, batch: BatchMeta, keys: list[str]) -> list[dict[str, Array]]:
-        """Return the shards of `batch`. Raises RpcError, also if a store does not answer within `_patience_s`."""
+    async def _fetched(self, batch: Batch, keys: list[str]) -> Batch:
+        """Return `batch` with its shards. Raises RpcError, also if a store does not answer within `_patience_s`."""
         loop, refusals = asyncio.get_running_loop(), self._refusals
         until = loop.time() + self._patience_s
         while True:
