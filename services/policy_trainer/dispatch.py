@@ -198,7 +198,12 @@ class WorkerDispatch:
     # ---- relaying
 
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Forward a call made by another dispatch, with its driver and order replaced by those of this one."""
+        """Forward a call made by another dispatch, with its driver and order replaced by those of this one.
+
+        Raises ValueError for a batch that holds a task twice; the call does not get a number then.
+        """
+        if isinstance(request, Divided):
+            Batch(request.batch)
         return self._submit(request, type(request).REPLY)
 
     def _next_update(self) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.stop import Stop
@@ -42,7 +42,7 @@ def own_estimator(topology: Topology) -> Estimator:
 
 
 class Driver:
-    """Trains from `standing` to the topology's last step. A new driver is made when the workers had to be reloaded."""
+    """Trains from `resumed` to the topology's last step. A new driver is made when the workers had to be reloaded."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Driver:
         scheduler: SchedulerCalls,
         workers: WorkerDispatch,
         publisher: Publisher,
-        standing: Standing,
+        resumed: ResumePoint,
         on_row: Callable[[dict[str, float]], None],
         stop: Stop | None = None,
         *,
@@ -67,7 +67,7 @@ class Driver:
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher
-        self.standing = standing
+        self.resumed = resumed
         self.on_row = on_row
         self.export = export
         self.stop = stop or Stop()
@@ -80,7 +80,7 @@ class Driver:
         If the run is stopped, finish the open step and save the committed one.
         """
         checkpoint_now = await self.replay()
-        version = self.standing.committed
+        version = self.resumed.committed
         self.publisher.begin(version, checkpoint_now=checkpoint_now)
         while version < self.topology.run.steps:
             began = time.perf_counter()
@@ -105,8 +105,8 @@ class Driver:
 
         Return whether the scheduler wants the committed step saved at once.
         """
-        checkpoint_now = self.standing.checkpoint_now
-        for step in range(self.standing.version + 1, self.standing.committed + 1):
+        checkpoint_now = self.resumed.checkpoint_now
+        for step in range(self.resumed.version + 1, self.resumed.committed + 1):
             began = time.perf_counter()
             metrics = StepMetrics(step=step)
             batch = await self.scheduler.next_batch(step)
@@ -114,7 +114,7 @@ class Driver:
             await self.step(batch, metrics)
             # The row is already written; the log shows whether the replay gave the same numbers.
             self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
-            checkpoint_now = self.standing.checkpoint_now or batch.checkpoint_now
+            checkpoint_now = self.resumed.checkpoint_now or batch.checkpoint_now
         return checkpoint_now
 
     async def finish(self, version: int) -> None:

@@ -28,7 +28,7 @@ SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor gives none."""
 
 
-class PolicyTrainer(Service):
+class PolicyTrainerService(Service):
     """The service `python -m services.policy_trainer`. It ends with status 0 when the run is complete."""
 
     NAME = "policy-trainer"
@@ -102,17 +102,17 @@ class PolicyTrainer(Service):
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
-        standing = await resume(
+        resumed = await resume(
             scheduler, workers, checkpoint_steps(self.run.checkpoints), store=STORE, whole_rows=deterministic
         )
-        self._retire_later_checkpoints(standing.committed)
+        self._retire_later_checkpoints(resumed.committed)
         publisher = Publisher(
             scheduler,
             workers,
             checkpoint=topology.checkpoint,
-            lineage=standing.lineage,
+            lineage=resumed.lineage,
             store=STORE,
-            newest_checkpoint=standing.checkpoint,
+            newest_checkpoint=resumed.checkpoint,
             last_step=topology.run.steps,
             earlier=topology.staleness if deterministic else 0,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
@@ -120,7 +120,7 @@ class PolicyTrainer(Service):
         self._trains = True
         try:
             driver = Driver(
-                topology, scheduler, workers, publisher, standing, self._show, self._stop, export=self.run.export
+                topology, scheduler, workers, publisher, resumed, self._show, self._stop, export=self.run.export
             )
             await driver.train()
         finally:

@@ -18,18 +18,18 @@ import numpy as np
 from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import Frozen
-from shared.drill import canary_error
+from shared.colocation.shelf import Shelf, own_storages
 from shared.lease import LeaseLost
 from shared.model import cpu
 from shared.model.determinism import require_deterministic_algorithms
-from shared.model.shelf import Shelf, own_storages
 from shared.rpc.errors import RpcError
+from shared.weights.drill import canary_error
 
 T = TypeVar("T")
 UNKNOWN, BEGINNING = (-1, -1), (0, 0)
 
 
-class Scorer:
+class FrozenScorer:
     """Computes log-probs under the frozen model. Its coroutines belong to the service's loop."""
 
     def __init__(

@@ -21,9 +21,9 @@ from services.rollout.engine import Engine
 from services.rollout.transfer import HostMemory, Receiver, TransferFailed, Transfers
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
-from shared.drill import noise_factors, perturb
 from shared.moved import Moved, nobody
 from shared.rpc.errors import RpcError
+from shared.weights.drill import noise_factors, perturb
 
 SHARDS = "shards"
 FETCH_S = 120.0
@@ -242,7 +242,7 @@ class _IntoEngine:
             self.source.transfers.decline(asked.result(), self.receiver)
 
     async def load(self, engine: Engine) -> Loaded:
-        from shared.transfer.table import nbytes
+        from shared.weights.table import nbytes
 
         transfers, began = self.source.transfers, time.perf_counter()
         asked, self._asked = self._asked, None

@@ -32,15 +32,15 @@ from services.rollout.weights_sync import SyncReport, Version, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
+from shared.colocation.devices import ENGINE, WEIGHTS, Parts
+from shared.colocation.turns import OwnDevices, Turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.lease import Lease, LeaseBook
 from shared.moved import Moved
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
-from shared.turns import OwnDevices, Turns
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2

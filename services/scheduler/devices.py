@@ -20,7 +20,17 @@ from dataclasses import dataclass
 
 from proto.messages import DeviceOrder, ErrorCode, Heartbeat, HoldDevices, Register
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, Ref, TellDevices
-from shared.devices import ALL_AT_ONCE, NOTHING, PARTS_OF, ForbiddenPair, Holder, Ledger, Parts, barred_by, phase_of
+from shared.colocation.devices import (
+    ALL_AT_ONCE,
+    NOTHING,
+    PARTS_OF,
+    DeviceLedger,
+    ForbiddenPair,
+    Holder,
+    Parts,
+    barred_by,
+    phase_of,
+)
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
@@ -52,7 +62,7 @@ class DeviceTurns:
         """`limits_s` maps each process on the devices to the seconds it may work or block others without progress."""
         self._limits_s = dict(limits_s)
         self._members: dict[Holder, _Member] = {}
-        self._ledger = Ledger()
+        self._ledger = DeviceLedger()
         self._places: dict[str, int] = {}
         """Place in the queue of each service that wants something or works."""
         self._next_place = 1

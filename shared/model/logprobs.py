@@ -88,12 +88,12 @@ def score(
     entropy: Entropy = "none",
 ) -> Iterator[Scores]:
     """Like `token_logprobs`, one micro-batch at a time. Run the backward pass of each before requesting the next."""
-    scorer = Scorer(model)
+    scorer = LogprobScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
         yield scorer.score(batch, temperature, entropy)
 
 
-class Scorer(nn.Module):
+class LogprobScorer(nn.Module):
     """A causal model whose forward pass leads from a micro-batch to log-probs, with the output layer in chunks.
 
     It is a module, so that wrappers of modules (sharding, hooks) cover the whole pass.

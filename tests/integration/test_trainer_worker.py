@@ -82,7 +82,7 @@ START = ("-m", "services.policy_trainer.worker")
 def hurried(fetch_s: float) -> tuple[str, str]:
     """A worker with another limit of one attempt to fetch."""
     main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
-    return "-c", f"import runpy; from {START[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"
+    return "-c", f"import runpy; from {START[1]} import batch_reader; batch_reader.FETCH_S = {fetch_s}; {main}"
 
 
 class WorkerProcess:

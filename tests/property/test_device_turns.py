@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, TellDevices
-from shared.devices import (
+from shared.colocation.devices import (
     ALL_AT_ONCE,
     FORBIDDEN,
     GRADIENTS,
@@ -26,10 +26,10 @@ from shared.devices import (
     PARAMETERS,
     REFERENCE,
     WEIGHTS,
+    DeviceLedger,
     ForbiddenPair,
     Holder,
     Holding,
-    Ledger,
     Parts,
 )
 from shared.rpc.errors import RpcError
@@ -335,7 +335,7 @@ def test_who_hangs_at_work_is_killed_and_who_hangs_idle_once_it_is_in_the_way() 
 
 @given(parts=st.lists(st.sampled_from([PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, KV_CACHE]), max_size=8))
 def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
-    ledger = Ledger()
+    ledger = DeviceLedger()
     there: set[str] = set()
     for index, part in enumerate(parts):
         wrong = [other for other in there if (part, other) in FORBIDDEN or (other, part) in FORBIDDEN]

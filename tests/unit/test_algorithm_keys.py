@@ -27,7 +27,7 @@ from proto.messages import (
 )
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.own import own_policy_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
@@ -233,7 +233,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     """All that a step makes of the topology: what the scheduler is to do, the sums of each update, the last policy."""
     table: Any = Table(topology)
     nothing: Any = None
-    driver = Driver(topology, nothing, table, nothing, Standing(0, 0, 0, -1, False), nothing, export=nothing)
+    driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
     asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)

@@ -23,13 +23,13 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.transfer import TransferFailed, Transfers
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
 from services.rollout.weights_sync import Version, WeightsSync
-from shared.drill import perturb
 from shared.moved import Moved
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.tensors_torch import to_torch
-from shared.transfer.table import described
+from shared.weights.drill import perturb
+from shared.weights.table import described
 from tests.unit.rollout_engine import MODEL
 from tests.unit.test_rollout_weights import SEED, base, version
 

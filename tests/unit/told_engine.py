@@ -14,9 +14,9 @@ import numpy as np
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationCancelled, Prompt, SamplingParams, Watch
-from shared.devices import Parts
-from shared.drill import perturb
+from shared.colocation.devices import Parts
 from shared.moved import Moved, nobody
+from shared.weights.drill import perturb
 
 T = TypeVar("T")
 DRILL_SEED = 3

@@ -17,12 +17,9 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from services.policy_trainer.worker.residency import Part
+from services.policy_trainer.worker.colocation.residency import Part
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
-
-OPTIMIZER_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
-"""Slots in the keys `<slot>/<parameter>` of `State.optimizer`. `master` exists only for weights below 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ micro-batches, which a rank runs only because another data-parallel rank has mor
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerUpdate:
     """The result of an optimizer step: the norm of the whole gradient before clipping, and the learning rate."""
 
     grad_norm: float
@@ -68,7 +65,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """Everything that a later life of the worker needs to continue with the same bits.
 
     `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU, tied weights once (as
@@ -117,7 +114,7 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Clip by the norm of the whole gradient, update, and drop the gradient. `step` (from 1) sets the warm-up.
 
         Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
@@ -127,15 +124,15 @@ class Backend(Protocol):
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights like `State.weights` on rank 0 and {} elsewhere. They may share the model's memory."""
+        """Return full weights like `TrainingState.weights` on rank 0 and {} elsewhere. They may share its memory."""
         ...
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return the state on rank 0 and an empty one elsewhere."""
         ...
 
-    def load_state(self, state: State) -> None:
-        """Load a `State` that every rank has read, written by any layout and backend, and drop gradients.
+    def load_state(self, state: TrainingState) -> None:
+        """Load a `TrainingState` that every rank has read, written by any layout and backend, and drop gradients.
 
         Raises RpcError(conflict), before anything is changed, if the state belongs to another model.
         """

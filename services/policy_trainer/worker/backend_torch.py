@@ -21,20 +21,20 @@ from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
+    OptimizerUpdate,
     Sequences,
-    State,
     TokenLoss,
-    Update,
+    TrainingState,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
+from services.policy_trainer.worker.colocation.residency import Part
 from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
-from services.policy_trainer.worker.residency import Part
 from services.policy_trainer.worker.shards import Shards
+from shared.colocation.shelf import Shelf, own_storages
 from shared.model import cpu
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
-from shared.model.shelf import Shelf, own_storages
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -170,7 +170,7 @@ class TorchBackend:
 
     # ---- updates
 
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Clip, step, and zero the gradients. Training step `step` (from 1) sets the learning rate of the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
@@ -191,7 +191,7 @@ class TorchBackend:
         self._optimizer.step()
         self._trained.write_back()
         self.drop_gradients()
-        return Update(grad_norm, lr)
+        return OptimizerUpdate(grad_norm, lr)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
@@ -211,7 +211,7 @@ class TorchBackend:
         """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return copies of the weights and AdamW's state on rank 0."""
         speaks = self.place.rank == 0
         weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
@@ -224,10 +224,10 @@ class TorchBackend:
                 whole = self._trained.whole(value)
                 if speaks:
                     optimizer[f"{slot}/{name}"] = whole
-        return State(weights, optimizer)
+        return TrainingState(weights, optimizer)
 
     @torch.no_grad()
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: TrainingState) -> None:
         """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
         self._backload_all()
         self._trained.set_weights(self._checked(state.weights))

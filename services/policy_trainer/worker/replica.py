@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.load import named_weights
-from shared.model.logprobs import Scorer
+from shared.model.logprobs import LogprobScorer
 
 
 class Replica:
@@ -19,7 +19,7 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.scorer = Scorer(model)
+        self.scorer = LogprobScorer(model)
         self.masters: dict[str, nn.Parameter] = {}
         self._params = {name: each for name, each in model.named_parameters() if each.requires_grad}
         for name, param in self._params.items():

@@ -47,7 +47,7 @@ def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class BatchTokens:
     """All sequences of a batch, ordered by task: `flat[key]` is [T] (or [S] for `lengths` and `sample_index`)."""
 
     flat: dict[str, Array]
@@ -55,10 +55,10 @@ class Tokens:
     sequences_of_task: Array
 
 
-def join(columns: Columns) -> Tokens:
+def join(columns: Columns) -> BatchTokens:
     """Join the arrays under each key, which include `lengths`. Without tasks, the joined arrays have length 0."""
     lengths = columns["lengths"]
-    return Tokens(
+    return BatchTokens(
         flat={
             key: np.concatenate(arrays) if arrays else np.zeros(0, dtype=_DTYPES[key])
             for key, arrays in columns.items()
@@ -106,7 +106,7 @@ def _problem(task: dict[str, Array], samples: int) -> str:
     return ""
 
 
-def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Array:
+def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
     """Return [T]: for each token, the entry of `values` [samples] for its sample, found through `sample_index`.
 
     Raises RpcError(bad_request) if the shards hold more samples than the batch states.

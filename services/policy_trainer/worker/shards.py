@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from services.policy_trainer.worker.blocks import blocks_of
 from shared.model.context import ContextRank
 from shared.model.load import named_weights
-from shared.model.logprobs import Scorer
+from shared.model.logprobs import LogprobScorer
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -30,7 +30,7 @@ class Shards:
         self.shapes = {name: tensor.shape for name, tensor in named.items()}
         """Full shape of every weight."""
         self.model = model.float() if dtype in _LOW else model
-        self.scorer = Scorer(self.model, context)
+        self.scorer = LogprobScorer(self.model, context)
         low = dtype in _LOW
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
         for block in blocks_of(self.model):

@@ -19,19 +19,19 @@ from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
+    OptimizerUpdate,
     Sequences,
-    State,
     TokenLoss,
-    Update,
+    TrainingState,
 )
+from services.policy_trainer.worker.colocation.residency import Part
 from services.policy_trainer.worker.megatron.trained import Trained
-from services.policy_trainer.worker.residency import Part
+from shared.colocation.shelf import Shelf
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
 from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
-from shared.model.shelf import Shelf
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -138,7 +138,7 @@ class MegatronBackend:
     # ---- updates
 
     @in_megatron
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Sum over ranks, clip, step, and zero the gradients. Training step `step` (from 1) sets the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
@@ -155,7 +155,7 @@ class MegatronBackend:
         lr = self.learning_rate(step)
         self._trained.update(grad_norm, lr)
         self.drop_gradients()
-        return Update(grad_norm, lr)
+        return OptimizerUpdate(grad_norm, lr)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
@@ -176,12 +176,12 @@ class MegatronBackend:
         return self._trained.weights()
 
     @in_megatron
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return copies of the weights and AdamW's state on rank 0."""
         return self._trained.state()
 
     @in_megatron
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: TrainingState) -> None:
         """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
         strange = self._pieces.strange({name: tuple(each.shape) for name, each in state.weights.items()})
         if strange:

@@ -10,6 +10,7 @@ leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from types import MappingProxyType
 
 Holder = tuple[str, int]
@@ -59,7 +60,7 @@ _BARRED: Mapping[str, Parts] = MappingProxyType(
 )
 
 
-class Phase:
+class DevicePhase(StrEnum):
     """The uses of the devices, in the order of a step."""
 
     EMPTY = "empty"
@@ -69,17 +70,17 @@ class Phase:
     SCORE = "score"
 
 
-def phase_of(resident: Parts) -> str:
+def phase_of(resident: Parts) -> DevicePhase:
     """Return the phase that follows from the parts on the devices."""
     if KV_CACHE in resident:
-        return Phase.GENERATE
+        return DevicePhase.GENERATE
     if WEIGHTS in resident:
-        return Phase.SYNC
+        return DevicePhase.SYNC
     if resident & PARTS_OF["policy-trainer-worker"] - {PARAMETERS}:
-        return Phase.TRAIN
+        return DevicePhase.TRAIN
     if REFERENCE in resident:
-        return Phase.SCORE
-    return Phase.TRAIN if resident else Phase.EMPTY
+        return DevicePhase.SCORE
+    return DevicePhase.TRAIN if resident else DevicePhase.EMPTY
 
 
 def barred_by(parts: Iterable[str]) -> Parts:
@@ -91,7 +92,7 @@ class ForbiddenPair(ValueError):
     """Two parts may not be on the devices together. The message is one line and names the parts and their holders."""
 
 
-class Ledger:
+class DeviceLedger:
     """The parts that each process holds on the devices, or was granted."""
 
     def __init__(self) -> None:
