@@ -22,6 +22,7 @@ from shared.colocation.shelf import Shelf, own_storages
 from shared.lease import LeaseLost
 from shared.model import cpu
 from shared.model.determinism import require_deterministic_algorithms
+from shared.model.load import mismatched_weights
 from shared.rpc.errors import RpcError
 from shared.weights.drill import canary_error
 
@@ -137,11 +138,11 @@ class FrozenScorer:
 
     def _take(self, ref: WeightsRef, weights: Mapping[str, Array]) -> float:
         self._version = UNKNOWN
-        strange = self._model.strange({name: tuple(array.shape) for name, array in weights.items()})
-        if strange:
+        wrong = mismatched_weights(self._model.shapes, {name: array.shape for name, array in weights.items()})
+        if wrong:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"reference: weights {ref.task_id} are not those of model {self._source}: {', '.join(strange[:3])}",
+                f"reference: weights {ref.task_id} are not those of model {self._source}: {', '.join(wrong[:3])}",
             )
         self._model.take(weights)
         if self._shelf is not None:

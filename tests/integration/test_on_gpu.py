@@ -76,9 +76,9 @@ def updated(
         made.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
         if moved:
             before = used_bytes()
-            freed = made.offload(PARTS)
+            freed = made.shelves.offload(PARTS)
             assert before - used_bytes() >= 0.9 * freed > 0
-            assert made.backload(PARTS) == freed
+            assert made.shelves.backload(PARTS) == freed
         made.step(step)
     return made.state().weights
 

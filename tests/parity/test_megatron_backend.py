@@ -74,9 +74,9 @@ def moving_changes_no_bit(model: Path, place: Place) -> None:
     for step in (1, 2):
         for backend in (still, moved):
             back(backend, batches[step])
-        assert moved.offload(PARTS) > 0
-        assert moved.offload(PARTS) == 0
-        moved.backload(PARTS)
+        assert moved.shelves.offload(PARTS) > 0
+        assert moved.shelves.offload(PARTS) == 0
+        moved.shelves.backload(PARTS)
         assert moved.step(step) == still.step(step)
     assert same(moved.state(), still.state())
 

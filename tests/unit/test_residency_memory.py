@@ -94,9 +94,9 @@ def test_a_call_with_only_its_needs_on_the_device_gives_the_same_bits(
         gradient(made)
         made.step(1)
         gradient(made)
-        assert bool(made.offload(away)) == bool(away)
+        assert bool(made.shelves.offload(away)) == bool(away)
         answer = CALLS[kind](made, tmp_path)
-        made.backload(PARTS)
+        made.shelves.backload(PARTS)
         gradient(made)
         made.step(3)
         found.append(answer | {f"after {name}": each for name, each in everything(made).items()})
@@ -120,11 +120,11 @@ def test_memory_falls_by_what_was_offloaded_and_the_next_update_is_the_same(tmp_
         if moves:
             process = psutil.Process()
             before = process.memory_info().rss
-            freed = made.offload(PARTS)
+            freed = made.shelves.offload(PARTS)
             fallen = before - process.memory_info().rss
             assert freed > 20e6
             assert fallen >= 0.8 * freed
-            assert made.backload(PARTS) == freed
+            assert made.shelves.backload(PARTS) == freed
             assert not list((tmp_path / "model").rglob("*.bin"))
         made.step(2)
         assert np.isfinite(lent).all()

@@ -55,7 +55,7 @@ class Devices:
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0
         if missing and backend is not None:
-            moved = await self._on_compute(lambda: backend.backload(missing))
+            moved = await self._on_compute(lambda: backend.shelves.backload(missing))
         if self._drop_later and backend is not None and "gradients" not in self._residency.on_host:
             await self._on_compute(backend.drop_gradients)
             self._drop_later = False
@@ -66,7 +66,7 @@ class Devices:
         moving = self._residency.offload(parts)
         backend, freed = self._backend, 0
         if moving and backend is not None:
-            freed = await self._on_compute(lambda: backend.offload(moving))
+            freed = await self._on_compute(lambda: backend.shelves.offload(moving))
         return freed
 
     async def drop_gradients(self) -> None:
