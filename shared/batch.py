@@ -1,14 +1,15 @@
-"""`Batch`: a set of tasks, their keys, and the stores that hold them, with explicit transfers.
+"""`Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit transfers.
 
-A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it holds its arrays) or EMPTY (no tasks). Only `fetch` moves
-data. Handles are cheap to split and join, and are sent as `BatchMeta`. All operations but `union_` return a new batch.
+A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it also holds its arrays) or EMPTY (no tasks). Only `fetch`
+moves data. A handle costs no data to split and join and is sent as `BatchMeta`, so a controller passes handles only.
+All operations return a new batch.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -20,8 +21,6 @@ from shared.rpc.errors import RpcError
 
 FETCH_S = 60.0
 
-Data = tuple[dict[str, Array], ...]
-
 
 def weights_meta(ref: WeightsRef) -> BatchMeta:
     """Return the weights of `ref` as a batch of one task."""
@@ -29,7 +28,7 @@ def weights_meta(ref: WeightsRef) -> BatchMeta:
     return BatchMeta(tasks=[handle], stores=[ref.store])
 
 
-class BatchStatus(Enum):
+class BatchStatus(StrEnum):
     """Where the data of a batch is."""
 
     LOCAL = "local"
@@ -38,9 +37,11 @@ class BatchStatus(Enum):
 
 
 class Batch:
-    """Tasks in a fixed order, each with shards under the same keys."""
+    """Tasks in a fixed order, each with shards under the same keys, and scalars of their samples."""
 
-    def __init__(self, meta: BatchMeta, client: DataClient | None = None, data: Data | None = None) -> None:
+    def __init__(
+        self, meta: BatchMeta, client: DataClient | None = None, data: Sequence[dict[str, Array]] | None = None
+    ) -> None:
         """`client` is needed only to fetch. `data` holds one dict of arrays per task, all with the same keys.
 
         Raises ValueError if a task occurs twice, or `data` does not match `meta`.
@@ -52,11 +53,6 @@ class Batch:
         self._meta = meta
         self._client = client
         self._data = data
-
-    @classmethod
-    def from_meta(cls, meta: BatchMeta, client: DataClient) -> Batch:
-        """Return the batch that a message describes."""
-        return cls(meta, client)
 
     # ---- properties
 
@@ -79,8 +75,22 @@ class Batch:
         return tuple(key for part in self._meta.parts for key in part.keys)
 
     @property
+    def tasks(self) -> Sequence[TaskHandle]:
+        return self._meta.tasks
+
+    @property
     def task_ids(self) -> tuple[str, ...]:
         return tuple(task.task_id for task in self._meta.tasks)
+
+    @property
+    def scalars(self) -> Mapping[str, Array]:
+        """Values of each sample by name, [samples] in the order of the tasks."""
+        return self._meta.scalars
+
+    @property
+    def groups(self) -> Array:
+        """int64 [samples]: the index, counted from 0, of each sample's task in this batch."""
+        return np.repeat(np.arange(len(self)), [task.samples for task in self._meta.tasks])
 
     @property
     def samples(self) -> int:
@@ -92,13 +102,6 @@ class Batch:
         """Number of tokens of all tasks, including prompts."""
         return sum(task.tokens for task in self._meta.tasks)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays when LOCAL. When REMOTE, bytes of all shards with which the tasks were made."""
-        if self._data is not None:
-            return sum(array.nbytes for arrays in self._data for array in arrays.values())
-        return sum(task.nbytes for task in self._meta.tasks)
-
     def __len__(self) -> int:
         """Number of tasks."""
         return len(self._meta.tasks)
@@ -106,7 +109,7 @@ class Batch:
     def __repr__(self) -> str:
         return (
             f"Batch({self.status.name}, {len(self)} tasks, {self.samples} samples, {self.tokens} tokens, "
-            f"{len(self) * len(self.keys)} shards, {self.nbytes} bytes, keys=[{', '.join(self.keys)}])"
+            f"keys=[{', '.join(self.keys)}])"
         )
 
     def __getitem__(self, key: str) -> list[Array]:
@@ -127,67 +130,64 @@ class Batch:
     async def fetch(self, keys: Sequence[str] | None = None, *, deadline_s: float = FETCH_S) -> Batch:
         """Return a LOCAL batch with `keys` (default: all). This batch does not change.
 
-        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Keys that this batch holds
-        are not fetched again. Raises RpcError (missing, which names the shards; collected) and DeadlineExceeded.
+        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Raises RpcError (missing,
+        which names the shards; collected) and DeadlineExceeded.
         """
         wanted = tuple(self.keys if keys is None else keys)
         if not self._meta.tasks:
-            return self.select(wanted) if keys is not None else self
-        here = set(self._data[0]) if self._data else set()
-        absent = [key for key in wanted if key not in here]
-        local = self._data or tuple({} for _ in self._meta.tasks)
-        if absent:
-            if self._client is None:
-                raise RpcError(ErrorCode.BAD_REQUEST, f"batch without a data client cannot fetch {', '.join(absent)}")
-            found = await self._client.fetch(self._meta, absent, deadline_s=deadline_s)
-            local = tuple(mine | theirs for mine, theirs in zip(local, found, strict=True))
-        return Batch(self._meta, self._client, tuple({key: arrays[key] for key in wanted} for arrays in local))
+            return self
+        if self._client is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"batch without a data client cannot fetch {', '.join(wanted)}")
+        found = await self._client.fetch(self._meta, wanted, deadline_s=deadline_s)
+        return Batch(self._meta, self._client, found)
 
-    # ---- splitting
+    # ---- scalars and splitting
 
-    def select(self, keys: Sequence[str]) -> Batch:
-        """Return the same tasks with only `keys`. Raises KeyError that names unknown keys."""
-        unknown = [key for key in keys if key not in self.keys]
-        if unknown and self._meta.tasks:
-            raise KeyError(f"{', '.join(unknown)}: this batch has {', '.join(self.keys)}")
-        data = None if self._data is None else tuple({key: arrays[key] for key in keys} for arrays in self._data)
-        return Batch(_with_keys(self._meta, set(keys)), self._client, data)
+    def with_scalars(self, scalars: Mapping[str, Array]) -> Batch:
+        """Return the same tasks with exactly these scalars, each [samples]. Raises ValueError for another length."""
+        wrong = [f"{name} {list(values.shape)}" for name, values in scalars.items() if values.shape != (self.samples,)]
+        if wrong:
+            raise ValueError(f"batch of {self.samples} samples: scalars {', '.join(wrong)}")
+        return Batch(msgspec.structs.replace(self._meta, scalars=dict(scalars)), self._client, self._data)
 
     def take(self, indices: Sequence[int]) -> Batch:
-        """Return the tasks at `indices`, in that order, each with the scalars of its samples."""
+        """Return a handle of the tasks at `indices`, in that order, with the scalars of their samples."""
         tasks = [self._meta.tasks[index] for index in indices]
         meta = msgspec.structs.replace(self._meta, tasks=tasks, scalars=_scalars_of(self._meta, indices))
-        data = None if self._data is None else tuple(self._data[index] for index in indices)
-        return Batch(meta, self._client, data)
+        return Batch(meta, self._client)
 
-    def chunk_indices(self, count: int) -> list[list[int]]:
-        """Return the task indices, ascending, of `count` chunks with balanced tokens. Each task is in exactly one.
+    def split(self, tasks: int) -> list[Batch]:
+        """Return batches of `tasks` consecutive tasks. The last may be smaller."""
+        return [self.take(range(first, min(first + tasks, len(self)))) for first in range(0, len(self), tasks)]
 
-        Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens,
-        among equals to the one with the fewest tasks. Raises ValueError for a count below 1.
+    def chunk(self, count: int) -> list[Batch]:
+        """Return `count` batches with balanced tokens, each in this batch's order. Some are EMPTY if tasks run out.
+
+        Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
+        maximum is at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the lower chunk, so the
+        result is deterministic. Tasks without tokens count as one token each, which spreads them, too.
+
+        Tasks are not divided: a handle and a fetch are per task, and its samples share a prompt, which a rank computes
+        once. Raises ValueError for a count below 1.
         """
         if count < 1:
             raise ValueError(f"chunk({count}): at least 1")
-        lightest = [(0, 0, chunk) for chunk in range(count)]
+        tokens = [max(task.tokens, 1) for task in self._meta.tasks]
+        lightest = [(0, chunk) for chunk in range(count)]
         chunks: list[list[int]] = [[] for _ in range(count)]
-        longest_first = sorted(range(len(self)), key=lambda index: (-self._meta.tasks[index].tokens, index))
-        for index in longest_first:
-            tokens, tasks, chunk = lightest[0]
-            heapq.heapreplace(lightest, (tokens + self._meta.tasks[index].tokens, tasks + 1, chunk))
+        for index in sorted(range(len(self)), key=lambda index: (-tokens[index], index)):
+            load, chunk = lightest[0]
+            heapq.heapreplace(lightest, (load + tokens[index], chunk))
             chunks[chunk].append(index)
-        return [sorted(chunk) for chunk in chunks]
-
-    def chunk(self, count: int) -> list[Batch]:
-        """Return the `count` batches of `chunk_indices`. Some are EMPTY if there are fewer tasks."""
-        return [self.take(indices) for indices in self.chunk_indices(count)]
+        return [self.take(sorted(indices)) for indices in chunks]
 
     # ---- joining
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return the tasks of all batches in order. EMPTY batches are skipped.
+        """Return a handle of the tasks of all batches in order. EMPTY batches are skipped.
 
-        The result is LOCAL if all batches are. Raises ValueError if their parts differ or a task occurs twice.
+        Raises ValueError if their parts or the names of their scalars differ, or a task occurs twice.
         """
         full = [batch for batch in batches if len(batch)]
         if not full:
@@ -200,41 +200,46 @@ class Batch:
             number = [stores.index(store) for store in batch.meta.stores]
             tasks.extend(
                 msgspec.structs.replace(task, stores=[number[task.stores[part]] for part in order])
-                for task in batch.meta.tasks
+                for task in batch.tasks
             )
-        data: Data | None = None
-        if all(batch._data is not None for batch in full):
-            if len({frozenset(batch.keys) for batch in full}) != 1:
-                raise ValueError("concat: the batches hold different keys; select the same ones first")
-            data = tuple(arrays for batch in full for arrays in batch._data or ())
-        names = {frozenset(batch.meta.scalars) for batch in full}
-        if len(names) != 1:
+        if len({frozenset(batch.scalars) for batch in full}) != 1:
             raise ValueError("concat: the batches have different scalars of their samples")
-        scalars = {name: np.concatenate([batch.meta.scalars[name] for batch in full]) for name in full[0].meta.scalars}
-        meta = BatchMeta(tasks=tasks, parts=list(parts), stores=stores, scalars=scalars)
-        return cls(meta, full[0]._client, data)
+        scalars = {name: np.concatenate([batch.scalars[name] for batch in full]) for name in full[0].scalars}
+        return cls(BatchMeta(tasks=tasks, parts=list(parts), stores=stores, scalars=scalars), full[0]._client)
 
     def union(self, other: Batch) -> Batch:
-        """Return the same tasks with the keys and scalars of both batches, in this batch's order.
+        """Return a handle of the same tasks with the keys and scalars of both batches, in this batch's order.
 
         Each part of `other` must be new or equal to one of this batch. This batch's value wins if both have a scalar.
-        The result is LOCAL if both are. Raises ValueError if tasks or fences differ, or parts overlap only partially.
+        Raises ValueError if tasks or fences differ, or parts overlap only partially.
         """
-        meta, data = _union(self, other)
-        return Batch(meta, self._client or other._client, data)
-
-    def union_(self, other: Batch) -> Batch:
-        """Do `union` in place, and return this batch."""
-        self._meta, self._data = _union(self, other)
-        self._client = self._client or other._client
-        return self
-
-
-def _with_keys(meta: BatchMeta, keys: set[str]) -> BatchMeta:
-    kept = [part for part in range(len(meta.parts)) if keys & set(meta.parts[part].keys)]
-    parts = [BatchPart(meta.parts[part].stage, [key for key in meta.parts[part].keys if key in keys]) for part in kept]
-    tasks = [msgspec.structs.replace(task, stores=[task.stores[part] for part in kept]) for task in meta.tasks]
-    return BatchMeta(tasks=tasks, parts=parts, stores=list(meta.stores), scalars=meta.scalars)
+        mine, theirs = self._meta, other._meta
+        order = _task_order(mine.tasks, theirs.tasks)
+        fresh = _new_parts(mine.parts, theirs.parts)
+        stores = list(dict.fromkeys((*mine.stores, *theirs.stores)))
+        of_mine, of_theirs = ([stores.index(store) for store in each.stores] for each in (mine, theirs))
+        tasks: list[TaskHandle] = []
+        for task, index in zip(mine.tasks, order, strict=True):
+            twin = theirs.tasks[index]
+            tasks.append(
+                msgspec.structs.replace(
+                    task,
+                    samples=task.samples or twin.samples,
+                    tokens=task.tokens or twin.tokens,
+                    nbytes=task.nbytes + (twin.nbytes if fresh else 0),
+                    stores=[
+                        *(of_mine[store] for store in task.stores),
+                        *(of_theirs[twin.stores[part]] for part in fresh),
+                    ],
+                )
+            )
+        meta = BatchMeta(
+            tasks=tasks,
+            parts=[*mine.parts, *(theirs.parts[part] for part in fresh)],
+            stores=stores,
+            scalars=_scalars_of(theirs, order) | mine.scalars,
+        )
+        return Batch(meta, self._client or other._client)
 
 
 def _scalars_of(meta: BatchMeta, indices: Sequence[int]) -> dict[str, Array]:
@@ -254,52 +259,29 @@ def _part_order(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list
     order = [place.get(frozenset(part.keys), -1) for part in parts]
     if -1 in order or len(others) != len(parts):
         mine, theirs = ([list(part.keys) for part in each] for each in (parts, others))
-        raise ValueError(f"concat: parts {mine} and {theirs} differ; select the same keys first")
+        raise ValueError(f"concat: parts {mine} and {theirs} differ")
     return order
 
 
-def _union(batch: Batch, other: Batch) -> tuple[BatchMeta, Data | None]:
-    mine, theirs = batch.meta, other.meta
-    at = {(task.task_id, task.fence): index for index, task in enumerate(theirs.tasks)}
-    order = [at.get((task.task_id, task.fence), -1) for task in mine.tasks]
-    if -1 in order or len(theirs.tasks) != len(mine.tasks):
-        strange = next((t.task_id for t, index in zip(mine.tasks, order, strict=True) if index < 0), "more tasks")
+def _task_order(tasks: Sequence[TaskHandle], others: Sequence[TaskHandle]) -> list[int]:
+    """Return the position of each of `tasks` in `others`, which must hold the same tasks under the same fences."""
+    at = {(task.task_id, task.fence): index for index, task in enumerate(others)}
+    order = [at.get((task.task_id, task.fence), -1) for task in tasks]
+    if -1 in order or len(others) != len(tasks):
+        strange = next((task.task_id for task, index in zip(tasks, order, strict=True) if index < 0), "more tasks")
         raise ValueError(
-            f"union of {len(mine.tasks)} and {len(theirs.tasks)} tasks: must be the same under the same fences "
+            f"union of {len(tasks)} and {len(others)} tasks: must be the same under the same fences "
             f"(first difference: {strange})"
         )
-    known = {key for part in mine.parts for key in part.keys}
-    fresh = [number for number, part in enumerate(theirs.parts) if not known & set(part.keys)]
-    same = {frozenset(part.keys) for part in mine.parts}
-    for number, part in enumerate(theirs.parts):
-        if number not in fresh and frozenset(part.keys) not in same:
-            raise ValueError(
-                f"union: {', '.join(sorted(known & set(part.keys)))} on both sides, but the parts differ; select first"
-            )
-    stores = list(dict.fromkeys((*mine.stores, *theirs.stores)))
-    of_mine, of_theirs = ([stores.index(store) for store in each.stores] for each in (mine, theirs))
-    tasks: list[TaskHandle] = []
-    for task, index in zip(mine.tasks, order, strict=True):
-        twin = theirs.tasks[index]
-        tasks.append(
-            msgspec.structs.replace(
-                task,
-                samples=task.samples or twin.samples,
-                tokens=task.tokens or twin.tokens,
-                nbytes=task.nbytes + (twin.nbytes if fresh else 0),
-                stores=[*(of_mine[store] for store in task.stores), *(of_theirs[twin.stores[part]] for part in fresh)],
-            )
-        )
-    meta = BatchMeta(
-        tasks=tasks,
-        parts=[*mine.parts, *(theirs.parts[part] for part in fresh)],
-        stores=stores,
-        scalars=_scalars_of(theirs, order) | mine.scalars,
-    )
-    data: Data | None = None
-    if batch._data is not None and other._data is not None:
-        data = tuple(
-            arrays | {key: array for key, array in other._data[index].items() if key not in arrays}
-            for arrays, index in zip(batch._data, order, strict=True)
-        )
-    return meta, data
+    return order
+
+
+def _new_parts(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[int]:
+    """Return the positions in `others` of parts without any key of `parts`. All others must equal one of `parts`."""
+    known = {key for part in parts for key in part.keys}
+    same = {frozenset(part.keys) for part in parts}
+    for part in others:
+        both = known & set(part.keys)
+        if both and frozenset(part.keys) not in same:
+            raise ValueError(f"union: {', '.join(sorted(both))} on both sides, but the parts differ")
+    return [number for number, part in enumerate(others) if not known & set(part.keys)]

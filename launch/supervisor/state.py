@@ -194,6 +194,8 @@ class Process:
     told_to_end: bool = False
     was_ready: bool = False
     """Whether the process was READY in any of its lives."""
+    served: bool = False
+    """Whether this life of the process was READY."""
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
@@ -272,7 +274,8 @@ class RunLifecycle:
             return  # from an earlier life, or from a process started by hand
         process.incarnation = event.incarnation
         process.state = event.state
-        process.was_ready = process.was_ready or event.state == ProcessState.READY
+        if event.state == ProcessState.READY:
+            process.was_ready = process.served = True
         if event.cause:
             process.cause = event.cause
         if event.state != ProcessState.STARTING:
@@ -314,7 +317,7 @@ class RunLifecycle:
         elif event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             process.state = ProcessState.STOPPED
             self._drain(RunOutcome.DONE, "", None)
-        elif event.status == UNUSABLE_STATUS and not process.was_ready:
+        elif event.status == UNUSABLE_STATUS and (process.served or not process.was_ready):
             self._fail(process, f"{cause} (another start would not mend it)")
         else:
             killed = not reported and event.status in _OUTSIDE_KILLS
@@ -406,6 +409,7 @@ class RunLifecycle:
     def _spawn(self, process: Process, now: float) -> None:
         process.state = ProcessState.STARTING
         process.start_at = None
+        process.served = False
         process.incarnation = 0
         process.ready_by = now + START_LIMIT_S
         self._effects.append(Spawn(process.key))

@@ -2,7 +2,7 @@
 
 import sys
 
-from services.policy_trainer.service import PolicyTrainer
+from services.policy_trainer.service import PolicyTrainerService
 from shared.actor.process import run_process
 
-sys.exit(run_process(PolicyTrainer, "policy_trainer"))
+sys.exit(run_process(PolicyTrainerService, "policy_trainer"))

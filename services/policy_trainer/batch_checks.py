@@ -6,7 +6,7 @@ import numpy as np
 
 from proto.messages import ErrorCode, StepBatch
 from proto.tensors import Array
-from services.policy_trainer import batches
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.stages import REFERENCE_SCALAR
 
@@ -63,5 +63,5 @@ def _check_finite(batch: StepBatch, values: Array, what: str, remedy: str) -> No
 
 def _tasks_of(batch: StepBatch, samples: Array) -> list[str]:
     """Return the ids of the tasks with at least one sample selected by the mask `samples`, bool [samples]."""
-    groups = batches.group_of_sample(batch.batch)
-    return [batch.batch.tasks[index].task_id for index in np.unique(groups[samples])]
+    tasks = Batch(batch.batch)
+    return [tasks.task_ids[index] for index in np.unique(tasks.groups[samples])]

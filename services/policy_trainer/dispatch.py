@@ -8,7 +8,7 @@ only handles and per-sample numbers are sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -16,16 +16,18 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import BatchMeta, ErrorCode, LossSpec, WeightsRef, WorkerRequest
+from proto.messages import ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.batches import WEIGHTS
+from services.policy_trainer.loss_spec import WEIGHTS
 from services.policy_trainer.merging import merged
-from services.policy_trainer.slicing import imbalance, slice_batch
+from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
+from shared.topology import Topology
 
 R = TypeVar("R", bound=Message)
+WORKER = "policy-trainer-worker"
 Divided = messages.Forward | messages.ForwardBackward
 """Calls whose batch is divided over the data-parallel ranks. All ranks get the same request for every other call."""
 
@@ -106,17 +108,17 @@ class WorkerDispatch:
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    def forward(self, batch: BatchMeta, keys: Sequence[str]) -> Awaitable[messages.ForwardDone]:
-        """Compute per-token values with the current weights and put them as shards; `meta` describes the new part.
+    def forward(self, batch: Batch, keys: Sequence[str]) -> Awaitable[tuple[Batch, float]]:
+        """Compute per-token values with the current weights and put them as shards. Return their handle and seconds.
 
         `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature of training. The shards are
         stored under that key with a revision unique to this call; shards of a later call take their place.
         """
-        request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch, keys=list(keys))
-        return self._submit(request, messages.ForwardDone)
+        request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys))
+        return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
 
     def forward_backward(
-        self, batch: BatchMeta, loss: LossSpec, loss_weight: float = 1.0
+        self, batch: Batch, loss: LossSpec, loss_weight: float = 1.0
     ) -> Awaitable[messages.ForwardBackwardDone]:
         """Accumulate the gradient of `loss_weight` * sum(W * loss) over `batch`.
 
@@ -124,8 +126,8 @@ class WorkerDispatch:
         """
         if loss_weight != 1.0 and WEIGHTS in batch.scalars:
             scaled = (batch.scalars[WEIGHTS] * np.float32(loss_weight)).astype(np.float32)
-            batch = msgspec.structs.replace(batch, scalars=batch.scalars | {WEIGHTS: scaled})
-        request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch, loss=loss)
+            batch = batch.with_scalars({**batch.scalars, WEIGHTS: scaled})
+        request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, loss=loss)
         return self._submit(request, messages.ForwardBackwardDone)
 
     def begin_step(self, updates: int) -> None:
@@ -196,7 +198,12 @@ class WorkerDispatch:
     # ---- relaying
 
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Forward a call made by another dispatch, with its driver and order replaced by those of this one."""
+        """Forward a call made by another dispatch, with its driver and order replaced by those of this one.
+
+        Raises ValueError for a batch that holds a task twice; the call does not get a number then.
+        """
+        if isinstance(request, Divided):
+            Batch(request.batch)
         return self._submit(request, type(request).REPLY)
 
     def _next_update(self) -> tuple[int, bool]:
@@ -216,13 +223,14 @@ class WorkerDispatch:
     async def _call(self, request: WorkerRequest, reply: type[R]) -> R:
         if not isinstance(request, Divided):
             return merged(await self._call_all([request] * len(self._clients), reply))
-        slices = slice_batch(request.batch, self._parts)
-        parts = [msgspec.structs.replace(request, batch=each.batch) for each in slices]
+        batch = Batch(request.batch)
+        chunks = batch.chunk(self._parts)
+        parts = [msgspec.structs.replace(request, batch=each.meta) for each in chunks]
         answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone):
-            return cast(R, _in_batch_order(answer, request.batch))
+            return cast(R, msgspec.structs.replace(answer, meta=_in_order(Batch(answer.meta), batch.task_ids).meta))
         if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
-            return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(slices)))
+            return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(chunks)))
         return answer
 
     async def _call_all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
@@ -246,11 +254,28 @@ class WorkerDispatch:
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _in_batch_order(done: messages.ForwardDone, batch: BatchMeta) -> messages.ForwardDone:
-    """Return `done` with the ranks' handles in the order of `batch`."""
-    handles = {task.task_id: task for task in done.meta.tasks}
-    tasks = [handles[task.task_id] for task in batch.tasks]
-    return msgspec.structs.replace(done, meta=msgspec.structs.replace(done.meta, tasks=tasks))
+def group_dispatch(topology: Topology, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
+    """Return a dispatch to the worker group of `topology`. `client` returns the client of a service instance."""
+    trainer = topology.services.policy_trainer
+    layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
+    return WorkerDispatch([client(WORKER, rank) for rank in range(layout.world_size)], layout, driver)
+
+
+def imbalance(chunks: Sequence[Batch]) -> float:
+    """Return the tokens of the fullest rank divided by the mean. 1.0 is perfect, and the value without tokens."""
+    tokens = [chunk.tokens for chunk in chunks]
+    return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
+
+
+async def _forwarded(answer: Awaitable[messages.ForwardDone]) -> tuple[Batch, float]:
+    done = await answer
+    return Batch(done.meta), done.seconds
+
+
+def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:
+    """Return `batch` with its tasks in the order of `task_ids`."""
+    at = {task_id: index for index, task_id in enumerate(batch.task_ids)}
+    return batch.take([at[task_id] for task_id in task_ids])
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:

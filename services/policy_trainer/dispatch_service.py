@@ -13,11 +13,10 @@ import sys
 from collections.abc import Awaitable
 
 from proto import messages
-from proto.messages import WorkerRequest
+from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.group_clients import group_dispatch
-from services.policy_trainer.worker.lane import Lane
+from services.policy_trainer.dispatch import WorkerDispatch, group_dispatch
+from services.policy_trainer.worker.call_queue import CallQueue
 from shared import topology as topologies
 from shared.actor.process import run_process
 from shared.actor.service import Service
@@ -47,7 +46,7 @@ class DispatchService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._workers: WorkerDispatch = group_dispatch(topologies.load(run.topology), self.client, self.incarnation)
-        self._lane = Lane()
+        self._pending = CallQueue()
         self._answers: set[asyncio.Task[None]] = set()
         for kind in REQUESTS:
             self.mailbox.handle(kind, self._queue)
@@ -55,20 +54,28 @@ class DispatchService(Service):
 
     async def serve(self) -> None:
         while True:
-            request, call = await self._lane.next()
-            answer = asyncio.create_task(_answer(self._workers.relay(request), call))
+            request, call = await self._pending.next()
+            try:
+                made = self._workers.relay(request)
+            except ValueError as error:
+                self._pending.fail(str(error), epoch=self._pending.epoch)
+                call.fail(RpcError(ErrorCode.BAD_REQUEST, str(error)))
+                continue
+            answer = asyncio.create_task(_answer(made, call))
             self._answers.add(answer)
             answer.add_done_callback(self._answers.discard)
 
     def _queue(self, request: WorkerRequest, call: Call) -> Deferred:
-        self._lane.add(request, call)
+        self._pending.add(request, call)
         return DEFERRED
 
     async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
         """Return the state of the group. The ranks refuse calls under way, and their callers are told so."""
-        self._lane.take_over(request.driver, request.at_least)
+        self._pending.take_over(request.driver, request.at_least)
         state = await self._workers.take_over()
-        return messages.WorkerState(step=state.step, driver=self._lane.driver, order=self._lane.done, dirty=state.dirty)
+        return messages.WorkerState(
+            step=state.step, driver=self._pending.driver, order=self._pending.done, dirty=state.dirty
+        )
 
 
 async def _answer(made: Awaitable[Message], call: Call) -> None:

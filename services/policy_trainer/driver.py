@@ -9,17 +9,17 @@ from pathlib import Path
 
 import structlog
 
-from proto.messages import BatchMeta, ErrorCode, StepBatch
+from proto.messages import ErrorCode, StepBatch
 from proto.tensors import Array
-from services.policy_trainer import batches, token_weights
+from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.loss_spec import loss_spec
+from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.stop import Stop
@@ -29,6 +29,8 @@ from shared.stages import PROXIMAL
 from shared.topology.schema import Topology
 
 PROX_KEY = PROXIMAL.makes[0]
+LOSS_TOKENS = "loss_tokens"
+"""Name of the scalar that counts the tokens of each sample that its rollout marked for training."""
 
 
 def own_estimator(topology: Topology) -> Estimator:
@@ -40,7 +42,7 @@ def own_estimator(topology: Topology) -> Estimator:
 
 
 class Driver:
-    """Trains from `standing` to the topology's last step. A new driver is made when the workers had to be reloaded."""
+    """Trains from `resumed` to the topology's last step. A new driver is made when the workers had to be reloaded."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Driver:
         scheduler: SchedulerCalls,
         workers: WorkerDispatch,
         publisher: Publisher,
-        standing: Standing,
+        resumed: ResumePoint,
         on_row: Callable[[dict[str, float]], None],
         stop: Stop | None = None,
         *,
@@ -65,7 +67,7 @@ class Driver:
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher
-        self.standing = standing
+        self.resumed = resumed
         self.on_row = on_row
         self.export = export
         self.stop = stop or Stop()
@@ -78,7 +80,7 @@ class Driver:
         If the run is stopped, finish the open step and save the committed one.
         """
         checkpoint_now = await self.replay()
-        version = self.standing.committed
+        version = self.resumed.committed
         self.publisher.begin(version, checkpoint_now=checkpoint_now)
         while version < self.topology.run.steps:
             began = time.perf_counter()
@@ -103,8 +105,8 @@ class Driver:
 
         Return whether the scheduler wants the committed step saved at once.
         """
-        checkpoint_now = self.standing.checkpoint_now
-        for step in range(self.standing.version + 1, self.standing.committed + 1):
+        checkpoint_now = self.resumed.checkpoint_now
+        for step in range(self.resumed.version + 1, self.resumed.committed + 1):
             began = time.perf_counter()
             metrics = StepMetrics(step=step)
             batch = await self.scheduler.next_batch(step)
@@ -112,7 +114,7 @@ class Driver:
             await self.step(batch, metrics)
             # The row is already written; the log shows whether the replay gave the same numbers.
             self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
-            checkpoint_now = self.standing.checkpoint_now or batch.checkpoint_now
+            checkpoint_now = self.resumed.checkpoint_now or batch.checkpoint_now
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
@@ -124,7 +126,7 @@ class Driver:
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""
-        mini_batches: list[BatchMeta] = []
+        mini_batches: list[Batch] = []
         try:
             mini_batches = await self.prepare(batch, metrics)
         except RpcError as error:  # no update of the step can be made
@@ -137,27 +139,27 @@ class Driver:
                 await self.skip_update(error, metrics, left=len(mini_batches) - index)
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
-    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[BatchMeta]:
+    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[Batch]:
         """Return the mini-batches of all iterations, with the per-sample advantages and weights of the loss."""
         algorithm = self.topology.algorithm
-        tasks = batch.batch
         check_tasks(batch)
         check_rewards(batch, batch.scalars["reward"])
         check_reference(batch)
+        tasks = Batch(batch.batch)
         if self.topology.needs_proximal:
-            done = await self.workers.forward(tasks, [PROX_KEY])
-            tasks = Batch(tasks).union(Batch(done.meta)).meta
-            metrics.forward_s += done.seconds
-        advantage = self.advantages(batch)
+            logprobs, seconds = await self.workers.forward(tasks, [PROX_KEY])
+            tasks = tasks.union(logprobs)
+            metrics.forward_s += seconds
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
-        mini_batches: list[BatchMeta] = []
-        for mini_batch, samples in batches.split(tasks, algorithm.mini_batch_tasks):
+        tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
+        mini_batches: list[Batch] = []
+        for part in tasks.split(algorithm.mini_batch_tasks):
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
-                loss_tokens[samples],
+                part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            mini_batches.append(batches.weighed(mini_batch, advantage[samples], weights))
+            mini_batches.append(part.with_scalars({ADVANTAGES: part.scalars[ADVANTAGES], WEIGHTS: weights}))
         return mini_batches * algorithm.num_iterations
 
     def advantages(self, batch: StepBatch) -> Array:
@@ -166,17 +168,16 @@ class Driver:
         Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
         computed.
         """
-        groups, loss_tokens = batches.group_of_sample(batch.batch), batch.scalars["loss_tokens"]
         try:
             rewards = shaped(self.topology, batch.scalars)
             check_rewards(batch, rewards)
-            advantages = self.estimator(rewards, groups, loss_tokens)
+            advantages = self.estimator(rewards, Batch(batch.batch).groups, batch.scalars[LOSS_TOKENS])
         except ValueError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
         check_advantages(batch, advantages)
         return advantages
 
-    async def update(self, batch: BatchMeta, metrics: StepMetrics) -> None:
+    async def update(self, batch: Batch, metrics: StepMetrics) -> None:
         """Make one optimizer step. Both calls are sent at once; the workers keep their order."""
         gradient, update = await asyncio.gather(
             self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True

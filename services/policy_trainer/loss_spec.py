@@ -5,6 +5,9 @@ from __future__ import annotations
 from proto.messages import LossSpec
 from shared.topology.schema import Topology
 
+ADVANTAGES, WEIGHTS = "advantages", "weights"
+"""Names of the scalars of each sample that `forward_backward` reads."""
+
 
 def loss_spec(topology: Topology) -> LossSpec:
     """Return the settings of `algorithm` that concern single tokens. Settings that are absent are off.

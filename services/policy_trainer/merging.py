@@ -1,16 +1,26 @@
-"""Merges the ranks' answers to one call. Pure functions."""
+"""Merges what micro-batches, ranks and calls return, without normalising it. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import SupportsFloat, TypeVar, cast
 
 from proto import messages
-from proto.messages import BatchMeta
 from proto.registry import Message
-from services.policy_trainer.sums import add_up
+from shared.batch import Batch
 
 R = TypeVar("R", bound=Message)
+LARGEST = "_max"
+"""Suffix of names whose values are combined by taking the maximum instead of the sum."""
+
+
+def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
+    """Add `part`, which covers other tokens, to `totals`. Names that end in `_max` take the larger value."""
+    for name, value in part.items():
+        if name.endswith(LARGEST):
+            totals[name] = max(totals.get(name, 0.0), float(value))
+        else:
+            totals[name] = totals.get(name, 0.0) + float(value)
 
 
 def merged(answers: Sequence[R]) -> R:
@@ -22,7 +32,9 @@ def merged(answers: Sequence[R]) -> R:
     if isinstance(first, messages.ForwardBackwardDone):
         return cast(R, _gradient(cast(Sequence[messages.ForwardBackwardDone], answers)))
     if isinstance(first, messages.ForwardDone):
-        return cast(R, _forward(cast(Sequence[messages.ForwardDone], answers)))
+        parts = cast(Sequence[messages.ForwardDone], answers)
+        meta = Batch.concat([Batch(each.meta) for each in parts]).meta
+        return cast(R, messages.ForwardDone(meta=meta, seconds=max(each.seconds for each in parts)))
     if isinstance(first, messages.Moved):
         moves = cast(Sequence[messages.Moved], answers)
         total = sum(each.nbytes for each in moves)
@@ -38,14 +50,4 @@ def _gradient(answers: Sequence[messages.ForwardBackwardDone]) -> messages.Forwa
         sums=sums,
         seconds=max(answer.seconds for answer in answers),
         imbalance=max(answer.imbalance for answer in answers),
-    )
-
-
-def _forward(answers: Sequence[messages.ForwardDone]) -> messages.ForwardDone:
-    """Concatenate the tasks in the order of the ranks."""
-    meta = answers[0].meta
-    tasks = [task for answer in answers for task in answer.meta.tasks]
-    return messages.ForwardDone(
-        meta=BatchMeta(tasks=tasks, parts=meta.parts, stores=meta.stores),
-        seconds=max(answer.seconds for answer in answers),
     )

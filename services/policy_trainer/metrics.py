@@ -10,8 +10,8 @@ import numpy as np
 
 from proto.messages import DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.reward_shaping import KL_SCALAR
-from services.policy_trainer.sums import add_up
 from shared.stages import REFERENCE_SCALAR
 
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"

@@ -22,7 +22,7 @@ INITIAL_STEP = 0
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumePoint:
     """The state in which a driver begins: the workers hold `version`, and replay up to `committed` without commits."""
 
     version: int
@@ -41,7 +41,7 @@ async def resume(
     *,
     store: str,
     whole_rows: bool = False,
-) -> Standing:
+) -> ResumePoint:
     """Bring the workers into agreement with the journal.
 
     `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`. With
@@ -57,7 +57,7 @@ async def resume(
         info = await scheduler.run_info()
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)
-        return _standing(state.step, info)
+        return _resume_point(state.step, info)
     usable = [step for step in checkpoints if step <= info.committed_step]
     loaded = await _load(workers, usable)
     if info.committed_step > INITIAL_STEP:  # version 0 is the model directory and has the same bits in every life
@@ -66,7 +66,7 @@ async def resume(
         await _publish_again(info.reference_step, scheduler, workers, info.lineage, store)
         await workers.load_checkpoint(loaded)
     log.info("workers loaded", step=loaded, replay=info.committed_step - loaded, lineage=info.lineage)
-    return _standing(loaded, info)
+    return _resume_point(loaded, info)
 
 
 async def _publish_again(
@@ -78,8 +78,8 @@ async def _publish_again(
     await scheduler.publish(await workers.publish_weights(lineage, step, store=store))
 
 
-def _standing(version: int, info: RunInfo) -> Standing:
-    return Standing(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
+def _resume_point(version: int, info: RunInfo) -> ResumePoint:
+    return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
 async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 
-from proto.messages import GetSupervisorState, SupervisorState
-from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
+from proto.messages import ErrorCode, GetSupervisorState, SupervisorState
+from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
 from services.policy_trainer.driver import Driver, own_estimator
-from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.stop import Stop
 from shared import topology as topologies
-from shared.actor.service import Service
+from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.topology import Topology, stop_limit_s
@@ -29,7 +28,7 @@ SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor gives none."""
 
 
-class PolicyTrainer(Service):
+class PolicyTrainerService(Service):
     """The service `python -m services.policy_trainer`. It ends with status 0 when the run is complete."""
 
     NAME = "policy-trainer"
@@ -96,20 +95,24 @@ class PolicyTrainer(Service):
                 if losses > MAX_RECOVERIES:
                     raise
                 self.log.warning("workers lost, resuming", committed=committed, error=str(error))
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_DATA:  # a later life would meet the same data again
+                    self.exit_status = UNUSABLE_STATUS
+                raise
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
-        standing = await resume(
+        resumed = await resume(
             scheduler, workers, checkpoint_steps(self.run.checkpoints), store=STORE, whole_rows=deterministic
         )
-        self._retire_later_checkpoints(standing.committed)
+        self._retire_later_checkpoints(resumed.committed)
         publisher = Publisher(
             scheduler,
             workers,
             checkpoint=topology.checkpoint,
-            lineage=standing.lineage,
+            lineage=resumed.lineage,
             store=STORE,
-            newest_checkpoint=standing.checkpoint,
+            newest_checkpoint=resumed.checkpoint,
             last_step=topology.run.steps,
             earlier=topology.staleness if deterministic else 0,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
@@ -117,7 +120,7 @@ class PolicyTrainer(Service):
         self._trains = True
         try:
             driver = Driver(
-                topology, scheduler, workers, publisher, standing, self._show, self._stop, export=self.run.export
+                topology, scheduler, workers, publisher, resumed, self._show, self._stop, export=self.run.export
             )
             await driver.train()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,8 +22,9 @@ class Frozen(Protocol):
     def load(self) -> None:
         """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable ones."""
 
-    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the names of tensors that are missing, unknown, or of another shape than the model's."""
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Full shape of every weight by Hugging Face name. Call `load` first."""
         ...
 
     def take(self, weights: Mapping[str, Array]) -> None:
@@ -55,11 +56,9 @@ class FrozenTorch:
         self._model.clear()  # one copy at a time
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
 
-    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        mine = {name: tuple(tensor.shape) for name, tensor in named_weights(self._model[0]).items()}
-        return sorted(mine.keys() ^ shapes.keys()) + [
-            name for name in mine.keys() & shapes.keys() if mine[name] != shapes[name]
-        ]
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        return {name: tensor.shape for name, tensor in named_weights(self._model[0]).items()}
 
     @torch.inference_mode()
     def take(self, weights: Mapping[str, Array]) -> None:

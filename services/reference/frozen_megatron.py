@@ -5,7 +5,7 @@ It holds no gradients and no optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +31,9 @@ class FrozenMegatron:
     def load(self) -> None:
         self._pieces.copy_in(self._pieces.files)
 
-    def strange(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        return self._pieces.strange(dict(shapes))
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        return self._pieces.converter.shapes
 
     @in_megatron
     def take(self, weights: Mapping[str, Array]) -> None:

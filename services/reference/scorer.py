@@ -18,18 +18,18 @@ import numpy as np
 from proto.messages import ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import Frozen
-from shared.drill import canary_error
+from shared.colocation.shelf import Shelf, own_storages
 from shared.lease import LeaseLost
 from shared.model import cpu
-from shared.model.load import require_deterministic_algorithms
-from shared.model.shelf import Shelf, own_storages
+from shared.model.load import mismatched_weights, require_deterministic_algorithms
 from shared.rpc.errors import RpcError
+from shared.weights.drill import canary_error
 
 T = TypeVar("T")
 UNKNOWN, BEGINNING = (-1, -1), (0, 0)
 
 
-class Scorer:
+class FrozenScorer:
     """Computes log-probs under the frozen model. Its coroutines belong to the service's loop."""
 
     def __init__(
@@ -137,11 +137,11 @@ class Scorer:
 
     def _take(self, ref: WeightsRef, weights: Mapping[str, Array]) -> float:
         self._version = UNKNOWN
-        strange = self._model.strange({name: tuple(array.shape) for name, array in weights.items()})
-        if strange:
+        wrong = mismatched_weights(self._model.shapes, {name: array.shape for name, array in weights.items()})
+        if wrong:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"reference: weights {ref.task_id} are not those of model {self._source}: {', '.join(strange[:3])}",
+                f"reference: weights {ref.task_id} are not those of model {self._source}: {', '.join(wrong[:3])}",
             )
         self._model.take(weights)
         if self._shelf is not None:

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 
 from proto.messages import Ack, ErrorCode, ScoreTogether, WeightsRef
 from proto.tensors import Array
-from services.reference.scorer import BEGINNING, Scorer
+from services.reference.scorer import BEGINNING, FrozenScorer
 from shared.actor.service import Service
 from shared.batch import weights_meta
+from shared.colocation.devices import REFERENCE as WEIGHTS
+from shared.colocation.devices import Parts
+from shared.colocation.turns import Turns
 from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
-from shared.devices import REFERENCE as WEIGHTS
-from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.ranks.group import Group, GroupEnded
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.stages import REFERENCE
-from shared.turns import Turns
 
 T = TypeVar("T")
 Weights = Mapping[str, Array]
@@ -45,7 +45,13 @@ class Scoring:
     """One rank's part in scoring, on the service's loop. A model on a single rank waits for no other rank."""
 
     def __init__(
-        self, service: Service, scorer: Scorer, data: DataClient, turns: Turns, group: Group, others: Sequence[Client]
+        self,
+        service: Service,
+        scorer: FrozenScorer,
+        data: DataClient,
+        turns: Turns,
+        group: Group,
+        others: Sequence[Client],
     ) -> None:
         """`turns` are those on the scorer's devices. `others` are clients of the other ranks, used by rank 0."""
         self.turns = turns

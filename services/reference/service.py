@@ -20,9 +20,10 @@ from services.reference.kl_sums import NEEDS, kl_sums
 from shared import topology as topologies
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
+from shared.colocation.devices import REFERENCE as WEIGHTS
+from shared.colocation.devices import Parts
+from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.devices import REFERENCE as WEIGHTS
-from shared.devices import Parts
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
@@ -32,11 +33,10 @@ from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE, REFERENCE_SCALAR
 from shared.topology import Topology
-from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
     from services.reference.frozen import Frozen
-    from services.reference.scorer import Scorer
+    from services.reference.scorer import FrozenScorer
     from services.reference.scoring import Asked, Scoring
 
 MAX_BLOCK_TASKS = 64
@@ -69,7 +69,7 @@ class ReferenceService(Service):
             self.incarnation,
             deadline_s=DATA_CALL_S if settings is None else settings.collective_s,
         )
-        self._scorer: Scorer | None = None
+        self._scorer: FrozenScorer | None = None
         self._scoring: Scoring | None = None
         self._asked: Asked = asyncio.Queue()
         self._worker: ReferenceWorker | None = None
@@ -104,7 +104,7 @@ class ReferenceService(Service):
         if leads:
             self._worker = await self._make_worker(scorer, self._scoring)
 
-    async def _make_worker(self, scorer: Scorer, scoring: Scoring) -> ReferenceWorker:
+    async def _make_worker(self, scorer: FrozenScorer, scoring: Scoring) -> ReferenceWorker:
         topology = self._topology
         host = topology.services.reference.host if topology.services.reference is not None else None
         store = await own_store(self, service_name("batch-store", topology.store_hosts().index(host)))
@@ -153,7 +153,7 @@ class ReferenceWorker:
     def __init__(
         self,
         service: Service,
-        scorer: Scorer,
+        scorer: FrozenScorer,
         data: DataClient,
         scoring: Scoring,
         store: str,
@@ -269,12 +269,12 @@ def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
     return [task for task in tasks if task.task_id in named]
 
 
-def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Scorer:
+def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> FrozenScorer:
     """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
 
     Imports torch. `group` holds the ranks that share the model; they have met.
     """
-    from services.reference.scorer import Scorer
+    from services.reference.scorer import FrozenScorer
 
     settings = topology.services.reference
     if settings is None:
@@ -301,7 +301,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Sco
         return FrozenMegatron(model, dtype, max_tokens, place, device)
 
     shared = ReferenceService.NAME in topology.colocated_services
-    return Scorer(
+    return FrozenScorer(
         whole if settings.backend == "torch" else pieces,
         source=model,
         threads=settings.threads or 1,

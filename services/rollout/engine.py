@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from proto.tensors import Array
-from shared.devices import Parts
+from shared.colocation.devices import Parts
 
 T = TypeVar("T")
 
@@ -145,8 +145,8 @@ class Engine(Protocol):
         """Prove that the parameters which forward passes use now are bit for bit those that were set or received last.
 
         `given` holds the arrays passed to `set_weights`, or nothing if the engine received the weights itself;
-        `announced` holds the trainer's digests by name (`shared.model.digests`), or nothing if there are none. At least
-        one of them is not empty. Raises WeightsMismatch naming the parameters.
+        `announced` holds the trainer's digests by name (`shared.weights.digests`), or nothing if there are none. At
+        least one of them is not empty. Raises WeightsMismatch naming the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:

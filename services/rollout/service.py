@@ -33,11 +33,11 @@ from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
+from shared.colocation.devices import ENGINE, WEIGHTS, Parts
+from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
-from shared.devices import ENGINE, WEIGHTS, Parts
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
-from shared.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
     from shared.topology import Topology

@@ -19,7 +19,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 
 if TYPE_CHECKING:
-    from shared.transfer.gloo import GlooGroup
+    from shared.weights.gloo import GlooGroup
 
 END_S = 5.0
 R = TypeVar("R", covariant=True)
@@ -189,8 +189,8 @@ class _ReceivingLine:
 
     def take(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
         from shared.tensors_torch import to_numpy
-        from shared.transfer.gloo import GlooGroup
-        from shared.transfer.table import room_for
+        from shared.weights.gloo import GlooGroup
+        from shared.weights.table import room_for
 
         if self._group is None:
             self._group = GlooGroup(meeting, 1, 2, deadline_s=offer.deadline_s)

@@ -15,10 +15,10 @@ from services.rollout.transfer import TransferFailed
 from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import FETCH_S, Delivery, WeightsSource
 from services.rollout.weights_sync import WeightsSync
-from shared.devices import ENGINE, WEIGHTS, Parts
+from shared.colocation.devices import ENGINE, WEIGHTS, Parts
+from shared.colocation.turns import Turns
 from shared.lease import Lease, LeaseBook
 from shared.rpc.errors import RpcError
-from shared.turns import Turns
 
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 

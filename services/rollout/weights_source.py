@@ -22,8 +22,8 @@ from services.rollout.transfer import EngineTransfers, HostMemory, Receiver, Tra
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
-from shared.drill import noise_factors, perturb
 from shared.rpc.errors import RpcError
+from shared.weights.drill import noise_factors, perturb
 
 SHARDS = "shards"
 FETCH_S = 120.0
@@ -242,7 +242,7 @@ class _IntoEngine:
             self.source.transfers.decline(asked.result(), self.receiver)
 
     async def load(self, engine: Engine) -> Loaded:
-        from shared.transfer.table import nbytes
+        from shared.weights.table import nbytes
 
         transfers, began = self.source.transfers, time.perf_counter()
         asked, self._asked = self._asked, None

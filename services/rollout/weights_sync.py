@@ -21,8 +21,8 @@ from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
 from services.rollout.transfer import TransferFailed
 from services.rollout.weights_source import SHARDS, Arrays, Delivery, Entry, Loaded, WeightsSource, own_drill
-from shared.drill import canary_error
 from shared.rpc.errors import RpcError
+from shared.weights.drill import canary_error
 
 CALIBRATION = 4.0
 """Ratio of the tolerance to the larger canary error on verified weights: the drill's or the first version's."""

@@ -28,13 +28,13 @@ from services.rollout.weights_sync import HeldVersion, WeightsSync
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service
+from shared.colocation.turns import OwnDevices, Turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
 from shared.stages import ROLLOUT, TRAIN
-from shared.turns import OwnDevices, Turns
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2

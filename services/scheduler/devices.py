@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from proto.messages import DeviceOrder, ErrorCode, Heartbeat, HoldDevices, Register
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, Ref, TellDevices
-from shared.devices import (
+from shared.colocation.devices import (
     ALL_AT_ONCE,
     NOTHING,
     PARTS_OF,

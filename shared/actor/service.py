@@ -48,7 +48,8 @@ FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
-"""Exit status (78) of a process whose start was refused (`bad_request`). Every later start would be refused, too."""
+"""Exit status (78) of a process that another start would not mend: its start was refused (`bad_request`), or it found
+that its work cannot go on."""
 
 
 class ProcessState(StrEnum):

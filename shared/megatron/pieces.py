@@ -67,13 +67,6 @@ class Pieces:
         mine = self.place.pp_rank
         return [each for each in [*self.converter.weights, *self.converter.copies] if each.stage == mine]
 
-    def strange(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        """Return the names of tensors that are missing, unknown, or of another shape than the model's."""
-        mine = self.converter.shapes
-        return sorted(mine.keys() ^ shapes.keys()) + [
-            name for name in mine.keys() & shapes.keys() if mine[name] != shapes[name]
-        ]
-
     def mine(self, weight: Weight, parts: list[Tensor]) -> Tensor:
         """Return this rank's part of the full `parts`."""
         return self.converter.split(weight, parts)[self.place.tp_rank]

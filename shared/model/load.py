@@ -6,6 +6,7 @@ Nothing is downloaded or unpickled, and no code of the model folder is run.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +71,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
         seen.add(place)
         weights[name] = tensor.detach()
     return weights
+
+
+def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the names of weights whose shape is missing in one mapping or differs, as it does for another model."""
+    reshaped = [name for name in sorted(mine.keys() & given.keys()) if tuple(mine[name]) != tuple(given[name])]
+    return sorted(mine.keys() ^ given.keys()) + reshaped
 
 
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:

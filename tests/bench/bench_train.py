@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from proto.messages import BatchMeta, TaskHandle
-from services.policy_trainer.slicing import imbalance, slice_batch
+from services.policy_trainer.dispatch import imbalance
+from shared.batch import Batch
 from tests.bench.against_trl import PEER_ENVIRONMENT, PEER_PYTHON, RECORD
 from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line
 from tests.bench.turns import TURNS, by_turns, heading, machine, order_line, ratios, spread, versions
@@ -124,9 +125,9 @@ def _slicing() -> tuple[float, float]:
     times = []
     for _ in range(7):
         began = time.perf_counter()
-        slices = slice_batch(BatchMeta(tasks=tasks), 8)
+        chunks = Batch(BatchMeta(tasks=tasks)).chunk(8)
         times.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(times), imbalance(slices)
+    return 1e3 * statistics.median(times), imbalance(chunks)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import psutil
 
 from proto.messages import BatchMeta, BatchPart, LossSpec, TaskHandle
 from proto.tensors import Array
-from services.policy_trainer.batches import weighed
+from shared.batch import Batch
 from shared.dataplane.client import TaskShards
 from shared.ranks.layout import Layout
 from shared.rundir import RunDir
@@ -46,7 +46,7 @@ def run_directory(folder: Path) -> RunDir:
     return made
 
 
-async def batch(bench: Bench, step: int) -> BatchMeta:
+async def batch(bench: Bench, step: int) -> Batch:
     """TASKS groups of GROUP answers of 1 to LONGEST tokens, in the store."""
     rng = np.random.default_rng(step)
     handles, tasks = [], []
@@ -68,8 +68,9 @@ async def batch(bench: Bench, step: int) -> BatchMeta:
         handles.append(TaskHandle(task_id, 1, GROUP, len(ids), 0, [0]))
     await bench.data.put(tasks, store=STORE, deadline_s=60)
     meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
+    advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)
     weights = np.full(TASKS * GROUP, 1e-5, np.float32)
-    return weighed(meta, rng.normal(size=TASKS * GROUP).astype(np.float32), weights)
+    return Batch(meta).with_scalars({"advantages": advantages, "weights": weights})
 
 
 def cpu_s(group: WorkerGroup) -> float:

@@ -27,7 +27,7 @@ from launch.supervisor.server import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.publish import Canaries, put_weights, weights_ref
+from services.policy_trainer.worker.weights.publish import Canaries, put_weights, weights_ref
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine

@@ -26,7 +26,7 @@ class BlockFile:
 
     def data(self) -> bytes:
         """Return the bytes of the file."""
-        layout = blockfile.Layout(self.tasks)
+        layout = blockfile.BlockLayout(self.tasks)
         file = bytearray(layout.file_bytes)
         head = layout.head([tensors.checksum(array) for array in layout.arrays])
         file[: len(head)] = head

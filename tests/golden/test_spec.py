@@ -17,7 +17,7 @@ from services.monitor import server as monitor_server
 from services.monitor import state as monitor_state
 from services.scheduler import plausible
 from services.scheduler.state import RECONCILE_S
-from shared.actor import log_page
+from shared.actor import logging as actor_logging
 from shared.dataplane import bulk_seal, stream, stream_line
 from shared.rpc import client, errors, mailbox, offenders, replies, transport, unread
 from shared.rpc.mailbox import Mailbox
@@ -43,7 +43,7 @@ def seconds(duration: float) -> str:
 
 def socket_seconds(option: int) -> str:
     """Return an option in milliseconds of the sockets that peers open, in seconds."""
-    with zmq.Context() as context, transport.open_socket(context, zmq.DEALER, CONTROL) as socket:
+    with zmq.Context() as context, transport.open_socket(context, zmq.DEALER) as socket:
         return seconds(float(str(socket.getsockopt(option))) / 1000)
 
 
@@ -57,7 +57,7 @@ NUMBERS = {
     "unread answers of all observers and operators": size(unread.GUESTS_BYTES),
     "duration of a handshake": seconds(curve.HANDSHAKE_MS / 1000),
     "names in an error": str(errors.MAX_NAMES),
-    "bytes of a `LogLines`": size(log_page.TAIL_BYTES),
+    "bytes of a `LogLines`": size(actor_logging.TAIL_BYTES),
     "troubles in a heartbeat": str(plausible.MOST_TROUBLES),
     "requests in progress in a mailbox": str(mailbox.MAX_RUNNING),
     "`retry_after_s` of a mailbox with too many of them": seconds(mailbox.BUSY_S),

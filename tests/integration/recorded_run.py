@@ -23,10 +23,10 @@ from launch import place
 from launch.supervisor.plan import module_of
 from launch.supervisor.server import child_environment
 from proto.messages import Ping, Pong
+from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver
-from services.policy_trainer.group_clients import group_dispatch
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.rpc.client import Client
 from shared.rundir import RunDir, service_name
@@ -154,7 +154,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         await workers.take_over()
         await workers.init_model()
         await scheduler.reloaded(0)
-        standing = Standing(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
+        standing = ResumePoint(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
         publisher = cast(Any, None)  # nothing is published: these versions were sampled with already
         export = services.run.export
         driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, export=export)

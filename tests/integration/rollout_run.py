@@ -32,12 +32,12 @@ from proto.messages import (
 )
 from proto.tensors import Array
 from shared.dataplane.client import DataClient, TaskShards
-from shared.drill import canary_tokens, perturb
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.rpc.client import Client
 from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.drill import canary_tokens, perturb
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.devices import FORBIDDEN
+from shared.colocation.devices import FORBIDDEN
 from tests.integration import parity_run as parity
 from tests.integration.whole_cluster import Cluster, cluster
 

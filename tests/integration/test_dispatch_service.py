@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
-from proto.messages import ErrorCode, Ping, Pong
+from proto.messages import ErrorCode, ForwardBackward, ForwardBackwardDone, Ping, Pong
 from services.policy_trainer.dispatch import WorkerDispatch
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
@@ -88,6 +89,12 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             other = await caller(bench, 8)
             with pytest.raises(RpcError, match="has taken over"):
                 await outside.optim_step()
+            state = await other.take_over()
+            twice = msgspec.structs.replace(batches[0].meta, tasks=batches[0].meta.tasks[:1] * 2)
+            request = ForwardBackward(driver=8, order=state.order + 1, batch=twice, loss=ROLLOUT_ANCHOR)
+            with pytest.raises(RpcError, match="a task comes twice"):
+                await bench.client(DISPATCH).call(request, ForwardBackwardDone, deadline_s=60)
+            await other.take_over()
             assert (await other.load_checkpoint(3)).step == 3
 
     with group_of(run, 2), dispatch_process(run):

@@ -69,8 +69,10 @@ def test_a_judge_that_never_answers_ends_the_run_in_one_line(tmp_path: Path, env
         assert running.end() == 1
         output = running.output()
         assert running.rows() == []
+        assert len({line["incarnation"] for line in running.log("policy-trainer")}) == 1
     [line] = [each for each in output.splitlines() if each.startswith("the run failed: ")]
     assert "the judge of my_failing_rewards:judged has not answered for 5 s (reward.retry.limit_s)" in line
     assert "Connection refused" in line
     assert "my_failing_rewards.py:9" in line
+    assert "(another start would not mend it)" in line
     assert "dropped" not in output

@@ -19,13 +19,13 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.colocation.residency import PARTS
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
-from services.policy_trainer.worker.residency import PARTS
 from services.reference.frozen import FrozenTorch
-from services.reference.scorer import Scorer
+from services.reference.scorer import FrozenScorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from shared.devices import ENGINE, WEIGHTS
+from shared.colocation.devices import ENGINE, WEIGHTS
 from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
 from tests.parity.groups import run_group
@@ -76,9 +76,9 @@ def updated(
         made.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
         if moved:
             before = used_bytes()
-            freed = made.offload(PARTS)
+            freed = made.shelves.offload(PARTS)
             assert before - used_bytes() >= 0.9 * freed > 0
-            assert made.backload(PARTS) == freed
+            assert made.shelves.backload(PARTS) == freed
         made.step(step)
     return made.state().weights
 
@@ -112,7 +112,7 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
     task = {"token_ids": ids, "lengths": lengths, "loss_mask": mask}
 
     async def scored(device: str) -> list[Array]:
-        scorer = Scorer(
+        scorer = FrozenScorer(
             lambda: FrozenTorch(model, "float32", 4096, device),
             source=model,
             threads=1,

@@ -28,8 +28,8 @@ from proto.tensors import Array
 from services.rollout.engine import GenerationCancelled, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.openai_engine import OpenAIEngine
 from services.rollout.weights_sync import WeightsSync
-from shared.drill import perturb
 from shared.rpc.errors import RpcError
+from shared.weights.drill import perturb
 from tests.integration.vllm_case import REPOSITORY, TINY, Case
 from tests.integration.vllm_process import SEED, TOLERANCE, CancelLater, plain
 from tests.integration.whole_cluster import cluster

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.checkpoint import Snapshot
+from services.policy_trainer.worker.checkpoint import SavedState
+from shared.rundir import checkpoint_steps
 
 ELEMENTS = 25_000_000
 """Of float32, in the weights and in each of two moments: 300 MB."""
@@ -23,8 +24,8 @@ KILLS = 20
 BASE = torch.arange(ELEMENTS, dtype=torch.float32)
 
 
-def snapshot(step: int) -> Snapshot:
-    return Snapshot(step, {"w": BASE + step}, {f"{slot}/w": BASE * step for slot in ("exp_avg", "exp_avg_sq")})
+def snapshot(step: int) -> SavedState:
+    return SavedState(step, {"w": BASE + step}, {f"{slot}/w": BASE * step for slot in ("exp_avg", "exp_avg_sq")})
 
 
 def is_whole(folder: Path, step: int) -> bool:
@@ -34,7 +35,7 @@ def is_whole(folder: Path, step: int) -> bool:
     )
 
 
-def save_beside_training(folder: Path, state: Snapshot) -> int:
+def save_beside_training(folder: Path, state: SavedState) -> int:
     """A process that saves `state` on its writer thread while its main thread computes; its id."""
     child = os.fork()
     if child:
@@ -64,7 +65,7 @@ def test_kills_at_random_times_of_a_large_save_leave_the_one_before(tmp_path: Pa
             time.sleep(chance.uniform(0.0, whole_s))  # the time of the kill is what is varied
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            found = checkpoint.steps(tmp_path)
+            found = checkpoint_steps(tmp_path)
             assert newest in found, f"kill {kill}: {found}"
             interrupted += newest + 1 not in found
             newest = found[-1]

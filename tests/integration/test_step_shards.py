@@ -10,6 +10,7 @@ import pytest
 
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle
 from services.policy_trainer.worker.step_shards import StepShards
+from shared.batch import Batch
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
 from tests.integration.store_process import STORE, ending, make_run, peer_of
@@ -23,7 +24,7 @@ def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp
     tasks = [TaskShards(f"train/0/{i}", 1, {key: np.full(SIZE, i) for key in KEYS}) for i in range(4)]
     handles = [TaskHandle(task.task_id, 1, stores=[0]) for task in tasks]
 
-    def batch(*places: int) -> BatchMeta:
+    def meta(*places: int) -> BatchMeta:
         return BatchMeta(tasks=[handles[at] for at in places], parts=[BatchPart("s", KEYS)], stores=[STORE])
 
     async def main() -> None:
@@ -35,9 +36,9 @@ def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp
             async def fetched(keys: list[str], *places: int) -> int:
                 """Shards that crossed the line."""
                 before = data.streams.counts.received_bytes
-                found = await shards.fetch(batch(*places), keys, deadline_s=10)
-                assert [list(each) for each in found] == [keys] * len(places)
-                assert [int(each[key][-1]) for each in found for key in keys] == [at for at in places for _ in keys]
+                found = await shards.fetch(Batch(meta(*places), data), keys, deadline_s=10)
+                assert (list(found.keys), len(found)) == (keys, len(places))
+                assert [[int(each[-1]) for each in found[key]] for key in keys] == [list(places) for _ in keys]
                 return round((data.streams.counts.received_bytes - before) / (8 * SIZE))
 
             assert await fetched(["a"], 0, 1, 2, 3) == 4
@@ -47,9 +48,9 @@ def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp
             shards.drop()
             both = await asyncio.gather(fetched(KEYS, 0, 1), fetched(KEYS, 1, 0))  # one of them waits for the other
             assert max(both) == 4
-            absent = BatchMeta(tasks=[TaskHandle("train/0/9", 1, stores=[0])], parts=batch(0).parts, stores=[STORE])
+            absent = BatchMeta(tasks=[TaskHandle("train/0/9", 1, stores=[0])], parts=meta(0).parts, stores=[STORE])
             with pytest.raises(RpcError) as caught:
-                await shards.fetch(absent, KEYS, deadline_s=10)
+                await shards.fetch(Batch(absent, data), KEYS, deadline_s=10)
             assert caught.value.code == ErrorCode.MISSING
             assert await fetched(KEYS, 0, 1) == 0
             data.close()

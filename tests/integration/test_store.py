@@ -143,7 +143,7 @@ def test_batch_fetches_keys_of_several_puts_and_missing_ones_are_named(store: St
             await put(peer, later)
             handles = [TaskHandle(task.task_id, 1, stores=[0, 0]) for task in tasks]
             parts = [BatchPart("rollout", ["a", "b"]), BatchPart("reference", ["c"])]
-            batch = Batch.from_meta(BatchMeta(tasks=handles, parts=parts, stores=[STORE]), peer.data)
+            batch = Batch(BatchMeta(tasks=handles, parts=parts, stores=[STORE]), peer.data)
             assert batch.status is BatchStatus.REMOTE
             local = await batch.take([1, 0]).fetch(["c", "a"])
             assert [array.tolist() for array in local["c"]] == [[9.0] * 4] * 2

@@ -119,9 +119,9 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
         before = {name: value.copy() for name, value in (await weights(bench, workers, 0)).items()}
-        meta = await bench.batch(1)
+        batch = await bench.batch(1)
         gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
-        broken = msgspec.structs.replace(meta, tasks=[gone, *meta.tasks[1:]])
+        broken = Batch(msgspec.structs.replace(batch.meta, tasks=[gone, *batch.tasks[1:]]))
         calls = (
             workers.forward_backward(broken, ROLLOUT_ANCHOR),
             workers.optim_step(),
@@ -134,7 +134,7 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
         after = await weights(bench, workers, 0, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
         # a batch that leaves one rank without a task
-        single = Batch(meta).take([0]).meta
+        single = batch.take([0])
         done, update = await asyncio.gather(workers.forward_backward(single, ROLLOUT_ANCHOR), workers.optim_step())
         assert done.imbalance == 2.0
         assert update.grad_norm > 0
@@ -167,8 +167,8 @@ def test_offload_between_gradient_and_update_changes_no_bit(run: RunDir) -> None
         await bench.train(workers, 2)
         undisturbed = {name: value.copy() for name, value in (await weights(bench, workers, 2)).items()}
         await workers.load_checkpoint(1)
-        meta = await bench.batch(2)
-        await workers.forward_backward(meta, ROLLOUT_ANCHOR)
+        batch = await bench.batch(2)
+        await workers.forward_backward(batch, ROLLOUT_ANCHOR)
         moved = await workers.offload(["parameters", "gradients", "optimizer"])
         model_bytes = sum(value.nbytes for value in undisturbed.values())
         assert moved.nbytes > 3.9 * model_bytes

@@ -28,8 +28,8 @@ async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
     await workers.init_model()
     found = []
     for step in range(1, STEPS + 1):
-        meta = await bench.batch(step)
-        gradient = workers.forward_backward(meta, ROLLOUT)
+        batch = await bench.batch(step)
+        gradient = workers.forward_backward(batch, ROLLOUT)
         done, update = await asyncio.gather(gradient, workers.optim_step())
         tokens = done.sums["tokens"]
         means = {name: value if name in WEIGHTED else value / tokens for name, value in done.sums.items()}

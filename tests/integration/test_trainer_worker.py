@@ -32,7 +32,6 @@ from proto.messages import (
     WeightsRef,
 )
 from proto.tensors import Array
-from services.policy_trainer.batches import weighed
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from shared.batch import Batch
 from shared.dataplane.client import DataClient, TaskShards
@@ -83,7 +82,7 @@ START = ("-m", "services.policy_trainer.worker")
 def hurried(fetch_s: float) -> tuple[str, str]:
     """A worker with another limit of one attempt to fetch."""
     main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
-    return "-c", f"import runpy; from {START[1]} import calls; calls.FETCH_S = {fetch_s}; {main}"
+    return "-c", f"import runpy; from {START[1]} import batch_reader; batch_reader.FETCH_S = {fetch_s}; {main}"
 
 
 class WorkerProcess:
@@ -145,7 +144,7 @@ class Bench:
         await workers.take_over()
         return workers
 
-    async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> BatchMeta:
+    async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> Batch:
         """Shards of a made-up batch in the store, with advantages and weights of its samples.
 
         `broken_task`: one of its log-probs is no number; `short_task`: its versions are one too few.
@@ -175,14 +174,15 @@ class Bench:
         await self.data.put(tasks, store=STORE, deadline_s=20)
         meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
         advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)
-        return weighed(meta, advantages, np.full(TASKS * GROUP, 0.02, np.float32))
+        weights = np.full(TASKS * GROUP, 0.02, np.float32)
+        return Batch(meta, self.data).with_scalars({"advantages": advantages, "weights": weights})
 
     async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
-        meta = await self.batch(step)
+        batch = await self.batch(step)
         if loss.anchor == "proximal":
-            part = await workers.forward(meta, ["prox_logprobs"])
-            meta = Batch(meta).union(Batch(part.meta)).meta
-        gradient = workers.forward_backward(meta, loss)
+            logprobs, _ = await workers.forward(batch, ["prox_logprobs"])
+            batch = batch.union(logprobs)
+        gradient = workers.forward_backward(batch, loss)
         done, _ = await asyncio.gather(gradient, workers.optim_step())
         return done.sums
 
@@ -246,14 +246,14 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             sums = await bench.train(old, 1, PROXIMAL_ANCHOR)
             assert sums["clipped"] == 0  # the proximal policy is the present one at the first update
             assert sums["tokens"] > 0
-            meta = await bench.batch(9)
-            first = await old.forward(meta, ["prox_logprobs"])
-            (key,) = first.meta.parts[0].keys
+            batch = await bench.batch(9)
+            first, _ = await old.forward(batch, ["prox_logprobs"])
+            (key,) = first.keys
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE)
             await bench.train(old, 2)
-            again = await old.forward(meta, ["prox_logprobs"])  # other bits under the same fences
-            (other,) = again.meta.parts[0].keys
+            again, _ = await old.forward(batch, ["prox_logprobs"])  # other bits under the same fences
+            (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
             with pytest.raises(RpcError, match="prox_logprobs:5-"):  # the former making is never taken for the later
@@ -309,10 +309,10 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
             workers = await bench.driver(5)
             await workers.init_model()
             before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE, fence=1))
-            meta = await bench.batch(1)
+            batch = await bench.batch(1)
             gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
-            broken = msgspec.structs.replace(meta, tasks=[gone, *meta.tasks[1:]])
-            gradient = workers.forward_backward(broken, ROLLOUT_ANCHOR)
+            broken = msgspec.structs.replace(batch.meta, tasks=[gone, *batch.tasks[1:]])
+            gradient = workers.forward_backward(Batch(broken), ROLLOUT_ANCHOR)
             results = await asyncio.gather(gradient, workers.optim_step(), return_exceptions=True)
             assert all(isinstance(result, WorkersLost) for result in results)
             assert "train/9/9" in str(results[0])
@@ -337,15 +337,15 @@ def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
             await workers.init_model()
-            meta = await bench.batch(1)
+            batch = await bench.batch(1)
             send(signal.SIGSTOP)
-            gradient = workers.forward_backward(meta, ROLLOUT_ANCHOR)
+            gradient = workers.forward_backward(batch, ROLLOUT_ANCHOR)
             await asyncio.sleep(6 * FETCH_S)
             send(signal.SIGCONT)
             sums = (await gradient).sums
 
             send(signal.SIGSTOP)
-            gradient = workers.forward_backward(meta, ROLLOUT_ANCHOR)
+            gradient = workers.forward_backward(batch, ROLLOUT_ANCHOR)
             await asyncio.sleep(2 * FETCH_S)
             began = time.monotonic()
             workers = await bench.driver(6)
@@ -354,13 +354,13 @@ def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_
                 await gradient
 
             results = await asyncio.gather(
-                workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step(), return_exceptions=True
+                workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step(), return_exceptions=True
             )
             assert all(isinstance(result, WorkersLost) for result in results)
             send(signal.SIGCONT)
             state = await workers.take_over()
             assert (state.step, state.dirty) == (0, False)
-            assert (await workers.forward_backward(meta, ROLLOUT_ANCHOR)).sums == sums
+            assert (await workers.forward_backward(batch, ROLLOUT_ANCHOR)).sums == sums
 
     with store_and_worker(run, start=hurried(FETCH_S)) as (store, _):
         assert store.process is not None
@@ -374,10 +374,10 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
             await workers.init_model()
-            meta = await bench.batch(1)
+            batch = await bench.batch(1)
 
             def gradient(share: float) -> Any:
-                return workers.forward_backward(meta, ROLLOUT_ANCHOR, loss_weight=share)
+                return workers.forward_backward(batch, ROLLOUT_ANCHOR, loss_weight=share)
 
             *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step())
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
@@ -418,10 +418,10 @@ def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run:
             await workers.init_model()
             first = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
             await bench.client(STORE).call(Clear(tasks=[PutTask("weights/0/0", 1)]), Ack, deadline_s=20)
-            meta = await bench.batch(1)
+            batch = await bench.batch(1)
             ref, _, update = await asyncio.gather(
                 workers.publish_weights(0, 0, store=STORE),
-                workers.forward_backward(meta, ROLLOUT_ANCHOR),
+                workers.forward_backward(batch, ROLLOUT_ANCHOR),
                 workers.optim_step(),
             )
             assert ref.fence == 2
@@ -439,8 +439,8 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
             await workers.init_model()
             before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
 
-            async def refused(meta: BatchMeta, step: int = 0) -> RpcError:
-                calls = (workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step())
+            async def refused(batch: Batch, step: int = 0) -> RpcError:
+                calls = (workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
                 results = await asyncio.gather(*calls, return_exceptions=True)
                 errors = [each for each in results if isinstance(each, RpcError)]
                 assert errors
@@ -453,10 +453,10 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
             assert error.names == ["train/1/2"]
             assert "rollout_logprobs holds 1 values that are not finite" in str(error)
             # a gradient: every shard is fine, the loss is not
-            meta = await bench.batch(2)
+            batch = await bench.batch(2)
             huge = np.full(TASKS * GROUP, 3e38, np.float32)
-            error = await refused(weighed(meta, meta.scalars["advantages"], huge))
-            assert error.names == [task.task_id for task in meta.tasks]
+            error = await refused(batch.with_scalars({**batch.scalars, "weights": huge}))
+            assert error.names == list(batch.task_ids)
             assert "gradient norm is" in str(error)
             # shards of another shape than their lengths say
             error = await refused(await bench.batch(3, short_task=1))
@@ -466,8 +466,8 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
             after = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE))
             assert after == before
             workers.begin_step(updates=2)  # the second of two updates is skipped: the first stays
-            meta = await bench.batch(4)
-            await asyncio.gather(workers.forward_backward(meta, ROLLOUT_ANCHOR), workers.optim_step())
+            batch = await bench.batch(4)
+            await asyncio.gather(workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
             await refused(await bench.batch(5, broken_task=0), step=1)
             workers.begin_step(updates=1)
             await workers.skip_update()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from proto.messages import DeviceMemory
-from shared.transfer.gloo import TransferLost
-from shared.transfer.memory import exported, give_back, packed
-from shared.transfer.nccl import NcclGroup, new_unique_id
+from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
+from shared.weights.gloo import TransferLost
+from shared.weights.memory import exported, give_back, packed
 from tests.integration.store_process import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ import sys
 import msgspec, torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from proto.messages import DeviceMemory
-from shared.transfer.memory import opening
+from shared.weights.memory import opening
 
 torch.cuda.init()
 memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=DeviceMemory)

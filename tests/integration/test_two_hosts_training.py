@@ -66,8 +66,8 @@ async def train(home: trainer.Bench, place: trainer.Bench, enough: Callable[[int
     await workers.init_model()
     sums: list[dict[str, float]] = []
     while not enough(len(sums)):
-        meta = await home.batch(len(sums) + 1)
-        done, _ = await asyncio.gather(workers.forward_backward(meta, trainer.ROLLOUT_ANCHOR), workers.optim_step())
+        batch = await home.batch(len(sums) + 1)
+        done, _ = await asyncio.gather(workers.forward_backward(batch, trainer.ROLLOUT_ANCHOR), workers.optim_step())
         sums.append(done.sums)
     return sums
 

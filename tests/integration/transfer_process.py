@@ -25,7 +25,7 @@ from torch import Tensor
 from proto.ids import new_incarnation
 from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
-from services.policy_trainer.worker.transfer import WeightsSender
+from services.policy_trainer.worker.weights.sender import WeightsSender
 from services.rollout.in_flight import InFlight
 from services.rollout.transfer import EngineTransfers, HostMemory, TransferFailed
 from services.rollout.weights_source import ShardSource, TransferSource
@@ -35,7 +35,7 @@ from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_torch
-from shared.transfer import gloo
+from shared.weights import gloo
 from tests.integration.store_process import STORE
 from tests.unit.told_engine import ToldEngine
 

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from proto.tensors import Array
-from shared.drill import canary_tokens, perturb
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.drill import canary_tokens, perturb
 from tests.integration.vllm_process import HOT, SEED
 
 REPOSITORY = Path(__file__).parents[2]

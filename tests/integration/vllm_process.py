@@ -33,9 +33,9 @@ from services.rollout.engine import (
 from services.rollout.engines import vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.weights_sync import WeightsSync
-from shared.devices import KV_CACHE, WEIGHTS
-from shared.drill import perturb
+from shared.colocation.devices import KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
+from shared.weights.drill import perturb
 
 SEED = 7
 TOLERANCE = 1e-4

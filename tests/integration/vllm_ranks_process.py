@@ -26,8 +26,8 @@ from services.rollout.engines.vllm_offer import announcing, joining
 from services.rollout.transfer import TransferFailed
 from services.rollout.weights_sync import WeightsSync
 from shared.tensors_torch import to_torch
-from shared.transfer.gloo import GlooGroup
-from shared.transfer.table import described
+from shared.weights.gloo import GlooGroup
+from shared.weights.table import described
 from tests.integration.vllm_process import AskedLater, Scenario, failure
 
 LEFT = 3

@@ -15,7 +15,7 @@ import torch
 
 from services.rollout.engine import SamplingParams
 from services.rollout.weights_sync import WeightsSync
-from shared.devices import KV_CACHE, WEIGHTS
+from shared.colocation.devices import KV_CACHE, WEIGHTS
 from tests.integration.vllm_process import Scenario
 
 SAMPLING = SamplingParams(4, 1.0, 16, 0)

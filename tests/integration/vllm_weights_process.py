@@ -21,9 +21,9 @@ from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines import load_trace, vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
-from shared.drill import perturb
-from shared.model.digests import digests_of
 from shared.tensors_torch import to_torch
+from shared.weights.digests import digests_of
+from shared.weights.drill import perturb
 
 SEED = 7
 STALE = "model.layers.1.self_attn.qkv_proj"

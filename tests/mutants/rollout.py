@@ -44,7 +44,7 @@ ROLLOUT = [
     ),
     Mutation(
         "the canary's tolerance is a thousand times wider",
-        "services/policy_trainer/worker/publish.py",
+        "services/policy_trainer/worker/weights/publish.py",
         "\nTOLERANCE = 1e-4\n",
         "\nTOLERANCE = 0.1\n",
         f"{WEIGHTS}::test_the_production_tolerances",
@@ -93,7 +93,7 @@ ROLLOUT = [
     ),
     Mutation(
         "the drill leaves parameters of zeros as they are",
-        "shared/drill.py",
+        "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
         "tests/unit/test_drill.py::test_a_parameter_of_zeros_moves_too",

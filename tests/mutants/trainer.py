@@ -20,10 +20,10 @@ TRAINER = [
     ),
     Mutation(
         "each rank divides by its own tokens",
-        "services/policy_trainer/slicing.py",
-        "scalars = {name: values[samples] for name, values in batch.scalars.items()}",
-        "scalars = {name: values[samples] * (parts if name == 'weights' else 1) "
-        "for name, values in batch.scalars.items()}",
+        "shared/batch.py",
+        "return [self.take(sorted(indices)) for indices in chunks]",
+        "return [each.with_scalars({name: values * (count if name == 'weights' else 1) "
+        "for name, values in each.scalars.items()}) for each in (self.take(sorted(indices)) for indices in chunks)]",
         "tests/unit/test_slicing.py::test_samples_follow_their_tasks",
     ),
     Mutation(
@@ -140,14 +140,14 @@ TRAINER = [
     ),
     Mutation(
         "an update runs while parts of its state are on the host",
-        f"{WORKER}/residency.py",
+        f"{WORKER}/colocation/residency.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
         "tests/integration/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
     ),
     Mutation(
         "a call of an older driver is carried out",
-        f"{WORKER}/lane.py",
+        f"{WORKER}/call_queue.py",
         "if request.driver != self.driver:",
         "if False:",
         f"{STATE}::test_a_worker_refuses_an_older_driver_and_one_it_does_not_know",

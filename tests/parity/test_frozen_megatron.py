@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from proto.tensors import Array
 from services.reference.frozen import Frozen, FrozenTorch
 from services.reference.frozen_megatron import FrozenMegatron
+from shared.model.load import mismatched_weights
 from shared.ranks.layout import Layout, Place
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, save
@@ -42,8 +43,8 @@ def both(frozen: Frozen, model: Path) -> Array:
     frozen.load()
     first = scored(0.7)
     weights = other_weights(model)
-    assert not frozen.strange({name: each.shape for name, each in weights.items()})
-    assert frozen.strange({name: (*each.shape, 1) for name, each in list(weights.items())[:-1]})
+    assert not mismatched_weights(frozen.shapes, {name: each.shape for name, each in weights.items()})
+    assert mismatched_weights(frozen.shapes, {name: (*each.shape, 1) for name, each in list(weights.items())[:-1]})
     frozen.take(weights)
     second = scored(1.0)
     frozen.load()

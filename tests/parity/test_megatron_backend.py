@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.policy_trainer.worker.backend import LocalScores, Sequences, State
+from services.policy_trainer.worker.backend import LocalScores, Sequences, TrainingState
+from services.policy_trainer.worker.colocation.residency import PARTS
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
-from services.policy_trainer.worker.residency import PARTS
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, Place
 from shared.rpc.errors import RpcError
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 FAMILY = "llama-untied"
 
 
-def same(left: State, right: State) -> bool:
+def same(left: TrainingState, right: TrainingState) -> bool:
     return all(
         one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
         for one, two in ((left.weights, right.weights), (left.optimizer, right.optimizer))
@@ -57,7 +57,7 @@ def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Pat
         assert not state.optimizer
     torch.distributed.barrier()
     other = megatron(model, place, dtype=dtype, **TRAINING)
-    other.load_state(State(load_file(folder / f"{dtype}-weights"), load_file(folder / f"{dtype}-optimizer")))
+    other.load_state(TrainingState(load_file(folder / f"{dtype}-weights"), load_file(folder / f"{dtype}-optimizer")))
     assert same(other.state(), state)
     train(backend, range(3, 5))
     train(other, range(3, 5))
@@ -73,9 +73,9 @@ def moving_changes_no_bit(model: Path, place: Place) -> None:
     for step in (1, 2):
         for backend in (still, moved):
             back(backend, batches[step])
-        assert moved.offload(PARTS) > 0
-        assert moved.offload(PARTS) == 0
-        moved.backload(PARTS)
+        assert moved.shelves.offload(PARTS) > 0
+        assert moved.shelves.offload(PARTS) == 0
+        moved.shelves.backload(PARTS)
         assert moved.step(step) == still.step(step)
     assert same(moved.state(), still.state())
 
@@ -93,7 +93,9 @@ def what_is_wrong_is_refused(model: Path, place: Place) -> None:
     with pytest.raises(RpcError, match="weights untouched: gradient norm is nan"):
         backend.step(2)
     with pytest.raises(RpcError, match=r"weights of another model: model\.norm\.bias"):
-        backend.load_state(State({**load_file(model / "model.safetensors"), "model.norm.bias": torch.zeros(1)}, {}))
+        backend.load_state(
+            TrainingState({**load_file(model / "model.safetensors"), "model.norm.bias": torch.zeros(1)}, {})
+        )
     assert same(backend.state(), before)
 
 

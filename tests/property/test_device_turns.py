@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, TellDevices
-from shared.devices import (
+from shared.colocation.devices import (
     ALL_AT_ONCE,
     FORBIDDEN,
     GRADIENTS,

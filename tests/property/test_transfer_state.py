@@ -8,16 +8,16 @@ import itertools
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.policy_trainer.worker.transfer_state import (
-    Abort,
-    Asked,
-    Broke,
-    Ended,
+from services.policy_trainer.worker.weights.transfers import (
+    AbortTransfer,
+    CommunicatorBroke,
+    DeadlinePassed,
     Event,
-    Grant,
-    Passed,
-    Refuse,
-    Transfers,
+    GrantTransfer,
+    RefuseTransfer,
+    TransferAsked,
+    TransferEnded,
+    TransferState,
 )
 
 DEADLINE_S = 10.0
@@ -30,7 +30,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         numbers = itertools.count(1)
-        self.transfers = Transfers(lambda: next(numbers), DEADLINE_S)
+        self.transfers = TransferState(lambda: next(numbers), DEADLINE_S)
         self.lives = itertools.count(1)
         self.now = 0.0
         self.life = {engine: next(self.lives) for engine in range(3)}
@@ -44,18 +44,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.sending: dict[int, tuple[int, float]] = {}
         """Communicator -> (number of its present transfer, time by which it must be over)."""
 
-    def take(self, event: Event, *, only: int | None = None) -> list[Grant | Refuse]:
+    def take(self, event: Event, *, only: int | None = None) -> list[GrantTransfer | RefuseTransfer]:
         """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
-        answers: list[Grant | Refuse] = []
+        answers: list[GrantTransfer | RefuseTransfer] = []
         for effect in self.transfers.handle(event, self.now):
-            if only is not None and not isinstance(effect, Refuse):
+            if only is not None and not isinstance(effect, RefuseTransfer):
                 assert effect.engine == only
             match effect:
-                case Abort():
+                case AbortTransfer():
                     assert self.open.pop(effect.communicator)[0] == effect.engine
                     self.sending.pop(effect.communicator, None)
                     self.closed.add(effect.communicator)
-                case Grant():
+                case GrantTransfer():
                     if effect.new:
                         assert effect.communicator not in self.open.keys() | self.closed
                         self.open[effect.communicator] = (effect.engine, self.life[effect.engine])
@@ -63,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert effect.communicator not in self.sending
                     self.sending[effect.communicator] = (effect.number, self.now + DEADLINE_S)
                     answers.append(effect)
-                case Refuse():
+                case RefuseTransfer():
                     answers.append(effect)
         return answers
 
@@ -71,8 +71,8 @@ class AnyOrder(RuleBasedStateMachine):
     def ask(self, engine: int, heard: bool) -> None:
         held = self.holds[engine]
         healthy = self.open.get(held) == (engine, self.life[engine]) and held not in self.sending
-        (grant,) = self.take(Asked(engine, self.life[engine], held), only=engine)
-        assert isinstance(grant, Grant)
+        (grant,) = self.take(TransferAsked(engine, self.life[engine], held), only=engine)
+        assert isinstance(grant, GrantTransfer)
         self.known.add(self.life[engine])
         assert grant.new != healthy  # a communicator is kept exactly as long as nothing went wrong with it
         if heard:
@@ -84,8 +84,8 @@ class AnyOrder(RuleBasedStateMachine):
         engine = data.draw(st.sampled_from([each for each, lives in self.earlier.items() if lives]))
         life = data.draw(st.sampled_from(self.earlier[engine]))
         before = dict(self.open)
-        (answer,) = self.take(Asked(engine, life, data.draw(st.sampled_from([0, *before]))))
-        assert isinstance(answer, Refuse)
+        (answer,) = self.take(TransferAsked(engine, life, data.draw(st.sampled_from([0, *before]))))
+        assert isinstance(answer, RefuseTransfer)
         assert self.open == before
 
     @rule(engine=ENGINES)
@@ -106,7 +106,7 @@ class AnyOrder(RuleBasedStateMachine):
         engine, life = self.open[communicator]
         number = self.sending[communicator][0] - int(stale)
         before = dict(self.sending)
-        self.take(Ended(engine, life, communicator, number, failure), only=engine)
+        self.take(TransferEnded(engine, life, communicator, number, failure), only=engine)
         if stale:
             assert self.sending == before
         elif failure:
@@ -120,7 +120,7 @@ class AnyOrder(RuleBasedStateMachine):
     def break_one(self, data: st.DataObject) -> None:
         communicator = data.draw(st.sampled_from(sorted(self.open.keys() | self.closed)))
         engine = self.open.get(communicator, (None,))[0]
-        self.take(Broke(communicator, "connection closed"), only=engine)
+        self.take(CommunicatorBroke(communicator, "connection closed"), only=engine)
         assert communicator not in self.open
 
     @rule(seconds=st.sampled_from([0.5, 4.0, DEADLINE_S]))
@@ -128,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now += seconds
         on_time = {each for each, (_, deadline) in self.sending.items() if self.now < deadline}
         idle = self.open.keys() - self.sending.keys()
-        self.take(Passed())
+        self.take(DeadlinePassed())
         assert self.sending.keys() == on_time
         assert self.open.keys() == on_time | idle
 

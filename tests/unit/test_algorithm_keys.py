@@ -20,7 +20,6 @@ from proto.messages import (
     BatchMeta,
     BatchPart,
     ForwardBackwardDone,
-    ForwardDone,
     LossSpec,
     OptimStepDone,
     StepBatch,
@@ -28,12 +27,13 @@ from proto.messages import (
 )
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.own import own_policy_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.reference.kl_sums import kl_sums
 from services.scheduler.planning import make_plan
+from shared.batch import Batch
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
@@ -187,12 +187,12 @@ class Table:
     def begin_step(self, updates: int) -> None:
         self.sums.append({"updates": float(updates)})
 
-    async def forward(self, batch: BatchMeta, _: list[str]) -> ForwardDone:
+    async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
-        return ForwardDone(meta=BatchMeta(tasks=batch.tasks, parts=[part], stores=[STORE]), seconds=0.0)
+        return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
 
-    async def forward_backward(self, batch: BatchMeta, loss: LossSpec) -> ForwardBackwardDone:
+    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
         samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
         at = torch.from_numpy(np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)).nonzero()[:, 0]
         lengths = self.lengths[samples]
@@ -233,7 +233,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     """All that a step makes of the topology: what the scheduler is to do, the sums of each update, the last policy."""
     table: Any = Table(topology)
     nothing: Any = None
-    driver = Driver(topology, nothing, table, nothing, Standing(0, 0, 0, -1, False), nothing, export=nothing)
+    driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
     asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)

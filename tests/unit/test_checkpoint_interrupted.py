@@ -19,16 +19,17 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.checkpoint import MODEL, OPTIMIZER, STATE, Snapshot
+from services.policy_trainer.worker.checkpoint import MODEL, OPTIMIZER, STATE, SavedState
+from shared.rundir import checkpoint_steps
 
 pytestmark = pytest.mark.slow
 
 
-def snapshot(step: int) -> Snapshot:
+def snapshot(step: int) -> SavedState:
     """As small as they get: some hundred bytes a file, so that every single one can be tried."""
     weights = {"w": torch.arange(4.0) + step, "b": torch.full((2,), float(step))}
     optimizer = {f"{slot}/w": torch.full((4,), step + 0.5) for slot in ("exp_avg", "exp_avg_sq")}
-    return Snapshot(step, weights, optimizer)
+    return SavedState(step, weights, optimizer)
 
 
 def is_whole(folder: Path, step: int) -> bool:
@@ -96,10 +97,10 @@ def test_a_save_killed_at_any_byte_leaves_the_one_before_whole(
     for at in range(size):
         assert save_up_to(folder, name, at, monkeypatch), f"byte {at} of {size}"
         assert (folder / ".step-2.partial" / name).stat().st_size == at
-        assert checkpoint.steps(folder) == [1]
+        assert checkpoint_steps(folder) == [1]
         assert is_whole(folder, 1)
     assert not save_up_to(folder, name, max(size, 4096), monkeypatch)
-    assert checkpoint.steps(folder) == [2]
+    assert checkpoint_steps(folder) == [2]
     assert is_whole(folder, 2)
 
 
@@ -141,7 +142,7 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_one(
         if not kill_before(call, 1 if replaced else 2, folder, 1, monkeypatch):
             break
         kills += 1
-        found = checkpoint.steps(folder)
+        found = checkpoint_steps(folder)
         assert found
         assert all(is_whole(folder, step) for step in found)
         _save(folder)  # and the next save cleans up behind it

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.model.digests import as_int, digest, digest_whole, digests_of, matrix_shape
+from shared.weights.digests import as_int, digest, digest_whole, digests_of, matrix_shape
 
 MASK = (1 << 64) - 1
 PINNED = 9275929838581180435

@@ -9,7 +9,7 @@ import pytest
 
 from proto.messages import ErrorCode, GetWorkerState, InitModel, WorkerReady, WorkerRequest, WorkerState
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.worker.lane import Lane
+from services.policy_trainer.worker.call_queue import CallQueue
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 
@@ -20,7 +20,7 @@ class Rank:
     """The client of a worker that does what its real lane lets through; `calls` are all that reached it."""
 
     def __init__(self) -> None:
-        self.lane = Lane()
+        self.lane = CallQueue()
         self.calls: list[WorkerRequest] = []
 
     async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
@@ -33,7 +33,7 @@ class Rank:
         return WorkerReady(step=0, parameters=1)
 
     def die(self) -> None:
-        self.lane = Lane()
+        self.lane = CallQueue()
 
 
 def test_a_call_that_reaches_a_rank_in_its_next_life_takes_no_later_calls_place() -> None:

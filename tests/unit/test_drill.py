@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.drill import (
+from shared.weights.drill import (
     CANARY_TOKENS,
     LONG_CANARY_TOKENS,
     SHORT_CANARY_BYTES,

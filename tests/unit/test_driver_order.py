@@ -16,10 +16,12 @@ from proto.messages import (
     Canary,
     CheckpointSaved,
     CommitStep,
+    ErrorCode,
     FinishRun,
     NextBatch,
     Publish,
     PublishWeights,
+    RunInfo,
     SaveCheckpoint,
     SaveModel,
     StepBatch,
@@ -30,11 +32,16 @@ from proto.registry import Message, Request
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
-from services.policy_trainer.resume import Standing
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.service import PolicyTrainerService
 from services.policy_trainer.stop import Stop
+from shared import topology as topologies
+from shared.actor.service import FAILED_STATUS, UNUSABLE_STATUS
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
 from shared.topology import Topology, load
 from tests.unit.small_topology import edited, make
 
@@ -127,7 +134,7 @@ def _answer(request: Request) -> Message:
     return messages.Ack()
 
 
-def train(topology: Topology, recorder: Recorder, standing: Standing, stop: Stop | None = None) -> list[int]:
+def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: Stop | None = None) -> list[int]:
     """A life of the driver; returns the steps that it said it saves because it stops."""
     said: list[int] = []
 
@@ -157,8 +164,8 @@ def train(topology: Topology, recorder: Recorder, standing: Standing, stop: Stop
     return said
 
 
-def fresh(version: int = 0, committed: int = 0, checkpoint: int = -1) -> Standing:
-    return Standing(version, committed, lineage=0, checkpoint=checkpoint, checkpoint_now=False)
+def fresh(version: int = 0, committed: int = 0, checkpoint: int = -1) -> ResumePoint:
+    return ResumePoint(version, committed, lineage=0, checkpoint=checkpoint, checkpoint_now=False)
 
 
 def test_a_step_is_committed_before_its_weights_are_published_or_saved(topology: Topology) -> None:
@@ -210,7 +217,7 @@ def test_a_stop_while_the_driver_waits_for_a_batch_saves_the_committed_step_at_o
 
 
 @pytest.mark.parametrize("standing", [fresh(), fresh(2, 2, checkpoint=2)], ids=["nothing trained", "saved before"])
-def test_a_stop_with_nothing_to_save_ends_at_once(topology: Topology, standing: Standing) -> None:
+def test_a_stop_with_nothing_to_save_ends_at_once(topology: Topology, standing: ResumePoint) -> None:
     stop = Stop()
     stop.ask()
     recorder = Recorder()
@@ -239,3 +246,33 @@ def test_a_stop_waits_for_the_checkpoint_that_is_being_saved(topology: Topology)
 
 def _is_save(request: Request) -> bool:
     return isinstance(request, CheckpointSaved)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(ErrorCode.BAD_DATA, UNUSABLE_STATUS), (ErrorCode.CONFLICT, FAILED_STATUS)]
+)
+def test_bad_data_ends_the_driver_with_the_status_that_no_restart_mends(
+    code: ErrorCode, status: int, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def standing(_: SchedulerCalls) -> RunInfo:
+        return RunInfo(steps=5, committed_step=3, open_step=0, lineage=0, checkpoint_step=-1)
+
+    async def refused(*_: object) -> None:
+        raise RpcError(code, "rollout/0: the judge has not answered for 600 s")
+
+    monkeypatch.setattr(topologies, "load", lambda _: topology)
+    monkeypatch.setattr(SchedulerCalls, "run_info", standing)
+    monkeypatch.setattr(PolicyTrainerService, "_train", refused)
+
+    async def life() -> int:
+        driver = PolicyTrainerService(run, 0)
+        with pytest.raises(RpcError, match="judge"):
+            await driver.serve()
+        await driver.close()
+        return driver.exit_status
+
+    run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    try:
+        assert asyncio.run(life()) == status
+    finally:
+        run.remove_volatile()

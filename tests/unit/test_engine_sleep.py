@@ -17,9 +17,9 @@ from proto.tensors import Array
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_sync import HeldVersion, WeightsSync
-from shared.devices import ENGINE, KV_CACHE, WEIGHTS
-from shared.drill import perturb
+from shared.colocation.devices import ENGINE, KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
+from shared.weights.drill import perturb
 from tests.unit.rollout_engine import sampling
 from tests.unit.tiny_models import make_model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.load_trace import LoadTrace, Part, Proof
 from services.rollout.engines.weights import check_proofs
-from shared.model.digests import digests_of
+from shared.weights.digests import digests_of
 
 pytestmark = pytest.mark.slow
 
@@ -81,11 +81,15 @@ def made(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
 
 
-def loaded(model: Half, weights: dict[str, Tensor]) -> Proof:
+def traced(model: Half, weights: dict[str, Tensor]) -> LoadTrace:
     trace = LoadTrace()
     with trace.over(model):
         model.load_weights(iter(weights.items()))
-    return Proof.of(trace.proof(model).plain())
+    return trace
+
+
+def loaded(model: Half, weights: dict[str, Tensor]) -> Proof:
+    return Proof.of(traced(model, weights).proof(model).plain())
 
 
 def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
@@ -129,10 +133,7 @@ def test_each_weight_that_is_left_out_stale_or_off_by_a_bit_is_named(name: str, 
 
 def test_what_is_overwritten_after_the_load_is_found() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
-    traces = [LoadTrace(), LoadTrace()]
-    for trace, model in zip(traces, models, strict=True):
-        with trace.over(model):
-            model.load_weights(iter(weights.items()))
+    traces = [traced(model, weights) for model in models]
     with torch.no_grad():
         models[1].attention.qkv_proj.weight[0].mul_(1.01)
     with pytest.raises(WeightsMismatch, match=r"q_proj\.weight$"):
@@ -149,10 +150,7 @@ def test_weights_in_anothers_place_are_found_though_each_is_there() -> None:
 
 def test_padding_that_is_not_zero_is_not_explained() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
-    traces = [LoadTrace(), LoadTrace()]
-    for trace, model in zip(traces, models, strict=True):
-        with trace.over(model):
-            model.load_weights(iter(weights.items()))
+    traces = [traced(model, weights) for model in models]
     with torch.no_grad():
         models[1].embed_tokens.weight[-1, 0] = 1
     with pytest.raises(WeightsMismatch, match=r"embed_tokens\.weight: not all of it was loaded"):

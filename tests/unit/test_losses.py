@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proto.messages import LossSpec
-from services.policy_trainer.sums import add_up
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.token_weights import sample_weights
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses import kl

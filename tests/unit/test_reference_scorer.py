@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
 from services.reference.frozen import FrozenTorch
-from services.reference.scorer import BEGINNING, Scorer
+from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from services.rollout.versions import BlockVersions
+from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
-from shared.turns import OwnDevices
 from tests.unit.rollout_engine import MODEL
 from tests.unit.test_lease import book_of, gets_on, grant
 
@@ -48,8 +48,8 @@ def tasks() -> list[dict[str, Array]]:
     return made
 
 
-def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Scorer:
-    return Scorer(
+def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> FrozenScorer:
+    return FrozenScorer(
         lambda: FrozenTorch(MODEL, "float32", max_tokens),
         source=MODEL,
         threads=1,

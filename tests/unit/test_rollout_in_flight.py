@@ -17,9 +17,9 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.partial import answer_of
 from services.rollout.trajectory import rolled
 from services.rollout.versions import BlockVersions
-from shared.drill import perturb
 from shared.model.load import load_model, named_weights
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.drill import perturb
 from tests.unit.rollout_engine import MODEL, engine, sampling
 
 pytestmark = pytest.mark.slow

@@ -29,11 +29,11 @@ from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import Arrays, Entry, Loaded, ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker, _Prepared
+from shared.colocation.turns import OwnDevices
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
 from shared.topology.schema import RewardRetry
-from shared.turns import OwnDevices
 from tests.unit.rollout_engine import sampling
 from tests.unit.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
 

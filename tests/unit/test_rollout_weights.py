@@ -16,21 +16,12 @@ from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.publish import FLOOR, MEDIAN, SIGNAL, Canaries
-from services.policy_trainer.worker.publish import TOLERANCE as TRAINERS_TOLERANCE
+from services.policy_trainer.worker.weights.publish import FLOOR, MEDIAN, SIGNAL, Canaries
+from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS_TOLERANCE
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_source import Entry
 from services.rollout.weights_sync import CALIBRATION, HeldVersion, WeightsSync
-from shared.drill import (
-    CANARY_TOKENS,
-    SHORT_CANARY_TOKENS,
-    canary_error,
-    canary_tokens,
-    noise_factors,
-    perturb,
-)
-from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -38,6 +29,15 @@ from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.algorithm import Optimizer
+from shared.weights.digests import as_int, digest_whole
+from shared.weights.drill import (
+    CANARY_TOKENS,
+    SHORT_CANARY_TOKENS,
+    canary_error,
+    canary_tokens,
+    noise_factors,
+    perturb,
+)
 from tests.unit.rollout_engine import MODEL
 
 pytestmark = pytest.mark.slow

@@ -10,47 +10,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto.messages import BatchMeta, TaskHandle
-from services.policy_trainer.slicing import imbalance, longest_first, slice_batch
+from services.policy_trainer.dispatch import imbalance
+from shared.batch import Batch
 from shared.ranks.layout import Layout
 
 SIZES = st.lists(st.integers(0, 5000), max_size=60)
 
 
-def batch(sizes: list[int], samples: int = 4) -> BatchMeta:
+def batch(sizes: list[int], samples: int = 4) -> Batch:
     tasks = [TaskHandle(f"train/0/{i}", 1, samples + i % 2, size, 0, [0]) for i, size in enumerate(sizes)]
     weights = np.linspace(0.1, 0.9, sum(task.samples for task in tasks), dtype=np.float32)
-    return BatchMeta(tasks=tasks, scalars={"weights": weights})
+    return Batch(BatchMeta(tasks=tasks, scalars={"weights": weights}))
+
+
+def chunks_of(sizes: list[int], parts: int) -> list[list[int]]:
+    """The indices of the tasks of each part."""
+    return [[int(name.rsplit("/", 1)[1]) for name in each.task_ids] for each in batch(sizes).chunk(parts)]
 
 
 @given(SIZES, st.integers(1, 9))
-def test_every_task_is_held_once_and_no_rank_exceeds_grahams_bound(sizes: list[int], parts: int) -> None:
-    chosen = longest_first(sizes, parts)
+def test_every_task_is_held_once_in_order_and_no_rank_exceeds_grahams_bound(sizes: list[int], parts: int) -> None:
+    chosen = chunks_of(sizes, parts)
     assert sorted(index for part in chosen for index in part) == list(range(len(sizes)))
-    fullest = max(sum(sizes[index] for index in part) for part in chosen)
+    assert all(part == sorted(part) for part in chosen)
+    loads = [sum(sizes[index] for index in part) for part in chosen]
+    fullest = max(loads)
+    assert fullest - min(loads) <= max(sizes, default=0)
     # the last task put on the fullest rank came when that rank was the emptiest (and is no longer than the longest)
     assert fullest * parts <= sum(sizes) + (parts - 1) * max(sizes, default=0)
+
+
+def test_ties_go_to_the_lower_task_and_the_lower_rank() -> None:
+    assert chunks_of([12, 6, 5, 5, 2, 2, 2, 1], 3) == [[0], [1, 4, 5, 6], [2, 3, 7]]
+    assert chunks_of([0] * 8, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @given(SIZES, st.integers(1, 5))
 def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
     whole = batch(sizes)
     first = np.cumsum([0] + [task.samples for task in whole.tasks])
-    for each in slice_batch(whole, parts):
-        wanted = [place for task in each.batch.tasks for place in _places(whole, task, first)]
-        assert each.samples.tolist() == wanted
+    for each in whole.chunk(parts):
+        wanted = [place for task in each.tasks for place in _places(whole, task, first)]
         # as they are: whoever weighed the samples has seen the whole batch
-        assert each.batch.scalars["weights"].tolist() == whole.scalars["weights"][wanted].tolist()
-        assert each.tokens == sum(task.tokens for task in each.batch.tasks)
+        assert each.scalars["weights"].tolist() == whole.scalars["weights"][wanted].tolist()
+        assert each.tokens == sum(task.tokens for task in each.tasks)
 
 
-def _places(whole: BatchMeta, task: TaskHandle, first: np.ndarray) -> list[int]:
+def _places(whole: Batch, task: TaskHandle, first: np.ndarray) -> list[int]:
     index = whole.tasks.index(task)
     return list(range(first[index], first[index + 1]))
 
 
 def test_imbalance_is_the_fullest_rank_over_the_mean() -> None:
-    assert imbalance(slice_batch(batch([30, 10]), 2)) == 1.5
-    assert imbalance(slice_batch(batch([]), 3)) == 1.0
+    assert imbalance(batch([30, 10]).chunk(2)) == 1.5
+    assert imbalance(batch([]).chunk(3)) == 1.0
 
 
 def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
@@ -59,9 +72,9 @@ def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
     spent: list[float] = []
     for _ in range(5):
         began = time.process_time()  # the machine may be busy with something else
-        slices = slice_batch(whole, 8)
+        chunks = whole.chunk(8)
         spent.append(time.process_time() - began)
-    assert imbalance(slices) < 1.001
+    assert imbalance(chunks) < 1.001
     assert min(spent) <= 0.05
 
 

@@ -191,6 +191,25 @@ def test_a_refused_start_of_a_process_that_was_ready_before_is_tried_again() -> 
     assert world.spawned == [ROLLOUT, ROLLOUT]
 
 
+def test_a_process_that_finds_its_work_impossible_fails_the_run_at_once() -> None:
+    world = World().run()
+    world.report(DRIVER, ProcessState.FAILED, "rollout/0: the judge has not answered for 600 s")
+    world.exit(DRIVER, UNUSABLE_STATUS)
+    assert world.state.phase == RunPhase.DRAINING
+    assert (world.died, world.spawned) == ([], [])
+
+
+def test_work_that_is_impossible_in_a_later_life_fails_the_run_but_a_refused_start_does_not() -> None:
+    world = World().run()
+    world.exit(DRIVER, SIGKILL)
+    world.exit(DRIVER, UNUSABLE_STATUS)
+    assert world.state.phase == RunPhase.RUNNING
+    world.wait(s.FIRST_BACKOFF_S)
+    world.report(DRIVER, ProcessState.READY)
+    world.exit(DRIVER, UNUSABLE_STATUS)
+    assert world.state.phase == RunPhase.DRAINING
+
+
 def test_driver_failure_restarts_the_driver() -> None:
     world = World().run()
     world.exit(DRIVER, 1)

@@ -19,11 +19,11 @@ from proto.messages import (
     TaskHandle,
 )
 from proto.tensors import Array
-from services.policy_trainer import batches
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
 from services.policy_trainer.metrics import StepMetrics, batch_row
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
 
 SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync", "sync/sent"}
@@ -110,9 +110,10 @@ def test_a_step_all_of_whose_tasks_were_dropped_is_bad_data_and_still_has_a_row(
 
 
 def test_mini_batches_carry_their_own_samples() -> None:
-    parts = batches.split(step_batch([1, 0, 0, 1]).batch, 1)
-    assert [[task.task_id for task in meta.tasks] for meta, _ in parts] == [["train/0/7"], ["train/0/9"]]
-    assert [samples for _, samples in parts] == [slice(0, 2), slice(2, 4)]
+    batch = step_batch([1, 0, 0, 1])
+    parts = Batch(batch.batch).with_scalars({"place": np.arange(4)}).split(1)
+    assert [part.task_ids for part in parts] == [("train/0/7",), ("train/0/9",)]
+    assert [part.scalars["place"].tolist() for part in parts] == [[0, 1], [2, 3]]
 
 
 def test_row_is_made_of_sums_over_calls() -> None:

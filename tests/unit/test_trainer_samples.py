@@ -27,16 +27,20 @@ def tasks() -> list[dict[str, Array]]:
     ]
 
 
+def columns(given: list[dict[str, Array]]) -> samples.Columns:
+    return {key: [task[key] for task in given] for key in given[0]}
+
+
 def refusal(given: list[dict[str, Array]]) -> RpcError:
     with pytest.raises(RpcError) as caught:
-        samples.check(HANDLES, given)
+        samples.check(HANDLES, columns(given))
     assert caught.value.code == ErrorCode.BAD_DATA
     return caught.value
 
 
 def test_shards_that_agree_pass() -> None:
-    samples.check(HANDLES, tasks())
-    samples.check([], [])
+    samples.check(HANDLES, columns(tasks()))
+    samples.check([], {"lengths": []})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_a_shard_of_another_shape_is_named_with_its_task(key: str, values: Array
     error = refusal(given)
     assert error.names == ["train/0/1"]
     with pytest.raises(RpcError, match=says):
-        samples.check(HANDLES, given)
+        samples.check(HANDLES, columns(given))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -25,17 +25,19 @@ from proto.messages import (
     WorkerState,
 )
 from proto.tensors import Array
-from services.policy_trainer.resume import Standing, resume
+from services.policy_trainer.resume import ResumePoint, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import State
+from services.policy_trainer.worker.backend import TrainingState, learning_rate
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.checkpoint import Snapshot
+from services.policy_trainer.worker.call_queue import CallQueue
+from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.export import export
-from services.policy_trainer.worker.lane import Lane
 from services.policy_trainer.worker.samples import PROX_KEY, stored_keys
 from services.scheduler.events import Configure, Fail
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
+from shared.rundir import checkpoint_steps
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology.algorithm import Optimizer
 from tests.unit.test_scheduler import CANARY, STORE, Bench, plan
@@ -71,9 +73,9 @@ def train(made: TorchBackend, step: int) -> None:
     made.step(step)
 
 
-def state(made: TorchBackend, step: int) -> Snapshot:
+def state(made: TorchBackend, step: int) -> SavedState:
     whole = made.state()
-    return Snapshot(step, whole.weights, whole.optimizer)
+    return SavedState(step, whole.weights, whole.optimizer)
 
 
 def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -88,7 +90,7 @@ def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_pa
     checkpoint.save(tmp_path / "c", state(straight, 3), keep_last=2)
     resumed = backend(folder, dtype)
     loaded = checkpoint.load(tmp_path / "c", 3)
-    resumed.load_state(State(loaded.weights, loaded.optimizer))
+    resumed.load_state(TrainingState(loaded.weights, loaded.optimizer))
     for step in (4, 5, 6):
         train(straight, step)
         train(resumed, step)
@@ -131,7 +133,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it_whole(
         monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, state(made, 2), keep_last=1)
-        assert checkpoint.steps(tmp_path) == [1]
+        assert checkpoint_steps(tmp_path) == [1]
         assert same_bits(checkpoint.load(tmp_path, 1).weights, before.weights)
     monkeypatch.setattr(checkpoint, "_sync", real)
     checkpoint.save(tmp_path, state(made, 2), keep_last=1)
@@ -162,7 +164,7 @@ def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> 
     made = backend(folder)
     for step in range(1, 8):
         checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=3)
-    assert checkpoint.steps(tmp_path) == [3, 6, 7]
+    assert checkpoint_steps(tmp_path) == [3, 6, 7]
 
 
 def test_a_checkpoint_made_at_a_stop_takes_the_place_of_no_other(folder: Path, tmp_path: Path) -> None:
@@ -170,12 +172,12 @@ def test_a_checkpoint_made_at_a_stop_takes_the_place_of_no_other(folder: Path, t
     found = []
     for step, at_stop in ((2, False), (4, False), (5, True), (6, False), (7, True), (7, True), (8, True), (10, False)):
         whole = made.state()
-        checkpoint.save(tmp_path, Snapshot(step, whole.weights, whole.optimizer, at_stop=at_stop), keep_last=2)
-        found.append(checkpoint.steps(tmp_path))
+        checkpoint.save(tmp_path, SavedState(step, whole.weights, whole.optimizer, at_stop=at_stop), keep_last=2)
+        found.append(checkpoint_steps(tmp_path))
     assert found == [[2], [2, 4], [2, 4, 5], [4, 6], [4, 6, 7], [4, 6, 7], [4, 6, 8], [6, 10]]
     (tmp_path / "step-10" / "state.json").write_text("not JSON")
     checkpoint.save(tmp_path, state(made, 12), keep_last=2)
-    assert checkpoint.steps(tmp_path) == [10, 12]  # a damaged one is like any other
+    assert checkpoint_steps(tmp_path) == [10, 12]  # a damaged one is like any other
 
 
 def test_a_checkpoint_leaves_none_of_a_later_step(folder: Path, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_checkpoint_leaves_none_of_a_later_step(folder: Path, tmp_path: Path) 
     for step in (1, 2, 4, 6):
         checkpoint.save(tmp_path, state(made, step), keep_last=4)
     checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # the run went back to 2, since 4 and 6 were damaged
-    assert checkpoint.steps(tmp_path) == [2, 3]
+    assert checkpoint_steps(tmp_path) == [2, 3]
 
 
 def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> N
     strange = dict(before)
     strange["model.norm.weight"] = torch.zeros(7)
     with pytest.raises(RpcError, match=r"model\.norm\.weight"):
-        made.load_state(State(strange, {}))
+        made.load_state(TrainingState(strange, {}))
     assert same_bits(made.weights(), before)
 
 
@@ -208,9 +210,9 @@ def test_a_gradient_that_is_not_finite_leaves_everything_untouched(folder: Path)
     train(made, 2)
 
 
-def test_warm_up_is_linear_and_then_constant(folder: Path) -> None:
-    made = backend(folder, warmup_steps=4)
-    assert [made.learning_rate(step) for step in (1, 2, 4, 9)] == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
+def test_warm_up_is_linear_and_then_constant() -> None:
+    options = Optimizer(lr=1e-2, warmup_steps=4)
+    assert [learning_rate(options, step) for step in (1, 2, 4, 9)] == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
 
 
 def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -> None:
@@ -288,7 +290,7 @@ class AskBench:
         return answer
 
 
-def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> Standing:
+def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> ResumePoint:
     client: Any = AskBench(bench)
     group: Any = workers
     return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints, store=STORE))
@@ -339,14 +341,21 @@ def test_the_version_of_a_refreshed_reference_that_was_lost_comes_from_its_check
     assert bench.machine.run.versions.at_step(2) == (1, 2)
 
 
+def batch_of(parts: list[BatchPart]) -> Batch:
+    return Batch(BatchMeta(tasks=[], parts=parts))
+
+
 def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
     parts = [BatchPart(ROLLOUT.name, list(ROLLOUT.makes))]
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
-        stored_keys(BatchMeta(tasks=[], parts=parts), keys)
+        stored_keys(batch_of(parts), keys)
     parts += [BatchPart(PROXIMAL.name, [f"{PROX_KEY}.{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))]
-    assert stored_keys(BatchMeta(tasks=[], parts=parts), keys) == {"lengths": "lengths", PROX_KEY: f"{PROX_KEY}.b-1"}
-    assert stored_keys(BatchMeta(tasks=[], parts=parts), ["lengths"]) == {"lengths": "lengths"}
+    assert stored_keys(batch_of(parts), keys) == {
+        "lengths": "lengths",
+        PROX_KEY: f"{PROX_KEY}.b-1",
+    }
+    assert stored_keys(batch_of(parts), ["lengths"]) == {"lengths": "lengths"}
 
 
 class FakeCall:
@@ -363,18 +372,18 @@ def step_call(driver: int, order: int) -> OptimStep:
     return OptimStep(driver=driver, order=order, step=1, last=True)
 
 
-def refused(lane: Lane, driver: int, order: int) -> str:
+def refused(lane: CallQueue, driver: int, order: int) -> str:
     with pytest.raises(RpcError) as caught:
         lane.add(step_call(driver, order), FakeCall())  # type: ignore[arg-type]
     return caught.value.code
 
 
-async def _orders(lane: Lane, count: int) -> list[int]:
+async def _orders(lane: CallQueue, count: int) -> list[int]:
     return [(await lane.next())[0].order for _ in range(count)]
 
 
 def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None:
-    lane = Lane()
+    lane = CallQueue()
     lane.take_over(7)
     for order in (3, 1, 2):
         lane.add(step_call(7, order), FakeCall())  # type: ignore[arg-type]
@@ -383,7 +392,7 @@ def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None
 
 
 def test_a_worker_refuses_an_older_driver_and_one_it_does_not_know() -> None:
-    lane = Lane()
+    lane = CallQueue()
     assert refused(lane, 7, 1) == ErrorCode.LOST
     lane.take_over(7)
     waiting = FakeCall()
@@ -396,7 +405,7 @@ def test_a_worker_refuses_an_older_driver_and_one_it_does_not_know() -> None:
 
 
 def test_nothing_runs_after_a_failed_call_until_the_driver_takes_over_again() -> None:
-    lane = Lane()
+    lane = CallQueue()
     lane.take_over(7)
     waiting = FakeCall()
     lane.add(step_call(7, 2), waiting)  # type: ignore[arg-type]

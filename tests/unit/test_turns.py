@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from proto.messages import DeviceOrder, HoldDevices
-from services.policy_trainer.worker import devices
+from services.policy_trainer.worker.colocation import devices
 from shared.actor.service import UNUSABLE_STATUS, Service
-from shared.devices import PARAMETERS, Parts
+from shared.colocation.devices import PARAMETERS, Parts
+from shared.colocation.turns import SharedDevices, take_turns
 from shared.rundir import RunDir
-from shared.turns import SharedDevices, take_turns
 
 LIMIT_S = 10.0
 
@@ -88,7 +88,7 @@ def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(mon
         monkeypatch.setattr(devices, "take_turns", lambda service, leave: turns)
         mine = devices.Devices(cast(Any, None), cast(Any, None))
         mine.share(cast(Any, None))
-        await mine.room()
+        await mine.acquire_room()
         await mine.drop_gradients()
         assert turns.ended == 0
         mine.loaded(cast(Any, object()))

@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 
 from proto.messages import AskTransfer, Canary, TransferOffer, WeightsRef
-from services.policy_trainer.worker.transfer import WeightsSender
+from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.dataplane.client import DataClient
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir

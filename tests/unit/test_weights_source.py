@@ -24,12 +24,12 @@ from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
 from services.rollout.weights_sync import HeldVersion, WeightsSync
 from shared.dataplane.stream import OnProgress
-from shared.drill import perturb
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.tensors_torch import to_torch
-from shared.transfer.table import described
+from shared.weights.drill import perturb
+from shared.weights.table import described
 from tests.unit.rollout_engine import MODEL
 from tests.unit.test_rollout_weights import SEED, base, version
 

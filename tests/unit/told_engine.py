@@ -14,9 +14,9 @@ import numpy as np
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
+from shared.colocation.devices import Parts
 from shared.dataplane.stream import OnProgress, ignore_progress
-from shared.devices import Parts
-from shared.drill import perturb
+from shared.weights.drill import perturb
 
 T = TypeVar("T")
 DRILL_SEED = 3

@@ -9,20 +9,21 @@ State has the same form in every layout: full tensors under their Hugging Face n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.worker.residency import Part
+from services.policy_trainer.worker.colocation.shelves import PartShelves
+from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
-
-OPTIMIZER_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
-"""Slots in the keys `<slot>/<parameter>` of `State.optimizer`. `master` exists only for weights below 32 bits."""
+from shared.rpc.errors import RpcError
+from shared.topology.algorithm import Optimizer
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ micro-batches, which a rank runs only because another data-parallel rank has mor
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerUpdate:
     """The result of an optimizer step: the norm of the whole gradient before clipping, and the learning rate."""
 
     grad_norm: float
@@ -68,7 +69,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """Everything that a later life of the worker needs to continue with the same bits.
 
     `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU, tied weights once (as
@@ -84,6 +85,7 @@ class Backend(Protocol):
     """A model in training. Constructors take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
 
     place: Place
+    shelves: PartShelves
 
     @property
     def model(self) -> nn.Module:
@@ -117,7 +119,7 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Clip by the norm of the whole gradient, update, and drop the gradient. `step` (from 1) sets the warm-up.
 
         Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
@@ -127,29 +129,21 @@ class Backend(Protocol):
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights like `State.weights` on rank 0 and {} elsewhere. They may share the model's memory."""
+        """Return full weights like `TrainingState.weights` on rank 0 and {} elsewhere. They may share its memory."""
         ...
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return the state on rank 0 and an empty one elsewhere."""
         ...
 
-    def load_state(self, state: State) -> None:
-        """Load a `State` that every rank has read, written by any layout and backend, and drop gradients.
+    def load_state(self, state: TrainingState) -> None:
+        """Load a `TrainingState` that every rank has read, written by any layout and backend, and drop gradients.
 
         Raises RpcError(conflict), before anything is changed, if the state belongs to another model.
         """
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors of the Hugging Face model into `folder` on rank 0 (no tokenizer)."""
-
-    def offload(self, parts: frozenset[Part]) -> int:
-        """Free the device memory of `parts`, keep their bits, and return the bytes freed on this rank. Idempotent."""
-        ...
-
-    def backload(self, parts: frozenset[Part]) -> int:
-        """Bring `parts` back and return the bytes moved on this rank. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -162,3 +156,24 @@ class BackendOptions:
     device: str
     scratch: Path
     recompute: Literal["none", "layers"] = "none"
+
+
+def learning_rate(options: Optimizer, step: int) -> float:
+    """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
+    return options.lr * (min(1.0, step / options.warmup_steps) if options.warmup_steps else 1.0)
+
+
+def refused_gradient(step: int, grad_norm: float) -> RpcError:
+    """Return the error for a gradient of `step` whose norm is not finite."""
+    return RpcError(
+        ErrorCode.BAD_DATA,
+        f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme log-probs or "
+        "advantages in its batch, or lower optimizer.lr",
+    )
+
+
+def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:
+    """Raises RpcError(conflict) if `weights` do not have the names and `shapes` of the model of folder `source`."""
+    wrong = mismatched_weights(shapes, {name: each.shape for name, each in weights.items()})
+    if wrong:
+        raise RpcError(ErrorCode.CONFLICT, f"weights of another model: {', '.join(wrong[:3])} do not fit {source}")

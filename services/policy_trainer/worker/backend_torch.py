@@ -15,28 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.sums import add_up
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
+    OptimizerUpdate,
     Sequences,
-    State,
     TokenLoss,
-    Update,
+    TrainingState,
+    check_same_model,
+    learning_rate,
+    refused_gradient,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
+from services.policy_trainer.worker.colocation.residency import Part
+from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
-from services.policy_trainer.worker.residency import Part
 from services.policy_trainer.worker.shards import Shards
+from shared.colocation.shelf import own_storages
 from shared.model import cpu
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
-from shared.model.shelf import Shelf, own_storages
 from shared.ranks.layout import Place
-from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
@@ -74,12 +76,7 @@ class TorchBackend:
             self._trained = Replica(model.to(options.device))
         else:
             self._trained = Shards(model, self._mesh.shard_mesh, self._mesh.context)
-        folder = options.scratch / f"rank-{place.rank}"
-        self._shelves: dict[Part, Shelf] = {
-            "parameters": Shelf(folder / "parameters.bin"),
-            "gradients": Shelf(folder / "gradients.bin"),
-            "optimizer": Shelf(folder / "optimizer.bin"),
-        }
+        self.shelves = PartShelves(options.scratch / f"rank-{place.rank}", self._tensors)
         self._reset()
 
     def _reset(self) -> None:
@@ -95,8 +92,10 @@ class TorchBackend:
 
     def restart(self) -> None:
         """Load the weights of the model directory with fresh optimizer state."""
-        self._backload_all()
-        self._trained.set_weights(self._checked(Replica(self._load()).weights()))
+        self.shelves.backload()
+        weights = Replica(self._load()).weights()
+        check_same_model(self._trained.shapes, weights, self._source)
+        self._trained.set_weights(weights)
         self._reset()
         self.drop_gradients()
 
@@ -170,7 +169,7 @@ class TorchBackend:
 
     # ---- updates
 
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Clip, step, and zero the gradients. Training step `step` (from 1) sets the learning rate of the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
@@ -180,28 +179,18 @@ class TorchBackend:
         grad_norm = float(self._trained.whole_scalar(norm))
         if not math.isfinite(grad_norm):
             self.drop_gradients()
-            raise RpcError(
-                ErrorCode.BAD_DATA,
-                f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme "
-                "log-probs or advantages in its batch, or lower optimizer.lr",
-            )
-        lr = self.learning_rate(step)
+            raise refused_gradient(step, grad_norm)
+        lr = learning_rate(self._optimizer_options, step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._trained.write_back()
         self.drop_gradients()
-        return Update(grad_norm, lr)
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
-        warmup = self._optimizer_options.warmup_steps
-        return self._optimizer_options.lr * (min(1.0, step / warmup) if warmup else 1.0)
+        return OptimizerUpdate(grad_norm, lr)
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        if self._shelves["gradients"].holds:
-            self.backload(frozenset(["gradients"]))
+        self.shelves.backload(frozenset(["gradients"]))
         for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
             each.grad = None
 
@@ -211,7 +200,7 @@ class TorchBackend:
         """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return copies of the weights and AdamW's state on rank 0."""
         speaks = self.place.rank == 0
         weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
@@ -224,13 +213,14 @@ class TorchBackend:
                 whole = self._trained.whole(value)
                 if speaks:
                     optimizer[f"{slot}/{name}"] = whole
-        return State(weights, optimizer)
+        return TrainingState(weights, optimizer)
 
     @torch.no_grad()
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: TrainingState) -> None:
         """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
-        self._backload_all()
-        self._trained.set_weights(self._checked(state.weights))
+        self.shelves.backload()  # the shapes of tied weights are known only while their memory is there
+        check_same_model(self._trained.shapes, state.weights, self._source)
+        self._trained.set_weights(state.weights)
         self._reset()
         for name, master in self._trained.masters.items():
             slots: dict[str, Tensor] = {}
@@ -244,17 +234,6 @@ class TorchBackend:
                 master.copy_(self._trained.part(state.optimizer[f"master/{name}"], master))
         self.drop_gradients()
 
-    def _checked(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        mine = self._trained.shapes
-        strange = sorted(mine.keys() ^ weights.keys()) + [
-            name for name in mine.keys() & weights.keys() if mine[name] != weights[name].shape
-        ]
-        if strange:
-            raise RpcError(
-                ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._source}"
-            )
-        return weights
-
     def export(self, folder: Path) -> None:
         """Write configuration and weights with the model's own library on rank 0. Every rank has to call this."""
         weights = self.weights()
@@ -265,26 +244,12 @@ class TorchBackend:
             model.config.dtype = self._dtype
             model.config.save_pretrained(folder)
 
-    # ---- memory
-
-    def offload(self, parts: frozenset[Part]) -> int:
-        """Offload `parts` and return the bytes freed on this rank."""
-        return sum(
-            self._shelves[part].put(self._tensors(part)) for part in sorted(parts) if not self._shelves[part].holds
-        )
-
-    def backload(self, parts: frozenset[Part]) -> int:
-        """Bring `parts` back and return the bytes moved on this rank."""
-        return sum(self._shelves[part].take() for part in sorted(parts))
-
-    def _backload_all(self) -> None:
-        self.backload(frozenset(self._shelves))
-
     def _tensors(self, part: Part) -> list[Tensor]:
-        masters = self._trained.masters
-        if part == "parameters":
-            return self._trained.tensors()
-        if part == "gradients":
-            return [each.grad for each in masters.values() if each.grad is not None]
-        slots = [value for slots in self._optimizer.state.values() for value in slots.values()]
-        return [each for each in slots if isinstance(each, Tensor)] + self._trained.own_masters()
+        match part:
+            case "parameters":
+                return self._trained.tensors()
+            case "gradients":
+                return [each.grad for each in self._trained.masters.values() if each.grad is not None]
+            case "optimizer":
+                slots = [value for slots in self._optimizer.state.values() for value in slots.values()]
+                return [each for each in slots if isinstance(each, Tensor)] + self._trained.own_masters()

@@ -21,40 +21,35 @@ from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
 from proto.tensors import Array
-from services.policy_trainer.batches import ADVANTAGES, WEIGHTS
+from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
-from services.policy_trainer.worker.devices import Devices
-from services.policy_trainer.worker.residency import NEEDS, Part, parts_named
-from services.policy_trainer.worker.step_shards import StepShards
+from services.policy_trainer.worker.batch_reader import BatchReader
+from services.policy_trainer.worker.colocation.devices import Devices
+from services.policy_trainer.worker.colocation.residency import NEEDS, Part, parts_named
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
 from shared.ranks.layout import Place
-from shared.rpc.errors import AWAY, RpcError
+from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.stages import PROXIMAL
 from shared.topology import Topology
 
 if TYPE_CHECKING:
-    from services.policy_trainer.worker.backend import Backend, Update
-    from services.policy_trainer.worker.earlier import EarlierVersions
+    from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
     from services.policy_trainer.worker.losses.policy import PolicyLoss
-    from services.policy_trainer.worker.publish import Canaries
+    from services.policy_trainer.worker.weights.earlier import EarlierVersions
+    from services.policy_trainer.worker.weights.publish import Canaries
 
 T = TypeVar("T")
 
-FETCH_S = 60.0
-"""Maximum seconds of one attempt to fetch shards."""
-AGAIN_S = 0.25
 PUT_S = 120.0
 STORE = service_name("batch-store", 0)
-MAX_PREFETCHED = 2
-"""Maximum number of mini-batches whose shards are fetched ahead. They are mapped and cost only address space."""
 
 
 class Calls:
-    """The state of one rank between calls: model, step, prefetched shards, unfinished writes. Event loop only."""
+    """The state of one rank between calls: model, step, shards, unfinished writes. Event loop only."""
 
     def __init__(
         self,
@@ -74,7 +69,6 @@ class Calls:
         self._place = place
         self._group = group
         self._data = data
-        self._shards = StepShards(data)
         self._compute = compute
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._backend: Backend
@@ -89,11 +83,11 @@ class Calls:
         """Called on rank 0 with each version that was put, before the driver is answered."""
         self.progress = 0
         """Number of finished micro-batches and calls, counted by the compute thread."""
-        self._prefetched: dict[int, asyncio.Task[samples.Tokens]] = {}
-        self._patience_s = topology.services.policy_trainer.collective_s / 2
-        """Maximum seconds of a store's absence, during which the other ranks wait for this one."""
-        self._refusals = 0
-        """Number of times that all waiting calls were refused."""
+        self.reader = BatchReader(
+            data,
+            patience_s=topology.services.policy_trainer.collective_s / 2,
+            on_wait=lambda why: service.telemetry.emit("waiting", {"for": "shards", "why": why[:200]}),
+        )
         self._putting: asyncio.Future[Any] | None = None
         """The put of weights into a store under way. No optimizer step begins before its end."""
         self._saving: set[asyncio.Task[None]] = set()
@@ -107,16 +101,16 @@ class Calls:
         """Open the process group and load the model, on the compute thread. Raises RpcError, GroupEnded."""
         if self._service.NAME in self._topology.colocated_services:
             self.devices.share(self._service)
-        await self.devices.room()
+        await self.devices.acquire_room()
         await self._together("load", self._load)
         self.devices.loaded(self._backend)
 
     def _load(self) -> None:
         # Imported on the compute thread, so that the mailbox answers during the seconds that the imports take.
-        from services.policy_trainer.worker.earlier import EarlierVersions
         from services.policy_trainer.worker.losses.own import own_policy_loss
-        from services.policy_trainer.worker.publish import Canaries
         from services.policy_trainer.worker.start import make_backend
+        from services.policy_trainer.worker.weights.earlier import EarlierVersions
+        from services.policy_trainer.worker.weights.publish import Canaries
         from shared.model.load import require_deterministic_algorithms
 
         deterministic = self._topology.run.deterministic
@@ -138,7 +132,7 @@ class Calls:
         """Wait for unfinished checkpoints and release all resources."""
         if self._saving:
             await asyncio.wait(self._saving)
-        self.forget_prefetched()
+        self.reader.forget_prefetched()
         shutil.rmtree(self._run.path / "offloaded" / f"rank-{self._place.rank}", ignore_errors=True)
         self._data.close()
         self._writer.shutdown(wait=False)
@@ -186,7 +180,7 @@ class Calls:
             await self._group.meet(name, str(error))
             raise
         await self._group.meet(name)
-        await self.devices.bring(self._needs(request))
+        await self.devices.backload(self._needs(request))
         return prepared
 
     def _needs(self, request: WorkerRequest) -> frozenset[Part]:
@@ -198,103 +192,57 @@ class Calls:
         """Run the collective `work` on every rank. If it raises RpcError, it does so on all ranks (`Backend`)."""
         return await self._group.together(name, self._on_compute_thread(work))
 
-    # ---- shards
-
-    def prefetch(self, request: WorkerRequest) -> None:
-        """Begin to read the shards of a queued call."""
-        if isinstance(request, messages.Forward | messages.ForwardBackward) and len(self._prefetched) < MAX_PREFETCHED:
-            self._prefetched[request.order] = asyncio.create_task(self._read(request))
-
-    def forget_prefetched(self) -> None:
-        """Drop the shards read for queued calls, which are refused, and stop waiting for stores."""
-        self._refusals += 1
-        for task in self._prefetched.values():
-            task.cancel()
-        self._prefetched.clear()
-
-    async def _tokens(self, request: messages.Forward | messages.ForwardBackward) -> samples.Tokens:
-        task = self._prefetched.pop(request.order, None)
-        return await (self._read(request) if task is None else task)
-
-    async def _read(self, request: messages.Forward | messages.ForwardBackward) -> samples.Tokens:
-        keys = list(samples.SCORE_KEYS)
-        if isinstance(request, messages.ForwardBackward):
-            keys = list(samples.LOSS_KEYS)
-            keys += [samples.REF_KEY] if request.loss.kl_estimator else []
-            keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
-        tasks: list[dict[str, Any]] = []
-        if request.batch.tasks:
-            stored = samples.stored_keys(request.batch, keys)
-            found = await self._fetched(request.batch, list(stored.values()))
-            tasks = [{key: task[name] for key, name in stored.items()} for task in found]
-            await asyncio.to_thread(samples.check, request.batch.tasks, tasks)
-        return await asyncio.to_thread(samples.join, tasks, keys)
-
-    async def _fetched(self, batch: BatchMeta, keys: list[str]) -> list[dict[str, Array]]:
-        """Return the shards of `batch`. Raises RpcError, also if a store does not answer within `_patience_s`."""
-        loop, refusals = asyncio.get_running_loop(), self._refusals
-        until = loop.time() + self._patience_s
-        while True:
-            try:
-                return await self._shards.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
-            except RpcError as error:
-                if error.code not in AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
-                    raise
-                self._log.warning("shards: trying again", code=error.code, error=str(error))
-                self._service.telemetry.emit("waiting", {"for": "shards", "why": str(error)[:200]})
-                await asyncio.sleep(AGAIN_S)  # only paces the retries
-
     # ---- calls, in order
 
     async def _init_model(self, request: messages.InitModel, _: Call) -> Message:
-        self._shards.drop()
+        self.reader.end_step()
         await self._ready(request, self._weights_put())
         if not self._pristine:
             self.dirty = True
             await self._together("InitModel", self._backend.restart)
             self._pristine = True
-            self.devices.renewed()
+            self.devices.loaded_anew()
         await self._together("InitModel", lambda: self._record(0))
-        return self._standing_at(0)
+        return self._ready_at(0)
 
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
         from services.policy_trainer.worker import checkpoint
-        from services.policy_trainer.worker.backend import State
+        from services.policy_trainer.worker.backend import TrainingState
 
-        async def read() -> checkpoint.Snapshot:
+        async def read() -> checkpoint.SavedState:
             await self._weights_put()
             return await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
 
-        self._shards.drop()
+        self.reader.end_step()
         snapshot = await self._ready(request, read())
 
         def work() -> None:
             self._pristine, self.dirty = False, True
-            self._backend.load_state(State(snapshot.weights, snapshot.optimizer))
+            self._backend.load_state(TrainingState(snapshot.weights, snapshot.optimizer))
             self._earlier.restore(snapshot.earlier, self._canaries)
             self._record(request.step)
 
         await self._together("LoadCheckpoint", work)
-        self.devices.renewed()
-        return self._standing_at(request.step)
+        self.devices.loaded_anew()
+        return self._ready_at(request.step)
 
     def _record(self, step: int) -> None:
         """Keep this version in deterministic mode. Called on every rank as part of a collective."""
         if self._topology.run.deterministic:
             self._earlier.record(step, self._backend.weights(), self._canaries.current())
 
-    def _standing_at(self, step: int) -> messages.WorkerReady:
+    def _ready_at(self, step: int) -> messages.WorkerReady:
         self.step, self.dirty = step, False
         return messages.WorkerReady(step=step, parameters=self._backend.parameters)
 
     async def _forward(self, request: messages.Forward, _: Call) -> Message:
         began = time.perf_counter()
 
-        async def known() -> samples.Tokens:
+        async def known() -> samples.BatchTokens:
             if request.keys != [samples.PROX_KEY]:
                 wanted = ", ".join(request.keys) or "nothing"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it computes only {samples.PROX_KEY}")
-            return await self._tokens(request)
+            return await self.reader.tokens(request)
 
         tokens = await self._ready(request, known())
         sequences, temperature = _sequences(tokens), self._topology.sampling.temperature
@@ -318,8 +266,8 @@ class Calls:
 
         began = time.perf_counter()
 
-        async def bind() -> tuple[samples.Tokens, BatchLoss]:
-            tokens = await self._tokens(request)
+        async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
+            tokens = await self.reader.tokens(request)
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
@@ -367,7 +315,7 @@ class Calls:
         self._pristine, self.dirty = False, not request.last
         if request.last:
             self.step = request.step
-            self._shards.drop()
+            self.reader.end_step()
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
 
     async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
@@ -387,11 +335,11 @@ class Calls:
         await self._together("SkipUpdate", work)
         self._accumulated = []
         if request.last:
-            self._shards.drop()
-            return self._standing_at(request.step)
+            self.reader.end_step()
+            return self._ready_at(request.step)
         return messages.WorkerReady(step=self.step, parameters=self._backend.parameters)
 
-    def _update(self, request: messages.OptimStep) -> Update:
+    def _update(self, request: messages.OptimStep) -> OptimizerUpdate:
         update = self._backend.step(request.step)
         if request.last:
             self._record(request.step)
@@ -399,13 +347,13 @@ class Calls:
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
         """Gather weights and run the canary in order. The bytes are sent during the canary and the next gradient."""
-        from services.policy_trainer.worker.publish import put_weights, weights_ref
+        from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
 
         async def settled() -> None:
             if not earlier:
-                self._must_stand_at(request.step, "publish")
+                self._require_step(request.step, "publish")
             elif self._place.rank == 0 and self._earlier.get(request.step) is None:
                 raise RpcError(
                     ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker stands at {self.step}"
@@ -459,19 +407,19 @@ class Calls:
         from services.policy_trainer.worker import checkpoint
 
         async def settled() -> None:
-            self._must_stand_at(request.step, "checkpoint")
+            self._require_step(request.step, "checkpoint")
 
         await self._ready(request, settled())
         state = await self._together("SaveCheckpoint", self._backend.state)
         if self._place.rank != 0:
             return messages.Saved(path="", seconds=0.0)
         earlier = self._earlier.tensors(request.step)
-        snapshot = checkpoint.Snapshot(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
+        snapshot = checkpoint.SavedState(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
         folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
 
         def write() -> tuple[Path, list[int]]:
             path = checkpoint.save(folder, snapshot, keep_last=request.keep_last, keep_every=keep_every)
-            return path, checkpoint.steps(folder)
+            return path, checkpoint_steps(folder)
 
         async def save() -> None:
             began = time.perf_counter()
@@ -507,15 +455,15 @@ class Calls:
 
         parts = await self._ready(request, named())
         away = request.to == "host"
-        nbytes = await (self.devices.send_away(parts) if away else self.devices.bring(parts))
+        nbytes = await (self.devices.offload(parts) if away else self.devices.backload(parts))
         return messages.Moved(nbytes=nbytes, seconds=time.perf_counter() - began)
 
-    def _must_stand_at(self, step: int, what: str) -> None:
+    def _require_step(self, step: int, what: str) -> None:
         if self.step != step or self.dirty:
             raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker stands at {self.step}")
 
 
-def _sequences(tokens: samples.Tokens) -> Any:
+def _sequences(tokens: samples.BatchTokens) -> Any:
     from services.policy_trainer.worker.backend import Sequences
 
     return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])

@@ -25,18 +25,18 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
+from shared.rundir import CHECKPOINT_PREFIX, checkpoint_steps
 
 LAYOUT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 EARLIER = "earlier.safetensors"
-_PREFIX = "step-"
 _CHUNK_BYTES = 8 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Everything a worker needs to continue after `step` (see `backend.State`, `earlier.EarlierVersions`)."""
+class SavedState:
+    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `earlier.EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
@@ -46,13 +46,7 @@ class Snapshot:
     """Whether it was made because the run stopped, outside the regular interval."""
 
 
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints under `folder` in ascending order."""
-    names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def _write(partial: Path, state: Snapshot) -> None:
+def _write(partial: Path, state: SavedState) -> None:
     """Write all files of a checkpoint durably and verify them."""
     save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
     save_file(state.optimizer, partial / OPTIMIZER)
@@ -70,7 +64,7 @@ def _write(partial: Path, state: Snapshot) -> None:
     _verify(partial)
 
 
-def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | None = None) -> Path:
+def save(folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None) -> Path:
     """Write `folder/step-<n>`, replacing one of the same step. Then delete all later steps, and all earlier ones except
     the newest `keep_last` and the multiples of `keep_every`.
 
@@ -81,7 +75,7 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
-    target = folder / f"{_PREFIX}{state.step}"
+    target = folder / f"{CHECKPOINT_PREFIX}{state.step}"
     partial = folder / f".{target.name}.partial"
     partial.mkdir()
     try:
@@ -94,13 +88,13 @@ def save(folder: Path, state: Snapshot, *, keep_last: int, keep_every: int | Non
     else:
         partial.rename(target)
     _sync(folder)
-    here = steps(folder)
+    here = checkpoint_steps(folder)
     newer = [step for step in here if step > state.step]  # of steps that were taken back
-    in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{_PREFIX}{step}")]
+    in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")]
     older = [step for step in here if step < state.step and step not in in_turn[-keep_last:]]
     for step in (*newer, *older):
         if step in newer or not keep_every or step % keep_every:
-            (folder / f"{_PREFIX}{step}").rename(folder / f".{_PREFIX}{step}.removed")
+            (folder / f"{CHECKPOINT_PREFIX}{step}").rename(folder / f".{CHECKPOINT_PREFIX}{step}.removed")
     _sweep(folder)
     return target
 
@@ -113,18 +107,18 @@ def _made_at_stop(path: Path) -> bool:
         return False
 
 
-def load(folder: Path, step: int) -> Snapshot:
+def load(folder: Path, step: int) -> SavedState:
     """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file is not what was written."""
-    path = folder / f"{_PREFIX}{step}"
+    path = folder / f"{CHECKPOINT_PREFIX}{step}"
     if not path.is_dir():
-        there = ", ".join(map(str, steps(folder))) or "none"
+        there = ", ".join(map(str, checkpoint_steps(folder))) or "none"
         raise RpcError(ErrorCode.MISSING, f"checkpoint {path}: not there; there are: {there}")
     manifest = _verify(path)
     if manifest.get("step") != step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
     try:
         earlier = load_file(path / EARLIER) if EARLIER in manifest["files"] else {}
-        return Snapshot(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
+        return SavedState(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
 
@@ -177,5 +171,5 @@ def _exchange(one: Path, other: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     """Remove the folders, with a leading dot in their names, that an interrupted save or removal left behind."""
-    for leftover in folder.glob(f".{_PREFIX}*"):
+    for leftover in folder.glob(f".{CHECKPOINT_PREFIX}*"):
         shutil.rmtree(leftover)

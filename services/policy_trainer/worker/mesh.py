@@ -52,20 +52,3 @@ class Mesh:
         value = torch.tensor([count])
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
-
-    @torch.no_grad()
-    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Return a scalar without a gradient: the sum of `values` over the masked-in tokens of all ranks."""
-        total = torch.where(mask.bool(), values, torch.zeros_like(values)).sum().detach().clone()
-        if self.shard_mesh is not None:
-            dist.all_reduce(total)
-        return total
-
-    @torch.no_grad()
-    def masked_mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Return a scalar without a gradient: the mean of `values` over the masked-in tokens of all ranks, or 0.
-
-        The mean of the ranks' means would be wrong if ranks hold different numbers of tokens.
-        """
-        count = self.masked_sum(mask.to(values.dtype), mask)
-        return self.masked_sum(values, mask) / count.clamp(min=1.0)

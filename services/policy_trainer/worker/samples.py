@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import BatchMeta, ErrorCode, TaskHandle
+from proto.messages import ErrorCode, TaskHandle
 from proto.tensors import Array
+from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
 
+Columns = Mapping[str, Sequence[Array]]
+"""The arrays of a batch by key, one per task."""
 REF_KEY, PROX_KEY = REFERENCE.makes[0], PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
 LOSS_KEYS = ROLLOUT.makes
@@ -28,7 +31,7 @@ _DTYPES = {
 """dtypes of the keys, for a rank without any task from which to infer them."""
 
 
-def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
+def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict from `keys` to the keys of their shards in the stores.
 
     Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
@@ -36,7 +39,7 @@ def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
-        made = [part.keys[0] for part in batch.parts if part.stage == PROXIMAL.name and part.keys]
+        made = [part.keys[0] for part in batch.meta.parts if part.stage == PROXIMAL.name and part.keys]
         if not made:
             raise RpcError(ErrorCode.BAD_REQUEST, f"anchor proximal without {PROX_KEY}: run forward first")
         named[PROX_KEY] = made[-1]
@@ -44,7 +47,7 @@ def stored_keys(batch: BatchMeta, keys: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class BatchTokens:
     """All sequences of a batch, ordered by task: `flat[key]` is [T] (or [S] for `lengths` and `sample_index`)."""
 
     flat: dict[str, Array]
@@ -52,34 +55,35 @@ class Tokens:
     sequences_of_task: Array
 
 
-def join(tasks: Sequence[dict[str, Array]], keys: Sequence[str]) -> Tokens:
-    """Join the shards of `tasks`, which all have `keys`, including `lengths`. Without tasks, arrays have length 0."""
-    if not tasks:
-        nothing = np.zeros(0, dtype=np.int64)
-        return Tokens({key: np.zeros(0, dtype=_DTYPES[key]) for key in keys}, nothing, nothing)
-    return Tokens(
-        flat={key: np.concatenate([task[key] for task in tasks]) for key in keys},
-        tokens_of_task=np.array([int(task["lengths"].sum()) for task in tasks]),
-        sequences_of_task=np.array([len(task["lengths"]) for task in tasks]),
+def join(columns: Columns) -> BatchTokens:
+    """Join the arrays under each key, which include `lengths`. Without tasks, the joined arrays have length 0."""
+    lengths = columns["lengths"]
+    return BatchTokens(
+        flat={
+            key: np.concatenate(arrays) if arrays else np.zeros(0, dtype=_DTYPES[key])
+            for key, arrays in columns.items()
+        },
+        tokens_of_task=np.array([each.sum() for each in lengths], dtype=np.int64),
+        sequences_of_task=np.array([len(each) for each in lengths], dtype=np.int64),
     )
 
 
-def check(handles: Sequence[TaskHandle], tasks: Sequence[dict[str, Array]]) -> None:
+def check(handles: Sequence[TaskHandle], columns: Columns) -> None:
     """Refuse shards with inconsistent lengths or non-finite values before any of them is used.
 
     Raises RpcError(bad_data) naming the tasks and the first invalid shard.
     """
     wrong: list[str] = []
     cause = ""
-    for handle, task in zip(handles, tasks, strict=True):
-        found = _problem(task, handle.samples)
+    for index, handle in enumerate(handles):
+        found = _problem({key: arrays[index] for key, arrays in columns.items()}, handle.samples)
         if found:
             wrong.append(handle.task_id)
             cause = cause or f"{handle.task_id}: {found}"
     if wrong:
         raise RpcError(
             ErrorCode.BAD_DATA,
-            f"{cause}; shards of {len(wrong)} of {len(tasks)} tasks refused, weights untouched",
+            f"{cause}; shards of {len(wrong)} of {len(handles)} tasks refused, weights untouched",
             names=wrong,
         )
 
@@ -102,7 +106,7 @@ def _problem(task: dict[str, Array], samples: int) -> str:
     return ""
 
 
-def spread(tokens: Tokens, samples_of_task: Sequence[int], values: Array) -> Array:
+def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
     """Return [T]: for each token, the entry of `values` [samples] for its sample, found through `sample_index`.
 
     Raises RpcError(bad_request) if the shards hold more samples than the batch states.

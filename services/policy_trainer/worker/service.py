@@ -15,9 +15,9 @@ from pathlib import Path
 from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
+from services.policy_trainer.worker.call_queue import CallQueue
 from services.policy_trainer.worker.calls import RUNNERS, Calls
-from services.policy_trainer.worker.lane import Lane
-from services.policy_trainer.worker.transfer import WeightsSender, perturbed_weights
+from services.policy_trainer.worker.weights.sender import WeightsSender, perturbed_weights
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
@@ -47,7 +47,7 @@ class PolicyTrainerWorker(Service):
             self.incarnation,
             deadline_s=options.collective_s,
         )
-        self._lane = Lane()
+        self._pending = CallQueue()
         self._compute = ThreadPoolExecutor(1, "compute")
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
         self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
@@ -92,15 +92,15 @@ class PolicyTrainerWorker(Service):
 
     async def _serve_calls(self) -> None:
         while True:
-            request, call = await self._lane.next()
-            epoch = self._lane.epoch
+            request, call = await self._pending.next()
+            epoch = self._pending.epoch
             began = time.perf_counter()
             async with self._running:
                 try:
                     answer = await self._calls.run(request, call)
                 except Exception as error:
-                    self._lane.fail(f"{type(request).__name__}: {error}"[:200], epoch=epoch)
-                    self._calls.forget_prefetched()
+                    self._pending.fail(f"{type(request).__name__}: {error}"[:200], epoch=epoch)
+                    self._calls.reader.forget_prefetched()
                     self._calls.refuse(request, call, error)
                     if isinstance(error, GroupEnded):
                         self._group.end(str(error))
@@ -109,7 +109,7 @@ class PolicyTrainerWorker(Service):
                     if isinstance(answer, Message):
                         call.reply(answer)
                     self.telemetry.span(type(request).__name__, time.perf_counter() - began)
-                self._calls.devices.after(request, followed=self._lane.followed)
+                self._calls.devices.after(request, followed=self._pending.followed)
 
     async def drain(self) -> None:
         """Finish a checkpoint that is being written, but do not wait for a computation."""
@@ -121,20 +121,23 @@ class PolicyTrainerWorker(Service):
     # ---- mailbox
 
     def _queue(self, request: WorkerRequest, call: Call) -> Deferred:
-        self._lane.add(request, call)
-        self._calls.prefetch(request)
+        self._pending.add(request, call)
+        self._calls.reader.prefetch(request)
         return DEFERRED
 
     async def _state(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
         """Wait for the running call, drop gradients of an unfinished update, and return the worker's state."""
-        self._lane.take_over(request.driver, request.at_least)
-        self._calls.forget_prefetched()
+        self._pending.take_over(request.driver, request.at_least)
+        self._calls.reader.forget_prefetched()
         with suppress(RpcError):  # an ended group shows in the answer below or ends this process
             await self._group.withdraw("a driver takes over")
         async with self._running:
             await self._calls.drop_gradients()
-            if self._lane.driver != request.driver:
+            if self._pending.driver != request.driver:
                 raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced meanwhile; it must end")
             return messages.WorkerState(
-                step=self._calls.step, driver=self._lane.driver, order=self._lane.done, dirty=self._calls.dirty
+                step=self._calls.step,
+                driver=self._pending.driver,
+                order=self._pending.done,
+                dirty=self._calls.dirty,
             )

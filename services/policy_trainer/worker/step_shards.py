@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from proto.messages import BatchMeta
 from proto.tensors import Array
+from shared.batch import Batch
 from shared.dataplane.client import DataClient
 
 
@@ -26,8 +26,8 @@ class StepShards:
         """Forget all shards. Call it when the step ends or starts again."""
         self._kept = {}
 
-    async def fetch(self, batch: BatchMeta, keys: list[str], *, deadline_s: float) -> list[dict[str, Array]]:
-        """Return the shards `keys` of every task of `batch`. Raises the RpcErrors of `DataClient.fetch`."""
+    async def fetch(self, batch: Batch, keys: list[str], *, deadline_s: float) -> Batch:
+        """Return a LOCAL batch with `keys`, like `Batch.fetch`, and with its errors."""
         async with self._fetching:  # a call that is prepared in advance often needs what the previous call is fetching
             kept = self._kept
             found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
@@ -37,11 +37,11 @@ class StepShards:
                 if absent:
                     lacking.setdefault(absent, []).append(at)
             for absent, places in lacking.items():
-                part = BatchMeta(tasks=[batch.tasks[at] for at in places], parts=batch.parts, stores=batch.stores)
-                fetched = await self._data.fetch(part, absent, deadline_s=deadline_s)
-                for at, arrays in zip(places, fetched, strict=True):
-                    found[at].update(arrays)
-            if any(map(self._data.is_streamed, batch.stores)):
+                fetched = await batch.take(places).fetch(absent, deadline_s=deadline_s)
+                for key in absent:
+                    for at, array in zip(places, fetched[key], strict=True):
+                        found[at][key] = array
+            if any(map(self._data.is_streamed, batch.meta.stores)):
                 for task, arrays in zip(batch.tasks, found, strict=True):
                     kept.setdefault((task.task_id, task.fence), {}).update(arrays)
-        return [{key: arrays[key] for key in keys} for arrays in found]
+        return Batch(batch.meta, data=[{key: arrays[key] for key in keys} for arrays in found])

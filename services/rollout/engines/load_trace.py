@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.model.digests import as_int, digest, matrix_shape
+from shared.weights.digests import as_int, digest, matrix_shape
 
 _PACKING = frozenset(
     ["_C::create_onednn_mm_handler", "_C::convert_weight_packed", "zentorch::zentorch_weight_prepack_for_linear"]

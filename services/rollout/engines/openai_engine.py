@@ -48,11 +48,11 @@ from services.rollout.engines.weights import (
     folder_file,
     memory_file,
 )
-from shared.devices import Parts
-from shared.model.digests import digests_of
+from shared.colocation.devices import Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.digests import digests_of
 
 T = TypeVar("T")
 STOP_S = 10.0

@@ -23,16 +23,16 @@ from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
 from services.rollout.engines.weights import fitting, shown
-from shared.devices import WEIGHTS, Parts
+from shared.colocation.devices import WEIGHTS, Parts
+from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu, few_rows
-from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
-from shared.model.shelf import Released, give_back, own_storages, release, restore
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.digests import as_int, digest_whole
 
 T = TypeVar("T")
 STOP_S = 1.0

@@ -44,12 +44,12 @@ from services.rollout.engines.vllm_setup import (
     prepare_process,
 )
 from services.rollout.engines.weights import Expected, check_proofs, expected_weights, fitting, memory_file
-from shared.devices import ENGINE, NOTHING, Parts
-from shared.model.digests import digests_of
+from shared.colocation.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
+from shared.weights.digests import digests_of
 
 T = TypeVar("T")
 STOP_S = 10.0

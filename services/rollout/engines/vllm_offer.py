@@ -15,8 +15,8 @@ from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.weights import Expected
 from services.rollout.transfer import TransferFailed
 from shared.topology.services import WeightsRoute
-from shared.transfer.memory import opening
-from shared.transfer.table import nbytes
+from shared.weights.memory import opening
+from shared.weights.table import nbytes
 
 
 class HalfTaken(Exception):

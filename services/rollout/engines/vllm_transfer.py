@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from proto.messages import TransferParameter
 from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
 from shared.actor.service import PEER_LOST_STATUS
-from shared.transfer.gloo import GlooGroup
-from shared.transfer.table import room_for
+from shared.weights.gloo import GlooGroup
+from shared.weights.table import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0

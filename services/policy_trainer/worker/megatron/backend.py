@@ -7,33 +7,33 @@ tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.policy_trainer.sums import add_up
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
+    OptimizerUpdate,
     Sequences,
-    State,
     TokenLoss,
-    Update,
+    TrainingState,
+    check_same_model,
+    learning_rate,
+    refused_gradient,
 )
+from services.policy_trainer.worker.colocation.residency import Part
+from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.policy_trainer.worker.megatron.trained import Trained
-from services.policy_trainer.worker.residency import Part
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
 from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
-from shared.model.shelf import Shelf
 from shared.ranks.layout import Place
-from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
@@ -55,12 +55,7 @@ class MegatronBackend:
         if options.recompute == "layers":
             self._pieces.model.recompute_layers()
         self._trained = Trained(self._pieces, optimizer)
-        folder = options.scratch / f"rank-{place.rank}"
-        self._shelves: dict[Part, Shelf] = {
-            "parameters": Shelf(folder / "parameters.bin"),
-            "gradients": Shelf(folder / "gradients.bin"),
-            "optimizer": Shelf(folder / "optimizer.bin"),
-        }
+        self.shelves = PartShelves(options.scratch / f"rank-{place.rank}", self._tensors)
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
 
@@ -81,7 +76,7 @@ class MegatronBackend:
     @in_megatron
     def restart(self) -> None:
         """Load the weights of the model directory with fresh optimizer state."""
-        self._backload_all()
+        self.shelves.backload()
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
 
@@ -138,7 +133,7 @@ class MegatronBackend:
     # ---- updates
 
     @in_megatron
-    def step(self, step: int) -> Update:
+    def step(self, step: int) -> OptimizerUpdate:
         """Sum over ranks, clip, step, and zero the gradients. Training step `step` (from 1) sets the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
@@ -147,25 +142,16 @@ class MegatronBackend:
         grad_norm = self._trained.norm()
         if not math.isfinite(grad_norm):
             self.drop_gradients()
-            raise RpcError(
-                ErrorCode.BAD_DATA,
-                f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme "
-                "log-probs or advantages in its batch, or lower optimizer.lr",
-            )
-        lr = self.learning_rate(step)
+            raise refused_gradient(step, grad_norm)
+        lr = learning_rate(self._optimizer_options, step)
         self._trained.update(grad_norm, lr)
         self.drop_gradients()
-        return Update(grad_norm, lr)
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
-        warmup = self._optimizer_options.warmup_steps
-        return self._optimizer_options.lr * (min(1.0, step / warmup) if warmup else 1.0)
+        return OptimizerUpdate(grad_norm, lr)
 
     @in_megatron
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        self.backload(frozenset(["gradients"]))
+        self.shelves.backload(frozenset(["gradients"]))
         self._trained.drop_gradients()
 
     # ---- state
@@ -176,19 +162,15 @@ class MegatronBackend:
         return self._trained.weights()
 
     @in_megatron
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return copies of the weights and AdamW's state on rank 0."""
         return self._trained.state()
 
     @in_megatron
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: TrainingState) -> None:
         """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
-        strange = self._pieces.strange({name: tuple(each.shape) for name, each in state.weights.items()})
-        if strange:
-            raise RpcError(
-                ErrorCode.CONFLICT, f"weights of another model: {', '.join(strange[:3])} do not fit {self._source}"
-            )
-        self._backload_all()
+        check_same_model(self._pieces.converter.shapes, state.weights, self._source)
+        self.shelves.backload()
         self._trained.set_weights(state.weights.__getitem__)
         self._trained.set_optimizer(state.optimizer)
         self._trained.drop_gradients()
@@ -202,18 +184,11 @@ class MegatronBackend:
 
     # ---- memory
 
-    def offload(self, parts: frozenset[Part]) -> int:
-        """Offload `parts` and return the bytes freed on this rank."""
-        tensors: dict[Part, Callable[[], list[Tensor]]] = {
-            "parameters": self._trained.tensors,
-            "gradients": self._trained.gradient_buffers,
-            "optimizer": self._trained.optimizer_tensors,
-        }
-        return sum(self._shelves[part].put(tensors[part]()) for part in sorted(parts) if not self._shelves[part].holds)
-
-    def backload(self, parts: frozenset[Part]) -> int:
-        """Bring `parts` back and return the bytes moved on this rank."""
-        return sum(self._shelves[part].take() for part in sorted(parts))
-
-    def _backload_all(self) -> None:
-        self.backload(frozenset(self._shelves))
+    def _tensors(self, part: Part) -> list[Tensor]:
+        match part:
+            case "parameters":
+                return self._trained.tensors()
+            case "gradients":
+                return self._trained.gradient_buffers()
+            case "optimizer":
+                return self._trained.optimizer_tensors()

@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
-from services.policy_trainer.worker.backend import State
+from services.policy_trainer.worker.backend import TrainingState
 from shared.megatron.converter import Weight
 from shared.megatron.pieces import Pieces
 from shared.topology.algorithm import Optimizer
@@ -125,7 +125,7 @@ class Trained:
         return None if part is None else grad.view(-1)[part]
 
     @torch.no_grad()
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return a copy of the state on rank 0 and an empty one elsewhere."""
         weights = {name: each.clone() for name, each in self.weights().items()}
         mains = self._mains()
@@ -148,7 +148,7 @@ class Trained:
                 optimizer |= {f"step/{name}": torch.tensor(steps) for name in weights}
         if self._low:
             add("master", lambda main: main)
-        return State(weights, optimizer)
+        return TrainingState(weights, optimizer)
 
     def _steps(self, main: Tensor) -> float:
         """Return the number of updates. torch's optimizer counts per parameter, Transformer Engine's per group."""
@@ -207,7 +207,7 @@ class Trained:
 
     @torch.no_grad()
     def set_optimizer(self, slots: dict[str, Tensor]) -> None:
-        """Load `State.optimizer`. Call it after `set_weights`."""
+        """Load `TrainingState.optimizer`. Call it after `set_weights`."""
         inner: Any = self.optimizer.optimizer
         mains = self._mains()
         for weight in self._pieces.weights:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from proto import messages
 from proto.messages import WorkerRequest
-from services.policy_trainer.worker.residency import PARTS, Part, Residency
+from services.policy_trainer.worker.colocation.residency import PARTS, Part, Residency
 from shared.actor.service import Service
-from shared.devices import Parts
-from shared.turns import OwnDevices, Turns, take_turns
+from shared.colocation.devices import Parts
+from shared.colocation.turns import OwnDevices, Turns, take_turns
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend
@@ -24,7 +24,7 @@ OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Devices:
-    """The devices of one rank. Belongs to the event loop. Call `loaded` before everything but `share` and `room`."""
+    """The devices of one rank. Belongs to the event loop. Before `loaded`, only `share` and `acquire_room` run."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
         """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read."""
@@ -40,33 +40,33 @@ class Devices:
         """Take turns from now on, because other services compute on the same devices."""
         self._turns = take_turns(service, self._leave)
 
-    async def room(self) -> None:
+    async def acquire_room(self) -> None:
         """Wait for a turn in which the model may be loaded."""
         await self._turns.acquire(device_parts(frozenset({"parameters"})))
 
     def loaded(self, backend: Backend) -> None:
-        """Register `backend`, whose model is on the device, and end the turn of `room`."""
+        """Register `backend`, whose model is on the device, and end the turn of `acquire_room`."""
         self._backend = backend
         self._turns.done()
 
-    async def bring(self, parts: frozenset[Part]) -> int:
+    async def backload(self, parts: frozenset[Part]) -> int:
         """Bring `parts` to the device, where they stay in use until `after`. Return the bytes moved."""
         await self._turns.acquire(device_parts(parts))
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0
         if missing and backend is not None:
-            moved = await self._on_compute(lambda: backend.backload(missing))
+            moved = await self._on_compute(lambda: backend.shelves.backload(missing))
         if self._drop_later and backend is not None and "gradients" not in self._residency.on_host:
             await self._on_compute(backend.drop_gradients)
             self._drop_later = False
         return moved
 
-    async def send_away(self, parts: frozenset[Part]) -> int:
+    async def offload(self, parts: frozenset[Part]) -> int:
         """Take `parts` off the device and return the bytes freed."""
         moving = self._residency.offload(parts)
         backend, freed = self._backend, 0
         if moving and backend is not None:
-            freed = await self._on_compute(lambda: backend.offload(moving))
+            freed = await self._on_compute(lambda: backend.shelves.offload(moving))
         return freed
 
     async def drop_gradients(self) -> None:
@@ -79,7 +79,7 @@ class Devices:
             await self._on_compute(self._backend.drop_gradients)
         self._turns.done()
 
-    def renewed(self) -> None:
+    def loaded_anew(self) -> None:
         """Record that the state was loaded anew: all of it is on the device, without gradients."""
         self._residency.forget()
         self._drop_later = False
@@ -95,12 +95,12 @@ class Devices:
     async def _leave(self, parts: Parts) -> Parts:
         """Send `parts` away because another service needs the memory."""
         await self._settled()
-        await self.send_away(own_parts(parts))
+        await self.offload(own_parts(parts))
         return parts
 
 
 def device_parts(parts: frozenset[Part]) -> Parts:
-    """Return the names of `parts` in `shared.devices`."""
+    """Return the names of `parts` in `shared.colocation.devices`."""
     return frozenset(f"policy.{part}" for part in parts)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from proto.messages import Canary
-from services.policy_trainer.worker.publish import Canaries
+from services.policy_trainer.worker.weights.publish import Canaries
 from shared.tensors_torch import to_numpy
 
 _CANARY = "canary"
@@ -22,7 +22,7 @@ _NAME = re.compile(r"(\d+)/(.+)")
 
 
 @dataclass(frozen=True)
-class Version:
+class EarlierVersion:
     """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs that verify their loading."""
 
     weights: dict[str, Tensor]
@@ -34,9 +34,9 @@ class EarlierVersions:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._versions: dict[int, Version] = {}
+        self._versions: dict[int, EarlierVersion] = {}
 
-    def get(self, step: int) -> Version | None:
+    def get(self, step: int) -> EarlierVersion | None:
         return self._versions.get(step)
 
     def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
@@ -44,7 +44,7 @@ class EarlierVersions:
         if weights and self._depth:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
             self._versions = {old: each for old, each in self._versions.items() if step - self._depth <= old < step}
-            self._versions[step] = Version(copies, canary)
+            self._versions[step] = EarlierVersion(copies, canary)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Return `<version>/<name>` and `<version>/canary` of the versions before `step`, for its checkpoint."""
@@ -63,8 +63,6 @@ class EarlierVersions:
             if found is not None:
                 weights.setdefault(int(found[1]), {})[found[2]] = tensor
         self._versions = {
-            step: Version(named, canaries.of(to_numpy(named.pop(_CANARY)))) for step, named in sorted(weights.items())
+            step: EarlierVersion(named, canaries.of(to_numpy(named.pop(_CANARY))))
+            for step, named in sorted(weights.items())
         }
-
-    def forget(self) -> None:
-        self._versions = {}

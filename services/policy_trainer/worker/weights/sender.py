@@ -21,17 +21,17 @@ import structlog
 from proto import messages
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, WeightsRef
-from services.policy_trainer.worker.transfer_channels import Channel, open_channel
-from services.policy_trainer.worker.transfer_state import (
-    Abort,
-    Asked,
-    Broke,
-    Ended,
+from services.policy_trainer.worker.weights.channels import Channel, open_channel
+from services.policy_trainer.worker.weights.transfers import (
+    AbortTransfer,
+    CommunicatorBroke,
+    DeadlinePassed,
     Event,
-    Grant,
-    Passed,
-    Refuse,
-    Transfers,
+    GrantTransfer,
+    RefuseTransfer,
+    TransferAsked,
+    TransferEnded,
+    TransferState,
 )
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
@@ -49,7 +49,7 @@ Emit = Callable[[str, dict[str, float | str]], None]
 
 
 @dataclass
-class _Line:
+class _ChannelThread:
     """A communicator, and the only thread that waits on it."""
 
     channel: Channel
@@ -79,8 +79,8 @@ class WeightsSender:
         self._deadline_s = deadline_s
         self._perturbed = perturbed
         self._emit = emit
-        self._transfers = Transfers(new_incarnation, deadline_s)
-        self._lines: dict[int, _Line] = {}
+        self._transfers = TransferState(new_incarnation, deadline_s)
+        self._lines: dict[int, _ChannelThread] = {}
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
         self._drill_taken = False
@@ -98,13 +98,13 @@ class WeightsSender:
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send the requested version. Raises RpcError: missing, conflict."""
-        from shared.transfer.table import described
+        from shared.weights.table import described
 
         if request.host_id != self._run.host_id:
             raise RpcError(ErrorCode.MISSING, f"route {self._route} stays on one host; take the shards")
         tensors = await self._tensors(request)
         parameters = described(tensors)
-        life = Asked(request.instance, request.incarnation, request.communicator)
+        life = TransferAsked(request.instance, request.incarnation, request.communicator)
         grant = self._handle(life)
         if grant is None:
             raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
@@ -113,7 +113,7 @@ class WeightsSender:
             channel = open_channel(
                 self._route, meeting, 1 + request.ranks, device=self._device, deadline_s=self._deadline_s
             )
-            self._lines[grant.communicator] = _Line(channel, ThreadPoolExecutor(1, f"transfer-{grant.engine}"))
+            self._lines[grant.communicator] = _ChannelThread(channel, ThreadPoolExecutor(1, f"transfer-{grant.engine}"))
         line, loop = self._lines[grant.communicator], asyncio.get_running_loop()
         offer = messages.TransferOffer(
             communicator=grant.communicator,
@@ -126,7 +126,7 @@ class WeightsSender:
             sending = loop.run_in_executor(line.thread, line.channel.send, tensors)
         except Exception as error:
             why = _one_line(error)
-            self._handle(Broke(grant.communicator, why))
+            self._handle(CommunicatorBroke(grant.communicator, why))
             raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
         sending.add_done_callback(functools.partial(self._sent, grant.communicator))
         return offer
@@ -134,7 +134,7 @@ class WeightsSender:
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
         """Record that the engine has received everything, or has failed."""
         self._handle(
-            Ended(request.instance, request.incarnation, request.communicator, request.number, request.failure)
+            TransferEnded(request.instance, request.incarnation, request.communicator, request.number, request.failure)
         )
         line = self._lines.get(request.communicator)
         if line is not None:
@@ -169,25 +169,25 @@ class WeightsSender:
 
     # ---- decisions
 
-    def _handle(self, event: Event) -> Grant | None:
+    def _handle(self, event: Event) -> GrantTransfer | None:
         """Apply the effects of `event` except for the sending. Raises RpcError(conflict)."""
-        granted: Grant | None = None
+        granted: GrantTransfer | None = None
         loop = asyncio.get_running_loop()
         for effect in self._transfers.handle(event, loop.time()):
             match effect:
-                case Grant():
+                case GrantTransfer():
                     granted = effect
-                case Abort():
+                case AbortTransfer():
                     self._abort(effect)
-                case Refuse():
+                case RefuseTransfer():
                     raise RpcError(ErrorCode.CONFLICT, effect.why)
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._transfers.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._handle, Passed())
+        self._timer = None if deadline is None else loop.call_at(deadline, self._handle, DeadlinePassed())
         return granted
 
-    def _abort(self, effect: Abort) -> None:
+    def _abort(self, effect: AbortTransfer) -> None:
         self._log.warning("transfer aborted", engine=effect.engine, route=self._route, why=effect.why)
         self._emit("weights/aborted", {"engine": effect.engine, "route": self._route, "why": effect.why[:200]})
         self._drop(effect.communicator)
@@ -203,7 +203,7 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._handle(Broke(communicator, _one_line(error)))
+            self._handle(CommunicatorBroke(communicator, _one_line(error)))
 
 
 def _one_line(error: BaseException) -> str:
@@ -212,9 +212,9 @@ def _one_line(error: BaseException) -> str:
 
 def perturbed_weights(model_dir: Path, dtype: str, ref: WeightsRef) -> dict[str, Tensor]:
     """Return the weights of a model directory, perturbed as in the start-up drill of `ref`, by parameter name."""
-    from shared.drill import noise_factors, perturb
     from shared.model.load import load_model, named_weights
     from shared.tensors_torch import to_numpy, to_torch
+    from shared.weights.drill import noise_factors, perturb
 
     named = named_weights(load_model(model_dir, dtype))
     factors = noise_factors(named, ref.drill_factors)

@@ -9,17 +9,17 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 
 
-class Lane:
+class CallQueue:
     """The queue between mailbox and compute thread. Belongs to the event loop.
 
-    A driver takes over the lane with its incarnation. From then on other drivers are refused, and so is every call
+    A driver takes over the queue with its incarnation. From then on other drivers are refused, and so is every call
     after a failed one: a step must not be taken with an incomplete gradient.
     """
 
     def __init__(self) -> None:
         self.driver = 0
         self.done = 0
-        """Number of the last call taken from the lane."""
+        """Number of the last call taken from the queue."""
         self.epoch = 0
         """Number of take-overs."""
         self._retired: set[int] = set()

@@ -17,8 +17,8 @@ from shared.topology.services import WeightsRoute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shared.transfer.gloo import GlooGroup
-    from shared.transfer.nccl import NcclGroup
+    from services.policy_trainer.worker.weights.nccl import NcclGroup
+    from shared.weights.gloo import GlooGroup
 
 
 class Channel(Protocol):
@@ -39,12 +39,16 @@ class Channel(Protocol):
 
 def open_channel(route: WeightsRoute, meeting: Path, ranks: int, *, device: str, deadline_s: float) -> Channel:
     """Return a channel that is not joined yet. `meeting` is a new file for gloo, `ranks` counts those of the engine and
-    this one, and `device` belongs to this rank."""
-    if route == "gloo":
-        return GlooChannel(meeting, ranks, deadline_s)
-    if route == "nccl":
-        return NcclChannel(ranks, device, deadline_s)
-    return MemoryChannel(device)
+    this one, and `device` belongs to this rank. Raises ValueError for route shards, which needs no channel."""
+    match route:
+        case "gloo":
+            return GlooChannel(meeting, ranks, deadline_s)
+        case "nccl":
+            return NcclChannel(ranks, device, deadline_s)
+        case "ipc":
+            return MemoryChannel(device)
+        case "shards":
+            raise ValueError("route shards has no channel: engines read the stores")
 
 
 class GlooChannel:
@@ -58,7 +62,7 @@ class GlooChannel:
         return msgspec.structs.replace(offer, meeting=self._meeting.name)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        from shared.transfer.gloo import GlooGroup
+        from shared.weights.gloo import GlooGroup
 
         if self._group is None:
             self._group = GlooGroup(self._meeting, 0, self._ranks, deadline_s=self._deadline_s)
@@ -81,7 +85,7 @@ class NcclChannel:
         self._group: NcclGroup | None = None
 
     def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        from shared.transfer.nccl import NcclGroup, new_unique_id
+        from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 
         if self._group is None:
             self._unique_id = new_unique_id()
@@ -109,7 +113,7 @@ class MemoryChannel:
         self._copy: Tensor | None = None
 
     def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        from shared.transfer.memory import exported, packed
+        from shared.weights.memory import exported, packed
 
         self._copy = packed(tensors, self._device)
         return msgspec.structs.replace(offer, memory=exported(self._copy))
@@ -121,7 +125,7 @@ class MemoryChannel:
         self.close()
 
     def close(self) -> None:
-        from shared.transfer.memory import give_back
+        from shared.weights.memory import give_back
 
         self._copy = None
         give_back()

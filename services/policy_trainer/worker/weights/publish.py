@@ -14,16 +14,16 @@ from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
-from services.policy_trainer.worker.drill import make_drill
+from services.policy_trainer.worker.weights.drill import make_drill
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.drill import canary_error, canary_length, canary_tokens
 from shared.model import few_rows
-from shared.model.digests import as_int, digest_whole
 from shared.model.few_rows import FewRows
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
+from shared.weights.digests import as_int, digest_whole
+from shared.weights.drill import canary_error, canary_length, canary_tokens
 
 TOLERANCE = 1e-4
 """Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights: eight times the

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Sequences
-from shared.drill import noise, noise_factors, noise_scale, perturb
-from shared.model.digests import as_int, digest_whole
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.tensors_torch import to_numpy, to_torch
+from shared.weights.digests import as_int, digest_whole
+from shared.weights.drill import noise, noise_factors, noise_scale, perturb
 
 SEEN = 16.0
 """Number of tolerances by which an omitted weight should change a log-prob."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TransferAsked:
     """A life of an engine asks for a transfer. `communicator` is the one it holds, or 0 for none."""
 
     engine: int
@@ -22,7 +22,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TransferEnded:
     """A life of an engine reports how transfer `number` ended there."""
 
     engine: int
@@ -33,7 +33,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class CommunicatorBroke:
     """The trainer could not open `communicator` or send over it."""
 
     communicator: int
@@ -41,12 +41,12 @@ class Broke:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class DeadlinePassed:
     """Time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantTransfer:
     """Send transfer `number` over `communicator` of `engine`, after opening it if it is `new`."""
 
     engine: int
@@ -56,7 +56,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortTransfer:
     """Close `communicator`. A transfer under way is lost."""
 
     engine: int
@@ -65,18 +65,18 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseTransfer:
     """Refuse a life of an engine that was replaced by a later one."""
 
     why: str
 
 
-Event = Asked | Ended | Broke | Passed
-Effect = Grant | Abort | Refuse
+Event = TransferAsked | TransferEnded | CommunicatorBroke | DeadlinePassed
+Effect = GrantTransfer | AbortTransfer | RefuseTransfer
 
 
 @dataclass
-class _Line:
+class _EngineLink:
     """The communicator of one engine. `deadline` is that of the transfer under way, or None if there is none."""
 
     incarnation: int
@@ -86,12 +86,12 @@ class _Line:
 
 
 @dataclass
-class Transfers:
+class TransferState:
     """All transfers. `new_communicator` returns unique ids; `deadline_s` covers joining and transfer together."""
 
     new_communicator: Callable[[], int]
     deadline_s: float
-    _lines: dict[int, _Line] = field(default_factory=dict)
+    _links: dict[int, _EngineLink] = field(default_factory=dict)
     _replaced: dict[int, set[int]] = field(default_factory=dict)
     """Lives of each engine that were replaced by later ones."""
     _lives: dict[int, int] = field(default_factory=dict)
@@ -99,60 +99,60 @@ class Transfers:
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """Return the effects of `event` in order."""
         match event:
-            case Asked():
+            case TransferAsked():
                 return self._ask(event, now)
-            case Ended():
+            case TransferEnded():
                 return self._end(event)
-            case Broke():
-                broken = [engine for engine, line in self._lines.items() if line.communicator == event.communicator]
+            case CommunicatorBroke():
+                broken = [engine for engine, link in self._links.items() if link.communicator == event.communicator]
                 return [self._abort(engine, event.why) for engine in broken]
-            case Passed():
+            case DeadlinePassed():
                 late = [
-                    engine for engine, line in self._lines.items() if line.deadline is not None and now >= line.deadline
+                    engine for engine, link in self._links.items() if link.deadline is not None and now >= link.deadline
                 ]
                 return [self._abort(engine, f"no end within {self.deadline_s:g} s") for engine in late]
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `Passed` is due next, or None if no transfer is under way."""
-        return min((line.deadline for line in self._lines.values() if line.deadline is not None), default=None)
+        """Return the time at which `DeadlinePassed` is due next, or None if no transfer is under way."""
+        return min((link.deadline for link in self._links.values() if link.deadline is not None), default=None)
 
-    def _ask(self, event: Asked, now: float) -> Sequence[Effect]:
+    def _ask(self, event: TransferAsked, now: float) -> Sequence[Effect]:
         replaced = self._replaced.setdefault(event.engine, set())
         if event.incarnation in replaced:
-            return [Refuse(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must end")]
+            return [RefuseTransfer(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must end")]
         known = self._lives.get(event.engine)
         if known is not None and known != event.incarnation:
             replaced.add(known)
         self._lives[event.engine] = event.incarnation
         effects: list[Effect] = []
-        line = self._lines.get(event.engine)
+        link = self._links.get(event.engine)
         usable = (
-            line is not None
-            and line.incarnation == event.incarnation
-            and line.communicator == event.communicator
-            and line.deadline is None  # otherwise the engine has given up the transfer under way
+            link is not None
+            and link.incarnation == event.incarnation
+            and link.communicator == event.communicator
+            and link.deadline is None  # otherwise the engine has given up the transfer under way
         )
-        if line is None or not usable:
-            if line is not None:
+        if link is None or not usable:
+            if link is not None:
                 effects.append(self._abort(event.engine, "the engine begins anew"))
-            line = self._lines[event.engine] = _Line(event.incarnation, self.new_communicator(), 0, None)
-        line.number += 1
-        line.deadline = now + self.deadline_s
-        return [*effects, Grant(event.engine, line.communicator, line.number, new=not usable)]
+            link = self._links[event.engine] = _EngineLink(event.incarnation, self.new_communicator(), 0, None)
+        link.number += 1
+        link.deadline = now + self.deadline_s
+        return [*effects, GrantTransfer(event.engine, link.communicator, link.number, new=not usable)]
 
-    def _end(self, event: Ended) -> Sequence[Effect]:
-        line = self._lines.get(event.engine)
+    def _end(self, event: TransferEnded) -> Sequence[Effect]:
+        link = self._links.get(event.engine)
         if (
-            line is None
-            or (line.incarnation, line.communicator) != (event.incarnation, event.communicator)
-            or line.number != event.number
+            link is None
+            or (link.incarnation, link.communicator) != (event.incarnation, event.communicator)
+            or link.number != event.number
         ):
             return []
         if event.failure:
             return [self._abort(event.engine, event.failure)]
-        line.deadline = None
+        link.deadline = None
         return []
 
-    def _abort(self, engine: int, why: str) -> Abort:
-        line = self._lines.pop(engine)
-        return Abort(engine, line.communicator, why)
+    def _abort(self, engine: int, why: str) -> AbortTransfer:
+        link = self._links.pop(engine)
+        return AbortTransfer(engine, link.communicator, why)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from proto.messages import DeviceOrder, ErrorCode, HoldDevices
 from shared.actor.service import Service
-from shared.devices import Holding, Parts
+from shared.colocation.devices import Holding, Parts
 from shared.rpc.errors import RpcError
 
 POLL_S = 20.0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.transfer.gloo import LOOPBACK, TransferLost
+from shared.weights.gloo import LOOPBACK, TransferLost
 
 UNIQUE_ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7

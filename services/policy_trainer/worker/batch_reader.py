@@ -1,0 +1,83 @@
+"""Reads the shards of the driver's calls, ahead of their turn where possible."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from proto.messages import Forward, ForwardBackward, WorkerRequest
+from services.policy_trainer.worker import samples
+from services.policy_trainer.worker.step_shards import StepShards
+from shared.batch import Batch
+from shared.dataplane.client import DataClient
+from shared.rpc.errors import AWAY, RpcError
+
+FETCH_S = 60.0
+"""Maximum seconds of one attempt to fetch shards."""
+AGAIN_S = 0.25
+MAX_PREFETCHED = 2
+"""Maximum number of mini-batches whose shards are fetched ahead. They are mapped and cost only address space."""
+
+
+class BatchReader:
+    """The shards of the current step and of queued calls. Belongs to the event loop of `data`."""
+
+    def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str], None]) -> None:
+        """`patience_s` limits the absence of a store, for which other ranks wait, too. `on_wait` gets each cause."""
+        self._data = data
+        self._shards = StepShards(data)
+        self._patience_s = patience_s
+        self._on_wait = on_wait
+        self._prefetched: dict[int, asyncio.Task[samples.BatchTokens]] = {}
+        self._refusals = 0
+        """Number of times that all waiting calls were refused."""
+        self._log = structlog.get_logger("policy-trainer-worker")
+
+    def prefetch(self, request: WorkerRequest) -> None:
+        """Begin to read the shards of a queued call."""
+        if isinstance(request, Forward | ForwardBackward) and len(self._prefetched) < MAX_PREFETCHED:
+            self._prefetched[request.order] = asyncio.create_task(self._read(request))
+
+    def forget_prefetched(self) -> None:
+        """Drop the shards read for queued calls, which are refused, and stop waiting for stores."""
+        self._refusals += 1
+        for task in self._prefetched.values():
+            task.cancel()
+        self._prefetched.clear()
+
+    def end_step(self) -> None:
+        """Drop the shards of the step, which ends or starts again."""
+        self._shards.drop()
+
+    async def tokens(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
+        """Return the tokens of a call. Raises RpcError, also if a store does not answer within `patience_s`."""
+        task = self._prefetched.pop(request.order, None)
+        return await (self._read(request) if task is None else task)
+
+    async def _read(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
+        keys = list(samples.SCORE_KEYS)
+        if isinstance(request, ForwardBackward):
+            keys = list(samples.LOSS_KEYS)
+            keys += [samples.REF_KEY] if request.loss.kl_estimator else []
+            keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
+        batch = Batch(request.batch, self._data)
+        stored = samples.stored_keys(batch, keys)
+        local = await self._fetched(batch, list(stored.values()))
+        columns = {key: local[name] for key, name in stored.items()}
+        await asyncio.to_thread(samples.check, batch.tasks, columns)
+        return await asyncio.to_thread(samples.join, columns)
+
+    async def _fetched(self, batch: Batch, keys: list[str]) -> Batch:
+        loop, refusals = asyncio.get_running_loop(), self._refusals
+        until = loop.time() + self._patience_s
+        while True:
+            try:
+                return await self._shards.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
+            except RpcError as error:
+                if error.code not in AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
+                    raise
+                self._log.warning("shards: trying again", code=error.code, error=str(error))
+                self._on_wait(str(error))
+                await asyncio.sleep(AGAIN_S)  # only paces the retries

@@ -1,0 +1,1 @@
+"""Residency of a rank's training state on devices that other services may share."""

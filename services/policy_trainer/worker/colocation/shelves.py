@@ -1,0 +1,29 @@
+"""Moves the parts of a backend's state off the device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from services.policy_trainer.worker.colocation.residency import PARTS, Part
+from shared.colocation.shelf import Shelf
+
+
+class PartShelves:
+    """One shelf for each part of the state of this rank. Compute thread only."""
+
+    def __init__(self, folder: Path, tensors: Callable[[Part], list[Tensor]]) -> None:
+        """`tensors` returns the present tensors of a part. Those on a CPU are written to files in `folder`."""
+        self._tensors = tensors
+        self._shelves = {part: Shelf(folder / f"{part}.bin") for part in PARTS}
+
+    def offload(self, parts: frozenset[Part]) -> int:
+        """Free the device memory of `parts`, keep their bits, and return the bytes freed. Idempotent."""
+        there = [part for part in sorted(parts) if not self._shelves[part].holds]
+        return sum(self._shelves[part].put(self._tensors(part)) for part in there)
+
+    def backload(self, parts: frozenset[Part] = PARTS) -> int:
+        """Bring `parts` back and return the bytes moved. Idempotent."""
+        return sum(self._shelves[part].take() for part in sorted(parts))

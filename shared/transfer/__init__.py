@@ -1,1 +1,0 @@
-"""Transfers tensors from one process to a few others over a collective library. Callers decide what to send."""

@@ -1,0 +1,1 @@
+"""Transfers weights to engines and proves that they arrived: collectives, the drill's arithmetic, and digests."""
