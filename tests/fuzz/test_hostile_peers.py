@@ -30,7 +30,7 @@ from shared.rundir import RunDir
 from shared.security import keys
 from shared.security.connections import MOST_CONNECTIONS
 from shared.security.roles import Role
-from tests.unit.rpc_actors import CLIENT_INCARNATION, asking, key_folder, raw_dealer, short_directory
+from tests.unit.shared.rpc.rpc_actors import CLIENT_INCARNATION, asking, key_folder, raw_dealer, short_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW_DESCRIPTORS = 1024

@@ -22,7 +22,7 @@ HELD_OUT = 16
 
 
 def write_tables(folder: Path) -> None:
-    """`rows.parquet`, and `saved` in the form of `Dataset.save_to_disk` (tests/unit/saved_dataset is its own work)."""
+    """Write `rows.parquet`, and `saved` in the form of `Dataset.save_to_disk` (see tests/unit/shared/saved_dataset)."""
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     source = open_source(SUMS.replace("size=200", f"size={HELD_OUT}&seed=1"), where="test")

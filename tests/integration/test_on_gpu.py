@@ -29,7 +29,7 @@ from shared.colocation.devices import ENGINE, WEIGHTS
 from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
 from tests.parity.groups import run_group
-from tests.unit.rollout_engine import sampling
+from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.tiny_models import make_model, ragged
 
 pytestmark = pytest.mark.gpu

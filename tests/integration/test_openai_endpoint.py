@@ -10,7 +10,7 @@ import pytest
 
 from proto.messages import TroubleKind
 from services.rollout.workflows.runner import Made
-from tests.unit.workflow_rig import VERSION, Rig, logprob_error, rig, run
+from tests.unit.rollout.workflow_rig import VERSION, Rig, logprob_error, rig, run
 
 openai = pytest.importorskip("openai")
 

@@ -16,7 +16,7 @@ from proto.messages import TroubleKind
 from shared.actor.service import UNUSABLE_STATUS
 from shared.stages import REFERENCE, ROLLOUT
 from tests.integration.rollout_run import TOPOLOGY, Processes, cluster
-from tests.unit.test_rewards_judge import judge
+from tests.unit.rollout.test_rewards_judge import judge
 
 MIXED = """
 import ctypes, pathlib, time

@@ -23,7 +23,7 @@ from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
 from tests.integration.store_process import STORE, StoreProcess, make_run, peer_of
 from tests.integration.stream_line import TcpLine, TcpStoreProcess, remote
-from tests.unit.told_engine import ref_of
+from tests.unit.rollout.told_engine import ref_of
 
 T = TypeVar("T")
 LEASE_S, BEAT_S = 0.6, 0.1

@@ -37,7 +37,7 @@ from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_torch
 from shared.weights import gloo
 from tests.integration.store_process import STORE
-from tests.unit.told_engine import ToldEngine
+from tests.unit.rollout.told_engine import ToldEngine
 
 DEADLINE_S = 4.0
 HEARTBEAT_S = 0.2

@@ -7,10 +7,10 @@ from tests.mutants.mutation import Mutation
 ENVELOPE = "proto/envelope.py"
 CODEC = "proto/codec.py"
 MAILBOX = "shared/rpc/mailbox.py"
-NEWER = "tests/unit/test_proto_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise"
-HEADER = "tests/unit/test_proto_codec.py::test_header_is_refused"
-RPC = "tests/unit/test_rpc.py"
-SECURITY = "tests/unit/test_security.py"
+NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise"
+HEADER = "tests/unit/proto/test_codec.py::test_header_is_refused"
+RPC = "tests/unit/shared/rpc/test_rpc.py"
+SECURITY = "tests/unit/shared/test_security.py"
 
 BUS = [
     Mutation(
@@ -46,21 +46,21 @@ BUS = [
         CODEC,
         "if len(body) != head.body_bytes or len(table) != head.table_bytes or len(rest) != head.frame_count:",
         "if False:",
-        "tests/unit/test_proto_codec.py::test_extra_and_missing_frames_are_refused",
+        "tests/unit/proto/test_codec.py::test_extra_and_missing_frames_are_refused",
     ),
     Mutation(
         "an inline array of any dtype is read, objects too",
         "proto/inline.py",
         "kind not in INLINE_TYPES or value",
         "value",
-        "tests/unit/test_proto_codec.py::test_inline_array_is_refused",
+        "tests/unit/proto/test_codec.py::test_inline_array_is_refused",
     ),
     Mutation(
         "a control message carries a tensor over 64 KiB",
         "proto/inline.py",
         "or len(data) > MAX_INLINE_BYTES:",
         "or False:",
-        "tests/unit/test_proto_codec.py::test_inline_array_is_refused",
+        "tests/unit/proto/test_codec.py::test_inline_array_is_refused",
     ),
     Mutation(
         "a retry of an answered request is carried out again",

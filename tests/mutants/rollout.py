@@ -7,10 +7,10 @@ from tests.mutants.mutation import Mutation
 SYNC = "services/rollout/weights_sync.py"
 SCORE = "services/rollout/rewards/score.py"
 TRAJECTORY = "services/rollout/trajectory.py"
-WEIGHTS = "tests/unit/test_rollout_weights.py"
-VERSIONS = "tests/unit/test_rollout_versions.py"
-REWARDS = "tests/unit/test_rewards.py"
-SHARDS = "tests/unit/test_rollout_assemble.py::test_shards_are_ragged_and_mark_what_the_policy_sampled"
+WEIGHTS = "tests/unit/rollout/test_weights.py"
+VERSIONS = "tests/unit/rollout/test_versions.py"
+REWARDS = "tests/unit/rollout/test_rewards.py"
+SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_what_the_policy_sampled"
 
 ROLLOUT = [
     Mutation(
@@ -96,7 +96,7 @@ ROLLOUT = [
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
-        "tests/unit/test_drill.py::test_a_parameter_of_zeros_moves_too",
+        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_moves_too",
     ),
     Mutation(
         "the prompt is trained on",
@@ -124,7 +124,7 @@ ROLLOUT = [
         "services/rollout/assemble.py",
         "made = task_shards([each for each, _ in alive])",
         "made = task_shards(group)",
-        "tests/unit/test_rollout_assemble.py::test_failed_samples_are_left_out_and_counted",
+        "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),
     Mutation(
         "a reward that is not a number is a score",

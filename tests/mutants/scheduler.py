@@ -10,9 +10,9 @@ COMPLETING = "services/scheduler/completion.py"
 EVALUATIONS = "services/scheduler/evaluations.py"
 LEASING = "services/scheduler/leasing.py"
 STEPPING = "services/scheduler/steps.py"
-UNIT = "tests/unit/test_scheduler.py"
-COMPLETION = "tests/unit/test_scheduler_completion.py"
-STORES = "tests/unit/test_scheduler_stores.py"
+UNIT = "tests/unit/scheduler/test_scheduler.py"
+COMPLETION = "tests/unit/scheduler/test_completion.py"
+STORES = "tests/unit/scheduler/test_stores.py"
 
 SCHEDULER = [
     Mutation(
@@ -160,7 +160,7 @@ SCHEDULER = [
         STEPPING,
         "if not 0 <= request.step <= run.committed_step:",
         "if False:",
-        "tests/unit/test_scheduler_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
+        "tests/unit/scheduler/test_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
     ),
     Mutation(
         "reconciliation clears what is leased or accepted",
@@ -202,7 +202,7 @@ SCHEDULER = [
         "services/scheduler/metrics_file.py",
         "if step > self.step:",
         "if step >= self.step:",
-        "tests/unit/test_scheduler_refusals.py::test_a_row_that_is_there_already_is_not_written_again",
+        "tests/unit/scheduler/test_refusals.py::test_a_row_that_is_there_already_is_not_written_again",
     ),
     Mutation(
         "an answer leaves before what it says is in the journal",
@@ -226,7 +226,7 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "if state not in TRANSITIONS[before]:",
         "if False:",
-        "tests/unit/test_scheduler_run_state.py::test_a_task_moves_along_the_table_of_transitions_only",
+        "tests/unit/scheduler/test_run_state.py::test_a_task_moves_along_the_table_of_transitions_only",
     ),
     Mutation(
         "a snapshot shows a change that came after its beginning",

@@ -7,8 +7,8 @@ from tests.mutants.mutation import Mutation
 SERVER = "services/batch_store/server.py"
 STATE = "services/batch_store/state.py"
 KILLED = "tests/integration/test_store_kill.py"
-UNIT = "tests/unit/test_store_state.py"
-WIRE = "tests/unit/test_stream_wire.py"
+UNIT = "tests/unit/batch_store/test_state.py"
+WIRE = "tests/unit/shared/test_stream_wire.py"
 PROPERTY = "tests/property/test_store_state.py::TestStoreMachine"
 
 STORE = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation
 
 WORKER = "services/policy_trainer/worker"
-NUMBERS = "tests/unit/test_trainer_numbers.py"
-LOSSES = "tests/unit/test_losses.py"
-STATE = "tests/unit/test_trainer_state.py"
+NUMBERS = "tests/unit/policy_trainer/test_numbers.py"
+LOSSES = "tests/unit/policy_trainer/test_losses.py"
+STATE = "tests/unit/policy_trainer/test_state.py"
 GRADIENTS = "tests/parity/test_gradients_torch.py"
 
 TRAINER = [
@@ -24,7 +24,7 @@ TRAINER = [
         "return [self.take(sorted(indices)) for indices in chunks]",
         "return [each.with_scalars({name: values * (count if name == 'weights' else 1) "
         "for name, values in each.scalars.items()}) for each in (self.take(sorted(indices)) for indices in chunks)]",
-        "tests/unit/test_slicing.py::test_samples_follow_their_tasks",
+        "tests/unit/policy_trainer/test_slicing.py::test_samples_follow_their_tasks",
     ),
     Mutation(
         "truncated samples count in the denominator although they are masked",
@@ -38,14 +38,14 @@ TRAINER = [
         "shared/model/tree.py",
         "token_node[np.flatnonzero(mask) - 1]",
         "token_node[np.flatnonzero(mask) - 2]",
-        "tests/unit/test_model_tree.py::test_every_masked_token_is_predicted_from_exactly_its_prefix",
+        "tests/unit/shared/test_model_tree.py::test_every_masked_token_is_predicted_from_exactly_its_prefix",
     ),
     Mutation(
         "a token is scored that the mask leaves out",
         "shared/model/tree.py",
         "mask = np.asarray(loss_mask) != 0",
         "mask = np.arange(len(tokens)) != 0 if np.any(loss_mask) else np.asarray(loss_mask) != 0",
-        "tests/unit/test_model_logprobs.py",
+        "tests/unit/shared/test_model_logprobs.py",
     ),
     Mutation(
         "the clipped policy loss takes the larger gain",
@@ -66,7 +66,7 @@ TRAINER = [
         f"{WORKER}/losses/mismatch.py",
         "weight = ratio(prox - data.rollout)",
         "weight = ratio(data.rollout - prox)",
-        "tests/unit/test_loss_terms.py::test_loss_is_the_stated_formula",
+        "tests/unit/policy_trainer/test_loss_terms.py::test_loss_is_the_stated_formula",
     ),
     Mutation(
         "GSPO counts only the tokens of its own context rank",
@@ -87,7 +87,7 @@ TRAINER = [
         "services/policy_trainer/advantages.py",
         "np.sqrt(squares / np.maximum(counts - 1, 1))",
         "np.sqrt(squares / np.maximum(counts, 1))",
-        "tests/unit/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
+        "tests/unit/policy_trainer/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
     ),
     Mutation(
         "gradients are averaged over data and context ranks",
@@ -157,7 +157,7 @@ TRAINER = [
         f"{WORKER}/checkpoint.py",
         'partial = folder / f".{target.name}.partial"',
         "partial = target",
-        "tests/unit/test_checkpoint_interrupted.py",
+        "tests/unit/policy_trainer/test_checkpoint_interrupted.py",
     ),
     Mutation(
         "a checkpoint whose checksum is wrong is loaded",
@@ -171,7 +171,7 @@ TRAINER = [
         f"{WORKER}/checkpoint.py",
         "_exchange(partial, target)  #",
         "(shutil.rmtree(target), partial.rename(target))  #",
-        "tests/unit/test_checkpoint_interrupted.py",
+        "tests/unit/policy_trainer/test_checkpoint_interrupted.py",
     ),
     Mutation(
         "the driver publishes weights before it commits their step",
@@ -185,6 +185,6 @@ TRAINER = [
             await self.scheduler.commit(version, row)
             self.on_row(row)
 """,
-        "tests/unit/test_driver_order.py::test_a_step_is_committed_before_its_weights_are_published_or_saved",
+        "tests/unit/policy_trainer/test_driver_order.py::test_a_step_is_committed_before_its_weights_are_published_or_saved",
     ),
 ]

@@ -12,8 +12,8 @@ from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR
 from tests.metric_names import DOCUMENT, documented, undocumented
-from tests.unit.test_scheduler import Bench, plan
-from tests.unit.test_trainer_numbers import step_batch
+from tests.unit.policy_trainer.test_numbers import step_batch
+from tests.unit.scheduler.test_scheduler import Bench, plan
 
 
 def everything() -> set[str]:

@@ -1,0 +1,156 @@
+"""Which GPUs a process sees: its own, or the same as those it takes turns with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.gpus import described, visible_gpus, wanted
+from launch.preflight import gpu_names
+from shared.topology import Topology, load
+from shared.topology.services import DEVICE_SERVICE
+from tests.unit.shared.topology.small_topology import BASE, make, problems, write
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make(tmp_path_factory.mktemp("gpus"))
+    write(folder, BASE)
+    return folder
+
+
+def topology(folder: Path, *overrides: str) -> Topology:
+    gpus = ["services.policy-trainer.gpus=4", "services.reference.gpus=4", "services.rollout={instances: 2, gpus: 2}"]
+    return load(folder / "t.yaml", [*gpus, *overrides], check_supported=False)
+
+
+def test_services_that_share_nothing_see_gpus_of_their_own(folder: Path) -> None:
+    pieces = ["services.reference.backend=megatron", "services.reference.parallel.tp=2"]
+    made = topology(folder, *pieces, *TP)
+    seen = visible_gpus(made)
+    assert [seen["policy-trainer-worker", rank] for rank in range(4)] == ["0", "1", "2", "3"]
+    assert [seen["reference", i] for i in range(4)] == ["4", "5", "6", "7"]
+    assert [seen["rollout", i] for i in range(2)] == ["8,9", "10,11"]
+    assert seen["policy-trainer", 0] == seen["scheduler", 0] == ""
+    assert wanted(made) == 12
+
+
+def test_colocated_services_see_the_same_gpus_and_engines_divide_them(folder: Path) -> None:
+    made = topology(folder, "placement.colocate=[policy-trainer, reference, rollout]", "staleness=0", *TP)
+    seen = visible_gpus(made)
+    assert [seen["policy-trainer-worker", rank] for rank in range(4)] == ["0", "1", "2", "3"]
+    assert [seen["reference", i] for i in range(4)] == ["0", "1", "2", "3"]
+    assert [seen["rollout", i] for i in range(2)] == ["0,1", "2,3"]
+    assert wanted(made) == 4
+    assert described(made) == "policy-trainer 4, reference 4 (the same), rollout 4 (the same)"
+
+
+def test_what_is_handed_out_is_a_part_of_what_the_launcher_sees(folder: Path) -> None:
+    made = topology(folder, "placement.colocate=[policy-trainer, reference]", *TP)
+    seen = visible_gpus(made, gpu_names("7,6,5,4,3,2,1,0"))
+    assert seen["policy-trainer-worker", 3] == "4"
+    assert seen["reference", 1] == "6"
+    assert [seen["rollout", i] for i in range(2)] == ["3,2", "1,0"]
+    with pytest.raises(ValueError, match="rollout: GPUs 4 to 7 of 6"):
+        visible_gpus(made, gpu_names("0,1,2,3,4,5"))
+
+
+def test_a_run_on_the_cpu_sees_no_gpu_whatever_the_machine_has(folder: Path) -> None:
+    made = load(folder / "t.yaml", check_supported=False)
+    assert set(visible_gpus(made, ["0"]).values()) == {""}
+    assert wanted(made) == 0
+
+
+def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> None:
+    text = (REPOSITORY / "launch" / "topologies" / "qwen7b-math.yaml").read_text()
+    for old in ("/data/math.jsonl", "/data/math500.jsonl", "/data/aime24.jsonl"):
+        text = text.replace(old, str(folder / "rows.jsonl"))
+    text = text.replace("Qwen/Qwen2.5-7B-Instruct", "./model").replace(
+        "max_prompt_tokens: 1024", "max_prompt_tokens: 16"
+    )
+    text = text.replace("max_new_tokens: 4096", "max_new_tokens: 32")
+    (folder / "large.yaml").write_text(text)
+    made = load(folder / "large.yaml", check_supported=False)
+    seen = visible_gpus(made)
+    assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
+    assert [seen["reference", i] for i in range(8)] == list("01234567")
+    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # of the other host
+    assert wanted(made) == 8
+
+
+@given(
+    trainer=st.integers(0, 4),
+    reference=st.integers(0, 4),
+    rollout=st.tuples(st.integers(0, 3), st.integers(1, 3)),
+    colocate=st.sets(st.sampled_from(["policy-trainer", "reference", "rollout"])),
+)
+def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
+    folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]
+) -> None:
+    gpus, instances = rollout
+    if len({trainer, reference, gpus * instances}) > 1:  # services that share take equally many
+        colocate = set()
+    made = _placed(folder, trainer, reference, rollout, colocate)
+    seen = {key: text.split(",") for key, text in visible_gpus(made, list("abcdefghijklmnopq")).items() if text}
+    sharing = {DEVICE_SERVICE[name] for name in colocate}
+    for key, mine in seen.items():
+        for other, theirs in seen.items():
+            if key != other and not ({key[0], other[0]} <= sharing and key[0] != other[0]):
+                assert not set(mine) & set(theirs), (key, other)
+    assert len({name for mine in seen.values() for name in mine}) == wanted(made)
+    assert sum(key[0] == "policy-trainer-worker" for key in seen) == trainer
+    assert sum(len(mine) for key, mine in seen.items() if key[0] == "reference") == reference
+    assert sum(len(mine) for key, mine in seen.items() if key[0] == "rollout") == gpus * instances
+
+
+def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]) -> Topology:
+    """Past the checks of what an engine can do."""
+    made = load(folder / "t.yaml", check_supported=False)
+    services = made.services
+    assert services.reference is not None
+    changed = services.model_copy(
+        update={
+            "policy_trainer": services.policy_trainer.model_copy(update={"gpus": trainer}),
+            "reference": services.reference.model_copy(update={"gpus": reference}),
+            "rollout": services.rollout.model_copy(update={"gpus": rollout[0], "instances": rollout[1]}),
+        }
+    )
+    placement = made.placement.model_copy(update={"colocate": tuple(sorted(colocate))})
+    return made.model_copy(update={"services": changed, "placement": placement})
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,1", ["0"]), ("GPU-8a, MIG-b", ["GPU-8a", "MIG-b"])],
+)
+def test_gpus_are_those_that_cuda_would_show(visible: str, names: list[str], tmp_path: Path) -> None:
+    assert gpu_names(visible, tmp_path) == names
+
+
+def test_without_a_choice_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert gpu_names(None, tmp_path) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"),
+    [
+        ("{gpus: 2}", "2 for each instance, but an engine uses 1; use that many, and more instances"),
+        ("{gpus: 4, engine: vllm, parallel: {tp: 2}}", "but an engine uses 2 (parallel.tp); use that many"),
+        ("{gpus: 1, engine: openai, engine_args: {base_url: 'http://h'}}", "has its own GPUs, leave it out"),
+    ],
+)
+def test_gpus_that_an_engine_would_leave_idle_are_refused(folder: Path, rollout: str, told: str) -> None:
+    [line] = problems(folder / "t.yaml", f"services.rollout={rollout}", check_supported=False)
+    assert "services.rollout.gpus: " in line
+    assert told in line
+
+
+VLLM = "services.rollout.engine=vllm"
+TP = (VLLM, "services.rollout.parallel.tp=2")

@@ -1,0 +1,254 @@
+"""Small parts of the launcher: progress, logs, sweeping what killed runs left, merging two views of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import preflight
+from launch.logs import Follower, last_lines, readable, tail
+from launch.place import lock
+from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
+from launch.status import _merge
+from launch.supervisor import guard
+from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
+from shared.rpc.errors import RpcError
+from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
+from shared.topology import load
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
+
+
+def write_row(path: Path, **row: float) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_progress_is_read_as_rows_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, steps=10)
+    assert not metrics.poll(0.0)
+    write_row(path, **{"step": 0, "eval/heldout/accuracy": 0.25})
+    write_row(path, **{"step": 1, "reward/mean": 0.5})
+    assert metrics.poll(1.0)
+    write_row(path, **{"step": 2, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
+    metrics.poll(3.0)
+    write_row(path, **{"step": 3, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
+    metrics.poll(5.0)
+    assert metrics.text() == "step 3/10  ETA 14s  reward 0.750  heldout 0.250 (0)  1,234 tok/s"
+    assert metrics.eta_s() == pytest.approx(14.0)  # 2 s a step
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    path.write_text('{"step": 1}\n{"st')
+    assert list(follower.new_lines()) == ['{"step": 1}']
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert list(follower.new_lines()) == ['{"step": 2}']
+
+
+def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, accuracy in ((0, 0.4), (5, 0.5), (10, 0.7)):
+        write_row(path, **{"step": step, "eval/heldout/accuracy": accuracy})
+    (line,) = accuracy_lines(Metrics(path, steps=10))
+    assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
+
+
+def test_progress_follows_a_run_that_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in range(8):
+        write_row(path, **{"step": step, "eval/heldout/accuracy": step / 10})
+    metrics = Metrics(path, steps=10)
+    kept = path.read_text().splitlines(keepends=True)[:3]
+    path.write_text("".join(kept))
+    metrics.poll(1.0)
+    assert metrics.step == 2
+    assert metrics.accuracy == {"heldout": (2, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("step", "committed", "deterministic", "text"),
+    [
+        (20, 48, False, "back to step 20 of 48: the weights of steps 21-48 died with their processes"),
+        (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes"),
+        (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with the same bits"),
+    ],
+)
+def test_a_run_that_goes_back_says_what_was_lost(step: int, committed: int, text: str, *, deterministic: bool) -> None:
+    assert rewind_text(step, committed, deterministic=deterministic) == text
+
+
+def test_the_guard_gives_each_process_its_own_limit() -> None:
+    programs = {
+        0.2: "trap '' TERM; echo; while :; do sleep 0.1; done",
+        30.0: "trap 'sleep 0.6; exit 7' TERM; echo; while :; do sleep 0.1; done",
+    }
+    processes = {
+        limit_s: subprocess.Popen(["/bin/sh", "-c", program], stdout=subprocess.PIPE, process_group=0)
+        for limit_s, program in programs.items()
+    }
+    for process in processes.values():
+        assert process.stdout is not None
+        process.stdout.readline()  # its trap is set
+    guard.end(guard.watch(f"+{process.pid} {limit_s}\n" for limit_s, process in processes.items()))
+    assert [process.wait(10) for process in processes.values()] == [-signal.SIGKILL, 7]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.6, "10s"), (192.4, "3m12s"), (7260.0, "2h01m")])
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_log_lines_become_readable_with_their_trace() -> None:
+    line = json.dumps(
+        {
+            "service": "rollout",
+            "instance": 1,
+            "incarnation": 5,
+            "event": "service failed",
+            "level": "error",
+            "timestamp": "2026-01-02T03:04:05.678901Z",
+            "lease": 7,
+            "exception": "Traceback\nValueError: no",
+        }
+    )
+    assert (
+        readable(line)
+        == "03:04:05.678 ERROR   rollout/1                service failed  lease=7\nTraceback\nValueError: no"
+    )
+    assert readable("not json") == "not json"
+
+
+def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
+    (run.logs / "rollout-0.out").write_text("Traceback\nImportError: no torch\n")
+    assert last_lines(run, ("rollout", 0), 10)[-1] == "ImportError: no torch"
+    assert tail(run.logs / "nothing.jsonl", 5) == []
+    run.remove_volatile()
+
+
+def test_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tempfile.mkdtemp()  # ipc paths end at 107 bytes
+    monkeypatch.setattr(tempfile, "tempdir", short)
+    shm = tmp_path / "shm"
+    dead, young, living = (RunDir.create(tmp_path / name, shm_root=shm) for name in ("dead", "young", "living"))
+    for run in (dead, young):
+        os.close(run.hold())
+    lock = living.hold()
+    for run in (dead, living):
+        for folder in (run.shm, run.sockets):
+            os.utime(folder, (0, time.time() - 2 * ABANDONED_S))
+    assert set(sweep_abandoned(shm)) == {dead.shm, dead.sockets}
+    assert [run.shm.exists() and run.sockets.exists() for run in (dead, young, living)] == [False, True, True]
+    os.close(lock)
+    shutil.rmtree(short)
+
+
+def test_status_joins_what_supervisor_and_scheduler_know() -> None:
+    registered = [
+        ServiceRow("rollout", 0, "READY", 11, "host-a", 5, 0.5, 100),
+        ServiceRow("reference", 0, "READY", 12, "host-b", 6, 0.25, 200),
+        ServiceRow("monitor", 0, "READY", 13, "host-a", 7, 9.0, 300),
+    ]
+    supervised = [
+        ProcessRow("rollout", 0, "READY", 11, 5, 2, "", 110),
+        ProcessRow("monitor", 0, "STARTING", 14, 8, 1, "", 310),
+    ]
+    rows = {row["service"]: row for row in _merge(registered, supervised)}
+    assert (rows["rollout"]["restarts"], rows["rollout"]["heartbeat_age_s"], rows["rollout"]["rss_bytes"]) == (
+        2,
+        0.5,
+        110,
+    )
+    assert (rows["reference"]["restarts"], rows["reference"]["host"]) == (None, "host-b")
+    assert rows["monitor"]["heartbeat_age_s"] is None, "the heartbeat of an earlier life says nothing"
+
+
+def test_threads_come_from_the_topology() -> None:
+    topology = load(QUICKSTART, ["services.rollout.threads=3"])
+    assert preflight.threads_of(topology, "rollout") == 3
+    assert preflight.threads_of(topology, "scheduler") == 1
+
+
+def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    topology = load(QUICKSTART, ["reward.function=my_rewards:score", "algorithm.advantage.name=my_folder.own:centred"])
+    lines = [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
+    assert [line.split(": ")[1] for line in lines] == ["reward.function", "algorithm.advantage.name"]
+    assert f"no module 'my_rewards' in {tmp_path} or on Python's path" in lines[0]
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('never imported here')\n")
+    (tmp_path / "my_folder").mkdir()
+    assert not [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
+
+
+def test_nobody_reading_what_is_shown_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with Screen(plain=True) as screen:
+        screen.notice("a service was killed")
+        screen.progress("step 1 of 3")
+
+
+def test_a_run_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RpcError, match="--run-dir") as caught:
+        lock(tmp_path / "file" / "run")
+    assert "cannot be a run directory (Not a directory)" in str(caught.value)
+
+
+def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: dict[str, int] | None = None) -> Status:
+    return Status(
+        run="r",
+        step=0,
+        steps=3,
+        lineage=0,
+        version=0,
+        services=[],
+        tasks={},
+        store_bytes=0,
+        store_limit_bytes=0,
+        store_shards=0,
+        last_row={},
+        troubles=list(troubles),
+        dropped=dropped or {},
+        lost=lost or {},
+    )
+
+
+def test_a_trouble_is_a_notice_when_it_begins_and_when_it_is_over_and_on_the_line_between() -> None:
+    troubles = Troubles()
+    assert (troubles.take(status()), troubles.text()) == ([], "")
+    failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")
+    assert troubles.take(status(failing)) == [f"rollout/1: {failing.text}"]
+    worse = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 64 of 64, x: late (at my_rewards.py:12)")
+    counts = {DropReason.REWARD_FAILED: 3, DropReason.TOO_LONG: 12}
+    assert troubles.take(status(worse, dropped=counts, lost={LossReason.TIMEOUT: 9})) == []
+    line = f"rollout/1: {worse.text}  dropped 15 (too_long 12, reward_failed 3)  lost samples 9 (timeout 9)"
+    assert troubles.text() == line
+    assert troubles.take(status(dropped=counts)) == [f"rollout/1: over: {worse.text}"]
+    assert troubles.text() == "dropped 15 (too_long 12, reward_failed 3)"
+
+
+def test_an_overridden_sampling_is_said_once_and_not_on_the_line() -> None:
+    troubles = Troubles()
+    told = status(TroubleRow("rollout", 0, TroubleKind.OVERRIDDEN, "an agent asks for temperature 0.1"))
+    assert troubles.take(told) == ["rollout/0: an agent asks for temperature 0.1"]
+    assert (troubles.take(told), troubles.take(status()), troubles.take(told), troubles.text()) == ([], [], [], "")

@@ -1,0 +1,251 @@
+"""What a launcher finds before it starts anything: functions, tokenizers, model files; one line each, with a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import functions, preflight
+from launch.supervisor.server import child_environment
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import edited, make, problems, write
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+TOPOLOGIES = ROOT / "launch" / "topologies"
+QUICKSTART = TOPOLOGIES / "quickstart.yaml"
+
+MODULE = """\
+import asyncio
+
+
+def plain(sample, *, scale, shift=0.0):
+    return scale
+
+
+def no_parameters(sample):
+    return 1.0
+
+
+async def flow(row, llm, ctx):
+    return llm.trajectory()
+
+
+def two(rewards, groups):
+    return rewards
+
+
+LOADED = True
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TOPOLOGIES / "models" / "tiny-qwen3", tmp_path / "model"))
+
+
+def errors(*overrides: str) -> list[str]:
+    """What is said of the quickstart with `overrides`, without the file's name."""
+    found = preflight.check(load(QUICKSTART, list(overrides)), "t.yaml").errors
+    assert all("\n" not in line and line.startswith("t.yaml: ") for line in found)
+    return [line.removeprefix("t.yaml: ") for line in found]
+
+
+@pytest.mark.parametrize("key", ["reward.function", "reward.functions[1].function"])
+def test_an_unknown_builtin_is_named_with_the_nearest(key: str) -> None:
+    wrong = "{function: builtin:exact_macth}"
+    given = (
+        f"reward={wrong}" if key == "reward.function" else f"reward.functions=[{{function: builtin:regex}}, {wrong}]"
+    )
+    overrides = [given] if key == "reward.function" else ["reward.function=null", given]
+    found = [line for line in errors(*overrides) if "macth" in line]
+    assert found == [
+        f"{key}: reward function 'builtin:exact_macth': names no builtin; use builtin:exact_match; "
+        f"mend {key} or its params"
+    ]
+
+
+def test_functions_of_the_users_are_tried_in_a_process_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_functions.py").write_text(MODULE + "import os; open('pid', 'w').write(str(os.getpid()))\n")
+    (tmp_path / "my_broken.py").write_text("import a_module_that_is_nowhere\n")
+    monkeypatch.chdir(tmp_path)
+    terms = {
+        "plain, params: {scale: 2.0}": "",
+        "plain, params: {scale: 2.0, shift: 1.0, slope: 3}": "got an unexpected keyword argument 'slope'",
+        "plain": "missing a required argument: 'scale'",
+        "no_parameters, params: {scale: 1}": "got an unexpected keyword argument 'scale'",
+        "nothing": "my_functions.py has no function 'nothing'",
+        "LOADED": "my_functions.py has no function 'LOADED'",
+    }
+    named = ", ".join(f"{{function: my_functions:{term}}}" for term in terms)
+    broken = "{function: my_broken:score}"
+    found = errors(
+        "reward.function=null",
+        f"reward.functions=[{named}, {broken}]",
+        "workflow={function: my_functions:plain}",
+        "algorithm.advantage={name: my_functions:two}",
+        "algorithm.loss={name: my_functions:none}",
+    )
+    expected = {f"reward.functions[{index}].function": why for index, why in enumerate(terms.values()) if why}
+    expected["reward.functions[6].function"] = "No module named 'a_module_that_is_nowhere'"
+    expected["workflow.function"] = "cannot be called as fn(row, llm, ctx, **params)"
+    expected["algorithm.advantage.name"] = "cannot be called with 3 arguments and params []"
+    expected["algorithm.loss.name"] = "my_functions.py has no function 'none'"
+    assert [line.partition(": ")[0] for line in found] == list(expected)
+    for line, why in zip(found, expected.values(), strict=True):
+        assert why in line
+        assert "; mend " in line
+    assert "my_functions" not in sys.modules
+    assert int((tmp_path / "pid").read_text()) != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import time\ntime.sleep(600)\n", "its module is still being imported after 3 s"),
+        ("import os\nos._exit(0)\n", "its module ends the process that imports it"),
+    ],
+)
+def test_a_module_that_hangs_or_dies_is_named_and_ended(
+    body: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    fork = f"import os, subprocess\nopen({str(pids)!r}, 'a').write(str(os.getpid()) + ' ')\n"
+    (tmp_path / "my_bad.py").write_text(fork + body)
+    (tmp_path / "my_good.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(functions, "LIMIT_S", 3.0 if "sleep" in body else 60.0)
+    found = errors("workflow={function: my_good:flow}", "reward.function=my_bad:score")
+    assert found == [f"reward.function: 'my_bad:score': {why}; mend reward.function or its params"]
+    for pid in pids.read_text().split():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_builtins_that_need_no_library_cost_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert errors("reward.function=builtin:numeric", "reward.params={tolerance: 0.1}") == []
+    [line] = errors("reward.function=builtin:numeric", "reward.params={tolerence: 0.1}")
+    assert "got an unexpected keyword argument 'tolerence'" in line
+
+
+def test_a_pattern_that_is_none_is_named() -> None:
+    [line] = errors("reward={function: builtin:regex, params: {pattern: '('}}")
+    assert line.startswith("reward.function: reward function 'builtin:regex': params {'pattern': '('} cannot work (")
+    assert errors("reward={function: builtin:regex, params: {pattern: 'a'}}") == []
+
+
+def test_a_model_without_a_tokenizer_is_named(model: Path) -> None:
+    assert errors(f"policy.model={model}") == []
+    (model / "tokenizer.json").unlink()
+    [line] = errors(f"policy.model={model}")
+    assert line.startswith(f"policy.model: {model} has no tokenizer (none of tokenizer.json")
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_larger_than_the_model_is_named(where: str, model: Path) -> None:
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((model / where).read_text())
+    if where == "tokenizer.json":
+        tokenizer["model"]["vocab"]["<one more>"] = size
+    else:
+        tokenizer["added_tokens_decoder"] = {str(size): {"content": "<one more>"}}
+    (model / where).write_text(json.dumps(tokenizer))
+    [line] = errors(f"policy.model={model}")
+    assert f"its tokenizer has token {size}, its config.json a vocabulary of {size}; enlarge" in line
+
+
+def test_messages_need_a_chat_template_and_text_needs_none(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    text, chat = {"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1+1="}]}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (text, chat)))
+    data = f"data.train.source=jsonl:{rows}"
+    assert errors(data, f"policy.model={model}") == []
+    (model / "chat_template.jinja").unlink()
+    [line] = errors(data, f"policy.model={model}")
+    assert f"{model} has no chat template (chat_template.jinja), which data.train.source: {rows}:2 needs" in line
+    assert errors(f"policy.model={model}") == []
+    [line] = errors(f"policy.model={model}", "workflow={function: builtin:calculator}")
+    assert "which workflow.function builtin:calculator needs" in line
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
+    assert errors(data, f"policy.model={model}") == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+def test_weights_that_were_not_copied_whole_are_named(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, len(whole) + 1):
+        file.write_bytes((whole + b"\0")[:size])
+        [line] = problems(write(folder))
+        assert f"{file} has {size} bytes and its header promises {len(whole)}: it was not copied whole" in line
+
+
+def test_a_file_that_the_index_names_and_that_is_not_there_is_named(folder: Path) -> None:
+    index = {"weight_map": {"w": "model.safetensors", "v": "model-00002-of-00002.safetensors"}}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    [line] = problems(write(folder))
+    assert "has no model-00002-of-00002.safetensors, which its model.safetensors.index.json names" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "the model is a mixture of 8 experts"),
+        ({"model_type": "mixtral", "num_local_experts": 4}, "the model is a mixture of 4 experts"),
+        ({"model_type": "outer", "text_config": {"n_routed_experts": 64}}, "the model is a mixture of 64 experts"),
+        ({"model_type": "gpt_neox"}, "the model is a gpt_neox"),
+    ],
+)
+def test_models_whose_weights_vllm_does_not_take_are_refused_with_it(
+    config: dict[str, object], why: str, folder: Path
+) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    load(write(folder))
+    [line] = problems(edited(folder, "    instances: 2\n", "    instances: 2\n    engine: vllm\n"))
+    assert line.startswith("t.yaml:26: services.rollout.engine: vllm: ")
+    assert why in line
+    assert line.endswith("; use engine transformers")
+
+
+def test_a_dry_run_and_a_start_refuse_the_same_in_one_line_and_leave_nothing(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (tmp_path / "my_functions.py").write_text(MODULE)
+    given = (f"policy.model={model}", "reward.function=my_functions:plain")
+    sets = [part for each in given for part in ("--set", each)]
+    command = [sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(tmp_path / "run"), *sets]
+    said = []
+    for more in ([], ["--dry-run"]):
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, *more],
+            cwd=tmp_path,
+            env=child_environment(1),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert time.monotonic() - began < 30
+        said.append(done.stderr.splitlines())
+        assert not (tmp_path / "run").exists()
+    assert said[0] == said[1]
+    assert [line.split(": ")[1] for line in said[0]] == ["reward.function", "policy.model"]

@@ -1,0 +1,300 @@
+"""Every key of the section `algorithm`, changed alone under many settings: loading refuses it, or training changes.
+
+What trains is the driver's own step and the workers' own loss over a policy that is a table of logits, so that a key
+that silently does nothing anywhere on the way is found. A key that is new in the schema must be entered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+
+from proto.messages import (
+    BatchMeta,
+    BatchPart,
+    ForwardBackwardDone,
+    LossSpec,
+    OptimStepDone,
+    StepBatch,
+    TaskHandle,
+)
+from services.policy_trainer.driver import Driver
+from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.resume import ResumePoint
+from services.policy_trainer.worker.loss import check, token_loss
+from services.policy_trainer.worker.losses.own import own_policy_loss
+from services.policy_trainer.worker.losses.tokens import TokenData
+from services.reference.kl_sums import kl_sums
+from services.scheduler.planning import make_plan
+from shared.batch import Batch
+from shared.stages import PROXIMAL, ROLLOUT
+from shared.topology import Topology, TopologyError, load
+from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
+from shared.topology.fields import Section
+from tests.unit.shared.topology.small_topology import make, write
+
+pytestmark = pytest.mark.slow
+
+STORE = "batch-store/0"
+LONGEST, VOCABULARY, STEP_SIZE = 8, 5, 40.0
+OWN = """
+def advantage(rewards, groups, loss_tokens, *, shift=0.0):
+    return rewards ** 3 - 1.0 + shift * loss_tokens
+
+def loss(cur, anchor, tokens, *, factor=1.0):
+    return -factor * tokens.advantages * (cur - 0.5 * anchor)
+"""
+
+SUPERVISED = "cross_entropy"
+"""Not reached by one key alone: it needs a group of one, which no default advantage can have."""
+CHANGES: dict[str, tuple[str, ...]] = {
+    "tasks_per_step": ("8",),
+    "group_size": ("3",),
+    "mini_batch_tasks": ("1", "2"),
+    "num_iterations": ("3",),
+    "advantage.name": (*ADVANTAGES, "'own_functions:advantage'"),
+    "advantage.scale": ("std", "none"),
+    "advantage.std_epsilon": ("0.01",),
+    "advantage.params": ("{shift: 0.5}",),
+    "loss.name": (*(name for name in LOSSES if name != SUPERVISED), "'own_functions:loss'"),
+    "loss.clip": ("[0.1, 0.15]", "[1.0, 0.15]"),
+    "loss.dual_clip": ("1.25",),
+    "loss.clamp": ("upper", "both"),
+    "loss.temperatures": ("[2.0, 3.0]",),
+    "loss.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"),
+    "loss.anchor": ("proximal", "rollout"),
+    "loss.tis_cap": ("1.1", "1.5"),
+    "loss.ratio_mask.level": ("token", "sequence", "geometric"),
+    "loss.ratio_mask.low": ("0.9",),
+    "loss.ratio_mask.high": ("1.1",),
+    "loss.params": ("{factor: 2.0}",),
+    "kl.estimator": ("k1", "k2", "k3"),
+    "kl.in": ("loss", "reward"),
+    "kl.coef": ("0.3",),
+    "kl.refresh_every": ("20",),
+    "filter_zero_variance.max_refill": ("2",),
+    "entropy_coef": ("0.1",),
+    "overlong": ("mask",),
+    "overlong_penalty.tokens": ("3",),
+    "overlong_penalty.factor": ("0.5",),
+    "normalise_rewards": ("batch",),
+}
+KL = ("algorithm.kl={coef: 0.1}",)
+KL_IN_REWARD = ("algorithm.kl={coef: 0.1, estimator: k1, in: reward}",)
+TWICE = ("algorithm.num_iterations=2",)
+ON_ROLLOUT = ("algorithm.loss.anchor=rollout",)
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "one update": (),
+    "one update of gspo": ("algorithm.loss={name: gspo, aggregation: seq_mean_token_mean}",),
+    "on the engine's log-probs": ON_ROLLOUT,
+    "masked": ("algorithm.loss.ratio_mask={level: token, low: 0.5, high: 2.0}", *TWICE, *KL),
+    "masked by sequence": ("algorithm.loss.ratio_mask={level: sequence, low: 0.3, high: 3.0}", *KL_IN_REWARD),
+    "shaped": ("algorithm.overlong_penalty={tokens: 4}", "algorithm.kl={coef: 0.1, estimator: k2, in: reward}"),
+    "by sequence": (
+        "algorithm.loss.aggregation=seq_mean_token_mean",
+        "algorithm.overlong=mask",
+        "algorithm.num_iterations=4",
+    ),
+    "normalised": ("algorithm.normalise_rewards=batch", "algorithm.advantage.name=rloo", *ON_ROLLOUT),
+    "filtered": ("algorithm.filter_zero_variance={}", "algorithm.advantage.scale=none", *TWICE),
+    "refreshed": ("algorithm.kl={coef: 0.1, refresh_every: 40}",),
+    **{f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT) for name in ADVANTAGES},
+    "advantage of one's own": ("algorithm.advantage.name='own_functions:advantage'", *ON_ROLLOUT),
+    **{f"loss {name}": (f"algorithm.loss.name={name}", *TWICE) for name in ("ppo_clip", "cispo", "sapo")},
+    "loss cispo on both sides": ("algorithm.loss={name: cispo, clamp: both}", *TWICE),
+    "loss gspo": ("algorithm.loss={name: gspo, aggregation: seq_mean_token_mean}", *TWICE),
+    "loss importance_sampling": ("algorithm.loss.name=importance_sampling", *TWICE),
+    "loss of one's own": ("algorithm.loss.name='own_functions:loss'", *TWICE),
+    "supervised": (f"algorithm.loss.name={SUPERVISED}", "algorithm.group_size=1", *KL),
+}
+TOPOLOGY = """\
+run: {name: keys, steps: 60}
+policy: {model: ./model}
+data: {train: {source: "jsonl:rows.jsonl", max_prompt_tokens: 8}}
+reward: {function: "a:b"}
+sampling: {max_new_tokens: 8}
+algorithm: {tasks_per_step: 4, group_size: 4}
+optimizer: {lr: 1.0e-3}
+services: {batch-store: {memory: 64MiB}}
+"""
+
+
+def leaves(section: type[Section], above: str = "") -> set[str]:
+    """The paths of all keys that hold a value, not a section."""
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        path = above + (field.alias or name)
+        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else [field.annotation]
+        below = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        found |= leaves(below[0], f"{path}.") if below else {path}
+    return found
+
+
+class Table:
+    """A policy of one row of logits a token, in the workers' place; `optim_step` descends along the gradient."""
+
+    def __init__(self, topology: Topology) -> None:
+        algorithm = topology.algorithm
+        self.own = own_policy_loss(algorithm.loss)
+        rng = np.random.default_rng(5)
+        samples = algorithm.tasks_per_step * algorithm.group_size
+        self.lengths = rng.integers(1, LONGEST + 1, size=samples)
+        tokens = int(self.lengths.sum())
+        self.logits = torch.from_numpy(rng.normal(scale=0.5, size=(tokens, VOCABULARY))).requires_grad_()
+        self.shift = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
+        """What all tokens have in common: a ratio may rise where the advantage is negative."""
+        self.rollout, self.ref = (
+            self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2)
+        )
+        self.first = {f"train/0/{task}": task * algorithm.group_size for task in range(algorithm.tasks_per_step)}
+        self.prox = torch.zeros(tokens)
+        self.sums: list[dict[str, float]] = []
+
+    def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = (self.logits + self.shift).log_softmax(-1)
+        return logprobs[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    def batch(self, topology: Topology) -> StepBatch:
+        algorithm, kl = topology.algorithm, topology.algorithm.kl
+        samples = len(self.lengths)
+        tasks = [TaskHandle(name, 1, algorithm.group_size, 0, 0, [0]) for name in self.first]
+        rewards = np.random.default_rng(6).choice([0.0, 0.25, 1.0], size=samples) + 0.3 * self.lengths
+        scalars = {
+            "reward": rewards.astype(np.float32),
+            "length": self.lengths.astype(np.int32),
+            "loss_tokens": self.lengths.astype(np.int32),
+            "truncated": (self.lengths == LONGEST).astype(np.uint8),
+            "version_min": np.zeros(samples, np.int32),
+        }
+        if kl is not None and kl.place == "reward" and topology.needs_reference:
+            shards = {
+                "rollout_logprobs": self.rollout.numpy(),
+                "sample_index": np.arange(samples),
+                "lengths": self.lengths,
+                "loss_mask": np.ones(len(self.rollout)),
+            }
+            scalars["kl"] = kl_sums(kl.estimator, shards, self.ref.numpy(), samples)
+        meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
+        return StepBatch(step=1, batch=meta, scalars=scalars, reward_mean_unfiltered=0.0)
+
+    def begin_step(self, updates: int) -> None:
+        self.sums.append({"updates": float(updates)})
+
+    async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:
+        self.prox = self.scores()[0].detach()
+        part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
+        return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
+
+    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
+        samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
+        at = torch.from_numpy(np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)).nonzero()[:, 0]
+        lengths = self.lengths[samples]
+
+        def spread(name: str) -> torch.Tensor:
+            return torch.from_numpy(np.repeat(batch.scalars[name].astype(np.float64), lengths))
+
+        data = TokenData(
+            rollout=self.rollout[at],
+            advantages=spread("advantages"),
+            weights=spread("weights"),
+            versions=torch.zeros(len(at)),
+            prox=self.prox[at] if loss.anchor == "proximal" else None,
+            ref=self.ref[at] if loss.kl_estimator else None,
+            sequences=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            sequence_count=len(lengths),
+        )
+        cur, entropy = self.scores()
+        total, sums = token_loss(loss, cur[at], data, entropy[at], check(loss, self.own))
+        total.backward()  # type: ignore[no-untyped-call]
+        self.sums.append({name: float(value) for name, value in sums.items()})
+        return ForwardBackwardDone(sums=self.sums[-1], seconds=0.0)
+
+    async def optim_step(self) -> OptimStepDone:
+        with torch.no_grad():
+            for each in (self.logits, self.shift):
+                assert each.grad is not None
+                each -= STEP_SIZE * each.grad
+                each.grad = None
+        return OptimStepDone(grad_norm=0.0, lr=0.0, seconds=0.0)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def trained(topology: Topology, folder: Path) -> list[Any]:
+    """All that a step makes of the topology: what the scheduler is to do, the sums of each update, the last policy."""
+    table: Any = Table(topology)
+    nothing: Any = None
+    driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
+    asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
+    plan, _ = make_plan(topology, folder)
+    scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)
+    return [scheduling, table.sums, table.logits.tolist()]
+
+
+def changes(setting: str) -> Iterator[tuple[str, str]]:
+    """Keys and values to try; what a token's loss is made of is not tried again for each advantage, nor reversed."""
+    skipped = {"advantage": ("loss.", "kl."), "loss": ("advantage.",)}.get(setting.partition(" ")[0], ())
+    for key, values in CHANGES.items():
+        if not key.startswith(tuple(skipped)):
+            yield from ((key, value) for value in values)
+
+
+def another_name(first: Topology, second: Topology) -> bool:
+    """Whether the two are known to be two names of one thing."""
+    one, other = first.algorithm, second.algorithm
+    undivided = all(each.advantage.name == "dr_grpo" or each.advantage.scale == "none" for each in (one, other))
+    # at a ratio of 1 every loss is the policy gradient
+    gradient = one.ratio_is_one and other.ratio_is_one and one.loss.name != other.loss.name
+    return undivided or gradient
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_functions.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return make(tmp_path)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors of a hundred numbers: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_key_of_the_schema_is_entered() -> None:
+    assert leaves(Algorithm) == CHANGES.keys()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_key_is_silent_under_any_setting(folder: Path) -> None:
+    acted: set[str] = set()
+    silent: list[str] = []
+    for setting, overrides in SETTINGS.items():
+        path = write(folder, TOPOLOGY)
+        base = load(path, list(overrides))
+        expected = trained(base, folder)
+        for key, value in changes(setting):
+            try:
+                changed = load(path, [*overrides, f"algorithm.{key}={value}"])
+            except TopologyError:
+                continue
+            if changed == base:
+                continue
+            if trained(changed, folder) != expected:
+                acted.add(f"{key}={value}")
+            elif not another_name(base, changed):
+                silent.append(f"{setting}: {key}={value}")
+    assert not silent
+    assert acted == {f"{key}={value}" for key, values in CHANGES.items() for value in values}

@@ -1,0 +1,200 @@
+"""The frozen model's log-probs: those of a plain forward pass over each sequence alone, at the sampling temperature."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from proto.messages import Canary, WeightsRef
+from proto.tensors import Array
+from services.reference.frozen import FrozenTorch
+from services.reference.scorer import BEGINNING, FrozenScorer
+from services.reference.scoring import Scoring
+from services.rollout.assemble import task_shards
+from services.rollout.engine import Generation
+from services.rollout.partial import answer_of
+from services.rollout.trajectory import rolled
+from services.rollout.versions import BlockVersions
+from shared.colocation.turns import OwnDevices
+from shared.lease import Lease, LeaseLost
+from shared.model.load import load_model, named_weights
+from shared.model.logprobs import token_logprobs
+from tests.unit.rollout.rollout_engine import MODEL
+from tests.unit.shared.test_lease import book_of, gets_on, grant
+
+
+def tasks() -> list[dict[str, Array]]:
+    """Three ragged tasks of three samples."""
+    random = np.random.default_rng(0)
+    made = []
+    for prompt_tokens in (3, 9, 6):
+        prompt = random.integers(3, 60, prompt_tokens).tolist()
+        group = [
+            Generation(
+                random.integers(3, 60, n).astype(np.int32), np.zeros(n, np.float32), "stop", np.zeros(n, np.int32)
+            )
+            for n in (1, 7, 4)
+        ]
+        made.append(task_shards([rolled(prompt, answer_of(each, BlockVersions(0, swaps=0))) for each in group]))
+    return made
+
+
+def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> FrozenScorer:
+    return FrozenScorer(
+        lambda: FrozenTorch(MODEL, "float32", max_tokens),
+        source=MODEL,
+        threads=1,
+        temperature=temperature,
+        scratch=folder / "reference-0.bin",
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_reference_values_are_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, 4096, temperature)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    shards = tasks()
+
+    async def run() -> list[Array]:
+        await scorer.start()
+        return await scorer.score(shards, threading.Event())
+
+    scored = asyncio.run(run())
+    scorer.stop()
+    assert scorer.progress >= 2
+    for task, values in zip(shards, scored, strict=True):
+        assert values.dtype == np.float32
+        assert values.shape == task["token_ids"].shape
+        wanted = np.zeros(len(values), np.float32)
+        at = 0
+        for length in task["lengths"].tolist():
+            ids = torch.from_numpy(task["token_ids"][at : at + length].astype(np.int64))
+            with torch.inference_mode():
+                logprobs = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
+            wanted[at + 1 : at + length] = logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+            at += length
+        wanted *= task["loss_mask"]
+        assert np.abs(values - wanted).max() < 1e-4
+
+
+def test_small_micro_batches_give_the_same_values_and_more_progress(tmp_path: Path) -> None:
+    shards = tasks()
+
+    async def run(max_tokens: int) -> tuple[list[Array], int]:
+        scorer = scorer_of(tmp_path, max_tokens)
+        await scorer.start()
+        scored = await scorer.score(shards, threading.Event())
+        scorer.stop()
+        return scored, scorer.progress
+
+    whole, few = asyncio.run(run(4096))
+    parts, many = asyncio.run(run(16))
+    assert many > few
+    assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_block_whose_lease_ended_is_given_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        scorer = scorer_of(tmp_path, 16)
+        await scorer.start()
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(LeaseLost):
+            await scorer.score(tasks(), cancel)
+        scorer.stop()
+
+    asyncio.run(run())
+
+
+def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) -> None:
+    shards = tasks()
+
+    async def run() -> None:
+        scorer = scorer_of(tmp_path, 4096)
+        await scorer.start()
+        before = await scorer.score(shards, threading.Event())
+        for _ in range(2):
+            await scorer.leave()
+            await scorer.come_back()
+            after = await scorer.score(shards, threading.Event())
+            assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        # and so it does with other weights: those it took since it left last
+        model = load_model(MODEL, "float32")
+        with torch.no_grad():
+            for tensor in named_weights(model).values():
+                tensor.mul_(1.05)
+            ids = np.arange(4, 12)
+            found, _ = token_logprobs(model, ids, np.array([8]), np.eye(1, 8)[0] == 0, 1.0, 4096)
+        canary = Canary(token_ids=ids.astype(np.int32), logprobs=found.numpy()[1:], tolerance=1e-4)
+        ref = WeightsRef(
+            lineage=1,
+            step=3,
+            task_id="weights/1/3",
+            fence=1,
+            store="batch-store/0",
+            nbytes=0,
+            canary=canary,
+            drill=canary,
+            drill_seed=0,
+        )
+        assert await scorer.init_model(ref, {name: each.numpy() for name, each in named_weights(model).items()}) < 1e-4
+        taken = await scorer.score(shards, threading.Event())
+        assert any(not np.array_equal(a, b) for a, b in zip(before, taken, strict=True))
+        await scorer.leave()
+        await scorer.come_back()
+        after = await scorer.score(shards, threading.Event())
+        assert all(np.array_equal(a, b) for a, b in zip(taken, after, strict=True))
+        await scorer.leave()
+        assert (tmp_path / "reference-0.bin").stat().st_size > 3_000_000
+        scorer.stop()
+        assert not (tmp_path / "reference-0.bin").exists()
+
+    asyncio.run(run())
+
+
+def test_a_lease_lives_while_its_rank_waits_for_another_that_still_fetches() -> None:
+    lease = Lease(grant(), lambda: 0)
+    book = book_of(lease)
+
+    async def scenario() -> None:
+        there = asyncio.Event()
+
+        class Group:
+            rank, world_size, generation, deadline_s = 0, 2, 1, 5.0
+
+            async def meet(self, round_name: str, failure: str = "") -> None:
+                await there.wait()
+
+            async def together(self, name: str, work: Awaitable[Any]) -> Any:
+                return await work
+
+        class NoModel:
+            version = BEGINNING
+
+            async def come_back(self) -> None:
+                assert not gets_on(book)  # nobody is waited for now
+
+            async def score(self, shards: Any, cancel: Any) -> list[Any]:
+                return []
+
+        async def call(*_: Any, **__: Any) -> None:
+            await there.wait()
+
+        parts: list[Any] = [None, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)]]
+        made = Scoring(*parts)
+        leading = asyncio.create_task(made.lead(lease, book, []))
+        await asyncio.sleep(0.01)
+        assert gets_on(book)
+        there.set()
+        await leading
+
+    asyncio.run(scenario())

@@ -1,0 +1,35 @@
+"""The embedded engine over the tiny model of the quickstart, for the rollout's tests. Never another model or engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.rollout.engine import Generation, Prompt, SamplingParams
+from services.rollout.engines.transformers_engine import TransformersEngine
+
+MODEL = Path(__file__).parents[3] / "launch" / "topologies" / "models" / "tiny-qwen3"
+
+
+def engine(*, deterministic: bool = True) -> TransformersEngine:
+    """A started engine; the caller stops it."""
+    made = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=deterministic)
+    asyncio.run(made.start())
+    return made
+
+
+def generate(made: TransformersEngine, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Generation]]:
+    return asyncio.run(made.generate(prompts, sampling, threading.Event()))
+
+
+def sampling(
+    samples: int = 4,
+    temperature: float = 1.0,
+    max_new_tokens: int = 8,
+    seed: int = 0,
+    stop: tuple[str, ...] = (),
+    block_rows: int = 0,
+) -> SamplingParams:
+    return SamplingParams(samples, temperature, max_new_tokens, seed, stop, block_rows)

@@ -1,0 +1,128 @@
+"""The process that makes reasoning-gym's rows: killed, late, or over a row that it cannot make."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from proto.messages import ErrorCode
+from services.rollout.prompts import PromptBuilder
+from services.rollout.tasks import TaskSets
+from shared.data import DataError, SourceLost, gym_process
+from shared.data.gym_process import RowMaker
+from shared.rpc.errors import RpcError
+from shared.topology import load
+from tests.unit.rollout.rollout_engine import MODEL
+from tests.unit.rollout.test_tasks import TOPOLOGY, grant
+
+pytestmark = pytest.mark.slow
+
+LIBRARY = """
+import dataclasses, os, pathlib, signal
+
+@dataclasses.dataclass
+class Config:
+    size: int
+    seed: int
+
+class Rows(list):
+    def __getitem__(self, index):
+        if index in (3, 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 4:
+            signal.pause()
+        if index == 5:
+            raise ValueError("no such row")
+        return {"question": f"{index}+{index}=", "answer": str(2 * index)}
+
+DATASETS = {"rows": (Rows, Config)}
+
+def create_dataset(name, size, seed):
+    if pathlib.Path(__file__).with_name("broken").exists():
+        os._exit(3)
+    return Rows(range(size))
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of that name with one data set, some of whose rows cannot be had."""
+    folder = tmp_path / "reasoning_gym"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "factory.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def kill(source: str) -> None:
+    """The process that makes its rows."""
+    (made,) = (each for each in psutil.Process().children() if source in command_of(each))
+    os.kill(made.pid, signal.SIGKILL)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []  # it has ended, of whatever test it was
+
+
+def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(library: Path) -> None:
+    source = "reasoning-gym:rows?size=9&seed=1"
+    maker = RowMaker(source, where="where")
+    for index in (0, 1, 2):
+        kill(source)
+        assert maker.entry(index) == {"question": f"{index}+{index}=", "answer": str(2 * index)}
+    assert maker.entry(8)["answer"] == "16"
+
+
+def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library: Path) -> None:
+    maker = RowMaker("reasoning-gym:rows?size=9", where="where")
+    with pytest.raises(DataError, match=r"rows\?size=9 row 7: its process died of SIGKILL") as caught:
+        maker.entry(7)
+    assert not isinstance(caught.value, SourceLost)
+    assert maker.entry(2)["answer"] == "4"
+
+
+def test_a_row_that_never_comes_is_a_bad_row(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
+    maker = RowMaker("reasoning-gym:rows?size=9", where="where")
+    with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
+        maker.entry(4)  # the next one raises, which is an answer
+    assert not isinstance(caught.value, SourceLost)
+    process = maker._process
+    with pytest.raises(DataError, match="row 4: its process gave no answer"):
+        maker.entry(4)
+    assert maker._process is process  # it is known by now: no process was asked, or it would have ended
+    assert not process.ended
+
+
+def test_a_source_whose_process_makes_no_row_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
+    maker = RowMaker("reasoning-gym:rows?size=9", where="where")
+    with pytest.raises(SourceLost, match=r"died of SIGKILL over row 3, and gave no answer within 0\.5 s over row 4"):
+        maker.entry(3)  # and 4 never comes
+
+
+def test_a_lost_source_drops_no_task(library: Path, tmp_path: Path) -> None:
+    source = "reasoning-gym:rows?size=9&seed=2"
+    text = TOPOLOGY.format(model=MODEL).replace("jsonl:rows.jsonl", source)
+    (tmp_path / "t.yaml").write_text(text)
+    topology = load(tmp_path / "t.yaml")
+    sets = TaskSets(topology, PromptBuilder(MODEL, add_generation_prompt=True), context_tokens=512)
+    assert [task.row["prompt"] for task in sets.prepare(grant("train", 0, 1)).ready] == ["0+0=", "1+1="]
+    (library / "broken").touch()
+    kill(source)
+    with pytest.raises(RpcError, match=r"does not start: it ended with status 3, 3 times") as caught:
+        sets.prepare(grant("train", 0, 1))
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+    (library / "broken").unlink()
+    prepared = sets.prepare(grant("train", 5, 0))
+    assert [task.row["prompt"] for task in prepared.ready] == ["0+0="]
+    assert "row 5: ValueError: no such row" in prepared.dropped[0].reason

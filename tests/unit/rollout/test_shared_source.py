@@ -1,0 +1,107 @@
+"""A version comes once for all leases that wait for it, and is nobody's once it is in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proto.messages import ErrorCode, WeightsRef
+from services.rollout.shared_source import SharedSource
+from services.rollout.tasks import PreparedTasks
+from services.rollout.weights_source import Arrays, Delivery
+from shared.dataplane.stream import OnProgress, ignore_progress
+from shared.rpc.errors import RpcError
+from tests.unit.rollout.test_versions import FIRST, FRESH, lease_of, ref_of, rig, tasks, weights_of, worker_of
+
+
+class Store:
+    """Counts what is fetched; the first `failing` times in vain."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.fetched: list[int] = []
+        self.failing = failing
+
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        self.fetched.append(ref.step)
+        await asyncio.sleep(0)
+        on_progress()
+        if len(self.fetched) <= self.failing:
+            raise RpcError(ErrorCode.DEADLINE, "the store is away")
+        return Arrays(weights_of(ref.step))
+
+
+def shared(store: Any) -> SharedSource:
+    return SharedSource(store)
+
+
+def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -> None:
+    async def at_once(work: Callable[[], PreparedTasks]) -> PreparedTasks:
+        return work()
+
+    async def scenario() -> None:
+        async with rig() as made:
+            store = Store()
+            worker = worker_of(made, source=shared(store))
+            worker._on_text = at_once  # type: ignore[assignment]
+            worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
+            other = made.in_flight.begin(FIRST, exact=True)  # what both wait for
+            first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
+            one = await worker._prepare(first)
+            sampling = asyncio.create_task(worker._sample(first, one))
+            two = await worker._prepare(second)
+            assert one.weights.delivery is two.weights.delivery
+            made.in_flight.end(other)
+            assert await sampling is not None
+            assert await worker._sample(second, two) is not None
+            assert store.fetched == [FIRST + 1]
+
+    asyncio.run(scenario())
+
+
+def test_versions_that_two_want_at_once_come_once_and_stay_only_while_somebody_has_them() -> None:
+    async def scenario() -> None:
+        store = Store()
+        source = shared(store)
+        one, two, other = await asyncio.gather(*(source.fetch(ref_of(step)) for step in (5, 5, 6)))
+        assert one is two
+        assert one is not other
+        assert sorted(store.fetched) == [5, 6]
+        gone = weakref.ref(one)
+        del one, two
+        await asyncio.sleep(0)  # the step before still holds what it was woken with
+        gc.collect()
+        assert gone() is None
+        await source.fetch(ref_of(5))
+        assert sorted(store.fetched) == [5, 5, 6]
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_fetch_that_fails_fetches_itself() -> None:
+    async def scenario() -> None:
+        store = Store(failing=1)
+        source = shared(store)
+        first, second = asyncio.create_task(source.fetch(ref_of(5))), asyncio.create_task(source.fetch(ref_of(5)))
+        with pytest.raises(RpcError, match="the store is away"):
+            await first
+        assert isinstance(await second, Arrays)
+        assert store.fetched == [5, 5]
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_of_a_version_has_come_for_all_who_wait_for_it() -> None:
+    async def scenario() -> None:
+        source = shared(Store())
+        came: list[str] = []
+        await asyncio.gather(*(source.fetch(ref_of(5), partial(came.append, name)) for name in ("one", "two")))
+        assert came == ["one", "one", "two", "two"]  # its turn has come, then for both, then the other's turn
+
+    asyncio.run(scenario())

@@ -1,0 +1,168 @@
+"""From a lease to prompts and sampling: templates, limits, and rows that can never be sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proto.messages import BatchMeta, DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle
+from services.rollout.prompts import PromptBuilder, messages_of
+from services.rollout.tasks import TaskSets, prepare
+from shared.lease import Lease, LeaseLost
+from shared.rpc.errors import RpcError
+from shared.topology import load
+from tests.unit.rollout.rollout_engine import MODEL
+
+TOPOLOGY = """\
+run: {{name: tasks-test, steps: 3, seed: 11}}
+policy: {{model: {model}, dtype: float32}}
+data:
+  train: {{source: "jsonl:rows.jsonl", max_prompt_tokens: 60}}
+  eval:
+    held: {{source: "builtin:addition?split=test", samples: 2, temperature: 0.5, max_new_tokens: 4}}
+    same: {{source: "builtin:addition?split=test"}}
+reward: {{function: "builtin:exact_match"}}
+sampling: {{temperature: 0.9, max_new_tokens: 8, stop: ["1"]}}
+algorithm: {{tasks_per_step: 4, group_size: 4, loss: {{anchor: rollout}}}}
+optimizer: {{lr: 1.0e-4}}
+"""
+ROWS = [
+    {"prompt": "1+2=", "answer": "3"},
+    {"prompt": [{"role": "user", "content": "1+2="}]},
+    {"prompt": "1+2=" * 16},
+    {"answer": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> PromptBuilder:
+    return PromptBuilder(MODEL, add_generation_prompt=True)
+
+
+@pytest.fixture
+def sets(tmp_path: Path, prompts: PromptBuilder) -> TaskSets:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "t.yaml").write_text(TOPOLOGY.format(model=MODEL))
+    return TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512)
+
+
+def grant(split: str, *indices: int, group_size: int = 4, epoch: int = 0) -> LeaseGrant:
+    tasks = [TaskHandle(f"{split}/{epoch}/{index}", 1) for index in indices]
+    return LeaseGrant(
+        lease_id=1,
+        stage="rollout",
+        split=split,
+        lease_s=30,
+        batch=BatchMeta(tasks=tasks),
+        group_size=group_size,
+        block_rows=16,
+    )
+
+
+def test_train_tasks_are_sampled_as_the_topology_says(sets: TaskSets) -> None:
+    prepared = sets.prepare(grant("train", 0, 1))
+    sampling = prepared.sampling
+    assert (sampling.samples, sampling.temperature, sampling.max_new_tokens) == (4, 0.9, 8)
+    assert (sampling.seed, sampling.stop, sampling.block_rows) == (11, ("1",), 16)
+    assert prepared.min_survivors == 2
+    assert [task.prompt().name for task in prepared.ready] == ["train/0/0", "train/0/1"]
+
+
+def test_raw_text_is_tokenised_as_it_is_and_messages_by_the_template(sets: TaskSets) -> None:
+    raw, chat = sets.prepare(grant("train", 0, 1)).ready
+    assert len(raw.prompt_ids) == 4
+    assert len(chat.prompt_ids) > 4
+    assert messages_of(raw.row, "3") == [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    assert messages_of(chat.row, "3")[1:] == [{"role": "assistant", "content": "3"}]
+
+
+def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_goes_on(sets: TaskSets) -> None:
+    prepared = sets.prepare(grant("train", 2, 0, 3))
+    assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
+    long, bad = prepared.dropped
+    assert (long.task_id, long.outcome) == ("train/0/2", Outcome.DROP)
+    assert "train/0/2" in long.reason
+    assert "rows.jsonl" in long.reason
+    assert "prompt of 64 tokens: the limit is 60 (data.train.max_prompt_tokens)" in long.reason
+    assert "rows.jsonl:4: row has no prompt" in bad.reason
+    assert (long.why, bad.why) == (DropReason.TOO_LONG, DropReason.BAD_ROW)
+
+
+def test_messages_without_a_chat_template_are_dropped_for_just_that(sets: TaskSets, tmp_path: Path) -> None:
+    bare = shutil.copytree(MODEL, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    without = TaskSets(load(tmp_path / "t.yaml"), PromptBuilder(bare, add_generation_prompt=True), context_tokens=512)
+    prepared = without.prepare(grant("train", 0, 1))
+    assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
+    assert [each.why for each in prepared.dropped] == [DropReason.NO_CHAT_TEMPLATE]
+    assert "rows.jsonl:2: a prompt of messages, and the model's tokenizer has no chat template" in (
+        prepared.dropped[0].reason
+    )
+
+
+def test_in_supervised_fine_tuning_rewards_see_the_whole_answer_that_is_trained(
+    prompts: PromptBuilder, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3 1 4"}) + "\n")
+    text = TOPOLOGY.format(model=MODEL).replace(
+        "group_size: 4, loss: {anchor: rollout}", "group_size: 1, loss: {name: cross_entropy}"
+    )
+    (tmp_path / "t.yaml").write_text(text)
+    supervised = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512)
+    trained = supervised.prepare(grant("train", 0, group_size=1))
+    (task,) = trained.ready
+    assert task.answer_ids is not None
+    assert supervised.texts([task.answer_ids], trained.sampling) == ["3 1 4"]
+    evaluated = supervised.prepare(grant("same", 0, group_size=1))
+    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]  # what is sampled still ends there
+
+
+def test_an_evaluation_uses_its_own_sampling(sets: TaskSets) -> None:
+    prepared = sets.prepare(grant("held", 0, group_size=2))
+    assert (prepared.sampling.temperature, prepared.sampling.max_new_tokens, prepared.min_survivors) == (0.5, 4, 1)
+    assert sets.prepare(grant("same", 0, group_size=1)).sampling.max_new_tokens == 8
+
+
+def test_a_split_that_the_topology_lacks_is_refused(sets: TaskSets) -> None:
+    with pytest.raises(RpcError, match=r"no data\.eval\.other") as caught:
+        sets.prepare(grant("other", 0))
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+
+
+def test_a_prompt_must_leave_room_for_the_completion(tmp_path: Path, prompts: PromptBuilder) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "t.yaml").write_text(TOPOLOGY.format(model=MODEL))
+    tight = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=11)
+    (dropped,) = tight.prepare(grant("train", 0)).dropped
+    assert "limit is 3 (the model's context of 11 less 8 new tokens)" in dropped.reason
+
+
+def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts: PromptBuilder) -> None:
+    ids = prompts.token_ids({"prompt": "90+12"})
+    sampling = sets.prepare(grant("train", 0)).sampling
+    assert sets.texts([ids], sampling) == ["90+"]
+
+
+def test_a_lease_is_prepared_a_few_tasks_at_a_time_each_of_which_is_progress(sets: TaskSets) -> None:
+    lease = Lease(grant("train", 0, 1, 2, 0, 1, 3, 0, 1, 0), lambda: 0)
+    seen: list[int] = []
+
+    async def on_text(work: Callable[[], Any]) -> Any:
+        seen.append(lease.progress)
+        return work()
+
+    prepared = asyncio.run(prepare(sets, lease, on_text))
+    assert seen == [0, 1, 2]
+    at_once = sets.prepare(lease.grant)
+    assert prepared == at_once
+    assert [len(prepared.ready), len(prepared.dropped)] == [7, 2]
+    lease.give_up()
+    with pytest.raises(LeaseLost):
+        asyncio.run(prepare(sets, lease, on_text))
+    assert len(seen) == 3

@@ -1,0 +1,141 @@
+"""An engine's end of a transfer that is asked for first and taken later: what may come between, and what is told of it.
+
+The trainer's end is played: real ones are in tests/integration/test_transfer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer
+from services.rollout.engine import Engine
+from services.rollout.transfer import EngineTransfers, TransferFailed
+from services.rollout.weights_source import ShardSource, TransferSource
+from shared.rpc.client import Client
+from shared.rundir import RunDir
+from tests.unit.rollout.told_engine import ref_of
+
+
+class Trainer:
+    """Offers one communicator after another; `answers` once it is set."""
+
+    def __init__(self) -> None:
+        self.asked: list[AskTransfer] = []
+        self.ended: list[EndTransfer] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self._heard = asyncio.Event()
+
+    async def until(self, *, asked: int = 0, ended: int = 0) -> None:
+        """Wait until it has heard so many requests."""
+        while len(self.asked) < asked or len(self.ended) < ended:
+            self._heard.clear()
+            await self._heard.wait()
+
+    async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        self._heard.set()
+        if isinstance(request, EndTransfer):
+            self.ended.append(request)
+            return Ack()
+        self.asked.append(request)
+        number = len(self.asked)
+        await self.answers.wait()
+        return TransferOffer(communicator=number, number=number, deadline_s=1.0, parameters=[])
+
+
+class Receiver:
+    ranks = 1
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.left = 0
+
+    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+        self.received.append(offer.number)
+        return offer
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def ends() -> tuple[Trainer, EngineTransfers, Receiver]:
+    trainer = Trainer()
+    run = cast(RunDir, SimpleNamespace(host_id="here", sockets=Path("/run")))
+    transfers = EngineTransfers(run, cast(Client, trainer), instance=0, incarnation=1, deadline_s=1.0)
+    return trainer, transfers, Receiver()
+
+
+def test_what_was_offered_is_taken_later_over_the_same_communicator() -> None:
+    async def scenario() -> None:
+        trainer, transfers, receiver = ends()
+        offer = await transfers.ask(ref_of(1), receiver)
+        assert receiver.received == []
+        assert (await transfers.take(offer, receiver)).number == 1
+        assert [(each.number, each.failure) for each in trainer.ended] == [(1, "")]
+        assert transfers.communicator == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_offer_that_nobody_takes_is_declined_and_its_communicator_given_up() -> None:
+    async def scenario() -> None:
+        trainer, transfers, receiver = ends()
+        transfers.decline(await transfers.ask(ref_of(1), receiver), receiver)
+        await trainer.until(ended=1)
+        assert [(each.number, bool(each.failure)) for each in trainer.ended] == [(1, True)]
+        assert (transfers.communicator, receiver.left) == (0, 1)
+        await transfers.bring(ref_of(2), receiver, drill=False)
+        assert [each.communicator for each in trainer.asked] == [0, 0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["offered", "asked"])
+def test_who_brings_weights_at_once_overtakes_who_asked_for_later(answered: bool) -> None:
+    async def scenario() -> None:
+        trainer, transfers, receiver = ends()
+        if not answered:
+            trainer.answers.clear()
+        asking = asyncio.create_task(transfers.ask(ref_of(1), receiver))
+        await trainer.until(asked=1)
+        if answered:
+            await asking
+        bringing = asyncio.create_task(transfers.bring(ref_of(2), receiver, drill=False))
+        await trainer.until(asked=2)
+        trainer.answers.set()
+        assert (await bringing).number == 2
+        with pytest.raises(TransferFailed, match="another transfer"):
+            await transfers.take(await asking, receiver)
+        assert (receiver.received, transfers.communicator) == ([2], 2)
+
+    asyncio.run(scenario())
+
+
+def test_who_loads_what_another_has_asked_for_waits_for_that_answer_and_takes_it() -> None:
+    async def scenario() -> None:
+        trainer, transfers, receiver = ends()
+        source = TransferSource(
+            transfers, cast(ShardSource, None), route="nccl", emit=lambda topic, values: None, engine=receiver
+        )
+        delivery = await source.fetch(ref_of(1))
+        trainer.answers.clear()
+        asking = asyncio.create_task(delivery.begin())
+        await trainer.until(asked=1)
+        loading = asyncio.create_task(delivery.load(cast(Engine, None)))
+        await asyncio.sleep(0)  # it runs until it has to wait
+        assert not loading.done()
+        trainer.answers.set()
+        assert (await loading).route == "nccl"
+        await asking
+        assert len(trainer.asked) == 1
+        delivery.decline()  # too late: the trainer hears nothing of it before it hears of the next one
+        await transfers.bring(ref_of(2), receiver, drill=False)
+        assert receiver.received == [1, 2]
+        assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]
+
+    asyncio.run(scenario())

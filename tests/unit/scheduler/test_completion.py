@@ -1,0 +1,128 @@
+"""`consume: completion` on the state machine: the first finished are taken, and what is too old then is dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.messages import CommitStep, Complete, LeaseGrant, NextBatch, Outcome, StepBatch, TaskResult
+from services.scheduler import snapshot
+from services.scheduler.events import WriteRow
+from services.scheduler.run_state import RunState
+from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+
+
+def begun() -> Bench:
+    return Bench(plan(by_completion=True)).start()
+
+
+def complete(bench: Bench, grant: LeaseGrant, versions: tuple[int, int] | None, tasks: slice = slice(None)) -> None:
+    """The oldest token of every sample is of one of two versions in turn; None: the result does not tell."""
+    results = [
+        TaskResult(task.task_id, task.fence, Outcome.DONE, STORE, 5, 2, 20, 50) for task in grant.batch.tasks[tasks]
+    ]
+    scalars = {"version_min": np.array(versions * len(results), np.int32)} if versions else {}
+    final = tasks.stop is None
+    request = Complete(
+        lease_id=grant.lease_id, stage="rollout", incarnation=7, results=results, scalars=scalars, final=final
+    )
+    assert bench.ask(request).refused == []
+
+
+def batched(bench: Bench, step: int) -> list[str] | None:
+    batch = bench.ask(NextBatch(driver=1, step=step))
+    return [task.task_id for task in batch.batch.tasks] if isinstance(batch, StepBatch) else None
+
+
+def trained(bench: Bench, step: int) -> None:
+    bench.ask(CommitStep(driver=1, step=step, metrics={}))
+    bench.publish(step)
+
+
+def overtaken(bench: Bench) -> LeaseGrant:
+    """A lease of version 0 that lives still after the first step, which others made."""
+    slow, fast = bench.granted(), bench.granted()
+    complete(bench, fast, (0, 0))
+    assert batched(bench, 1) == ids(fast)
+    trained(bench, 1)
+    return slow
+
+
+def test_a_step_takes_the_tasks_that_finished_first() -> None:
+    bench = begun()
+    slow = overtaken(bench)
+    complete(bench, slow, (0, 0))
+    assert batched(bench, 2) == ids(slow)  # one version behind, as staleness allows
+
+
+def test_in_admission_order_the_same_step_waits() -> None:
+    bench = Bench(plan()).start()
+    slow, fast = bench.granted(), bench.granted()
+    complete(bench, fast, (0, 0))
+    assert batched(bench, 1) is None
+    complete(bench, slow, (0, 0))
+
+
+def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_counted() -> None:
+    bench = begun()
+    slow = overtaken(bench)
+    newer = bench.granted()
+    complete(bench, newer, (1, 1))
+    assert batched(bench, 2) == ids(newer)
+    trained(bench, 2)
+    complete(bench, slow, (2, 0))  # one of its samples began with version 0: step 3 would be 2 behind
+    refill = bench.granted(most=8)
+    assert not set(ids(refill)) & set(ids(slow))
+    complete(bench, refill, (2, 2))
+    assert set(ids(slow)) <= {task for task, _ in bench.acknowledge()}
+    batch = bench.ask(NextBatch(driver=1, step=3))
+    assert [task.task_id for task in batch.batch.tasks] == ids(refill)[:4]
+    assert batch.dropped == 4
+    bench.ask(CommitStep(driver=1, step=3, metrics={}))
+    row = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)][-1]
+    assert row["rollout/tasks_stale"] == 4
+    assert row["rollout/tasks_checked"] >= 8
+
+
+def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_on() -> None:
+    bench = begun()
+    slow = overtaken(bench)
+    newer = bench.granted()
+    assert bench.machine.run.versions.get((0, 0)) is not None  # step 2 may take the slow one's
+    complete(bench, newer, (1, 1))
+    assert batched(bench, 2) == ids(newer)
+    assert bench.machine.run.leases.get(slow.lease_id) is not None
+    assert bench.machine.run.versions.get((0, 0)) is None
+
+
+def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:
+    bench = begun()
+    slow = overtaken(bench)
+    newer = bench.granted()
+    complete(bench, newer, (1, 1))
+    complete(bench, slow, (0, 0))  # fit for step 2, which has enough without it
+    assert batched(bench, 2) == ids(newer)
+    assert bench.counts().get("READY", 0) == 0
+    assert set(ids(slow)) <= {task for task, _ in bench.acknowledge()}
+
+
+def test_a_result_that_does_not_tell_its_versions_is_not_trusted() -> None:
+    bench = begun()
+    grant = bench.granted()
+    complete(bench, grant, None)
+    assert bench.counts().get("READY", 0) == 0
+    assert set(ids(grant)) <= {task for task, _ in bench.acknowledge()}
+
+
+def test_journal_and_snapshot_give_the_same_state_again() -> None:
+    bench = begun()
+    slow, fast = bench.granted(), bench.granted()
+    complete(bench, slow, (0, 0), slice(0, 1))
+    complete(bench, fast, (0, 0))
+    assert batched(bench, 1) == [ids(slow)[0], *ids(fast)[:3]]
+    trained(bench, 1)
+    packed = snapshot.dump(bench.machine.run)
+    again = RunState(bench.plan)
+    for event in bench.journal:
+        again.apply(event)
+    assert snapshot.dump(again) == packed
+    assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed

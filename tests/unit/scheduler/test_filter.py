@@ -1,0 +1,148 @@
+"""Zero-variance filter with bounded refill, and per-sample values that a later stage brings: on the state machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from proto.messages import Complete, ErrorCode, LeaseGrant, NextBatch, Outcome, Refusal, StepBatch, TaskResult
+from proto.tensors import Array
+from services.scheduler import snapshot, steps
+from services.scheduler.events import Fail
+from services.scheduler.run_state import RunState
+from shared.stages import train_graph
+from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+
+
+def complete(bench: Bench, grant: LeaseGrant, scalars: dict[str, Array], samples: int = 2) -> Any:
+    results = [
+        TaskResult(task.task_id, task.fence, Outcome.DONE, STORE, 5, samples, 20, 50) for task in grant.batch.tasks
+    ]
+    return bench.ask(
+        Complete(lease_id=grant.lease_id, stage=grant.stage, incarnation=7, results=results, scalars=scalars)
+    )
+
+
+def rewards(*pairs: tuple[float, float]) -> dict[str, Array]:
+    return {"reward": np.array(pairs, np.float32).ravel()}
+
+
+def roll_out(bench: Bench, *pairs: tuple[float, float]) -> list[str]:
+    """Lease as many tasks as there are pairs of rewards and complete them; returns their ids."""
+    done: list[str] = []
+    while len(done) < len(pairs):
+        grant = bench.granted(most=len(pairs) - len(done))
+        complete(bench, grant, rewards(*pairs[len(done) : len(done) + len(grant.batch.tasks)]))
+        done += ids(grant)
+    return done
+
+
+def next_batch(bench: Bench, step: int = 1) -> StepBatch | None:
+    batch = bench.ask(NextBatch(driver=1, step=step))
+    assert batch is None or isinstance(batch, StepBatch)
+    return batch
+
+
+def test_a_group_of_equal_rewards_is_dropped_and_another_takes_its_place() -> None:
+    bench = Bench(plan(filter_limit=4)).start()
+    done = roll_out(bench, (1, 1), (0, 1), (0, 0), (1, 0))
+    assert next_batch(bench) is None
+    refill = roll_out(bench, (0, 1), (1, 0))
+    batch = next_batch(bench)
+    assert batch is not None
+    assert [task.task_id for task in batch.batch.tasks] == [done[1], done[3], *refill]
+    assert batch.dropped == 2
+    assert batch.reward_mean_unfiltered == (2 + 1 + 0 + 1 + 1 + 1) / 12
+    assert bench.acknowledge() == {(done[0], 1), (done[2], 1)}
+
+
+def test_without_the_filter_such_a_group_is_trained_on() -> None:
+    bench = Bench(plan()).start()
+    done = roll_out(bench, (1, 1), (0, 1), (0, 0), (1, 0))
+    batch = next_batch(bench)
+    assert batch is not None
+    assert [task.task_id for task in batch.batch.tasks] == done
+
+
+def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
+    bench = Bench(plan(filter_limit=2)).start()
+    done = [name for _ in range(6) for name in roll_out(bench, (1, 1))]
+    batch = next_batch(bench)
+    assert batch is not None
+    assert [task.task_id for task in batch.batch.tasks] == done[2:]
+    assert batch.dropped == 2
+    again = roll_out(bench, (1, 1))
+    assert bench.machine.run.losses.filtered.tasks == 1
+    assert bench.acknowledge() == {(task, 1) for task in (*done[:2], *again)}
+
+
+def test_of_tasks_that_came_together_all_are_dropped_or_none() -> None:
+    """They lie in one file, of which a store frees nothing while one of them lives."""
+    bench = Bench(plan(filter_limit=3)).start()
+    first = roll_out(bench, (1, 1), (1, 0), (0, 0))
+    second = roll_out(bench, (1, 1), (0, 0), (0, 1))
+    assert [bench.machine.run.losses.filtered.tasks, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
+    [third] = roll_out(bench, (0, 0))
+    assert bench.acknowledge() == {(third, 1)}
+    batch = next_batch(bench)
+    assert batch is not None
+    assert [task.task_id for task in batch.batch.tasks] == [first[1], *second]
+
+
+def test_asking_again_gives_the_same_unfiltered_mean_also_after_a_restart() -> None:
+    bench = Bench(plan(filter_limit=4)).start()
+    roll_out(bench, (1, 1), (0, 1), (0, 1), (1, 0), (1, 0))
+    first = next_batch(bench)
+    assert first is not None
+    assert first.reward_mean_unfiltered == 0.6
+    assert first.scalars["reward"].mean() == 0.5
+    roll_out(bench, (1, 1))
+    again = next_batch(bench)
+    assert again is not None
+    assert again.reward_mean_unfiltered == first.reward_mean_unfiltered
+    replayed = RunState(bench.plan)
+    for event in bench.journal:
+        replayed.apply(event)
+    found = steps.batch(replayed, NextBatch(driver=1, step=1))
+    assert found is not None
+    assert found.reward_mean_unfiltered == first.reward_mean_unfiltered
+    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
+    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
+
+
+# --------------------------------------------------------------------------- values of a later stage
+
+
+def with_reference() -> Bench:
+    return Bench(plan(stages=train_graph(with_reference=True))).start()
+
+
+def test_values_of_the_reference_join_those_of_the_rollout() -> None:
+    bench = with_reference()
+    roll_out(bench, (1, 0), (0, 1), (0, 0), (1, 1))
+    given = 0
+    while given < 4:
+        grant = bench.granted("reference")
+        count = len(grant.batch.tasks)
+        values = np.arange(2 * given, 2 * (given + count), dtype=np.float32)
+        assert complete(bench, grant, {"kl": values}).refused == []
+        given += count
+    batch = next_batch(bench)
+    assert batch is not None
+    assert batch.scalars["kl"].tolist() == list(range(8))
+    assert batch.scalars["reward"].tolist() == [1, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_values_of_another_number_of_samples_or_of_no_known_name_are_refused() -> None:
+    bench = with_reference()
+    roll_out(bench, (1, 0), (0, 1))
+    grant = bench.granted("reference", most=1)
+    refused: list[Refusal] = complete(bench, grant, {"kl": np.zeros(3, np.float32)}, samples=3).refused
+    assert [each.code for each in refused] == [ErrorCode.CONFLICT]
+    grant = bench.granted("reference", most=1)
+    before = snapshot.dump(bench.machine.run)
+    reply = complete(bench, grant, {"reward": np.zeros(2, np.float32)})
+    assert isinstance(reply, Fail)
+    assert "scalar 'reward' is not its to bring" in str(reply)
+    assert snapshot.dump(bench.machine.run) == before

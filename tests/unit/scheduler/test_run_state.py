@@ -1,0 +1,73 @@
+"""The transition table, the story of a task, and what `validate` finds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from proto.messages import NextBatch, Outcome
+from services.scheduler.tasks import TRANSITIONS, Tasks, TaskState
+from tests.unit.scheduler.test_scheduler import Bench, ids
+
+
+@pytest.mark.parametrize("before", TaskState)
+@pytest.mark.parametrize("after", TaskState)
+def test_a_task_moves_along_the_table_of_transitions_only(before: TaskState, after: TaskState) -> None:
+    tasks = Tasks(stages=1)
+    task = tasks.add("train/0/0", 0)
+    task.state = before
+    tasks.counts = {state: int(state == before) for state in TaskState}
+    if after in TRANSITIONS[before]:
+        tasks.move(task, after)
+        assert tasks.counts == {state: int(state == after) for state in TaskState}
+        assert (tasks.find("train/0/0") is None) == (after == TaskState.COLLECTED)
+    else:
+        with pytest.raises(ValueError, match=f"train/0/0, fence 1: {before} -> {after} is no transition"):
+            tasks.move(task, after)
+        assert task.state == before
+
+
+def test_story_tells_every_change_of_a_task_with_its_cause() -> None:
+    bench = Bench().start()
+    first = bench.granted(most=2)
+    bench.complete(first, outcome=Outcome.RETRY)
+    bench.complete(bench.granted())
+    bench.complete(bench.granted())
+    bench.ask(NextBatch(driver=1, step=1))
+    story = bench.machine.run.story(ids(first)[0])
+    assert [(each.fence, each.before, each.after, each.cause) for each in story] == [
+        (1, None, TaskState.PENDING, "Configure"),
+        (1, TaskState.PENDING, TaskState.LEASED, "Leased"),
+        (1, TaskState.LEASED, TaskState.PENDING, "Complete"),
+        (2, TaskState.PENDING, TaskState.LEASED, "Leased"),
+        (2, TaskState.LEASED, TaskState.ROLLED_OUT, "Complete"),
+        (2, TaskState.ROLLED_OUT, TaskState.READY, "Complete"),
+        (2, TaskState.READY, TaskState.BATCHED, "NextBatch"),
+    ]
+    assert all(earlier.after == later.before for earlier, later in pairwise(story))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("state", TaskState.READY, "its fields contradict its state"),
+        ("lease", 9, "its fields contradict its state"),
+        ("clears", 1, "1 stores are to acknowledge its last clear"),
+    ],
+)
+def test_validate_names_the_task_that_is_wrong_and_tells_its_story(field: str, value: object, problem: str) -> None:
+    run = Bench().start().machine.run
+    run.validate()
+    task = next(iter(run.tasks))
+    setattr(task, field, value)
+    with pytest.raises(AssertionError, match=f"^{task.task_id}, fence 1, {task.state}: {problem}; None -> PENDING"):
+        run.validate()
+
+
+def test_validate_finds_wrong_counts_and_a_task_that_no_lease_would_get() -> None:
+    run = Bench().start().machine.run
+    run.tasks.counts[TaskState.READY] += 1
+    run.waiting[0].pop()
+    with pytest.raises(AssertionError, match=r"^step 0: counts, tasks that wait for stage 0"):
+        run.validate()

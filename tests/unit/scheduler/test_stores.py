@@ -1,0 +1,358 @@
+"""A run with two stores: which of them has to clear what, and how much each has room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proto.messages import (
+    CheckpointSaved,
+    CommitStep,
+    GetRunInfo,
+    GetStatus,
+    Heartbeat,
+    LeaseProgress,
+    NextBatch,
+    PutTask,
+    StepBatch,
+)
+from services.scheduler import snapshot
+from services.scheduler.events import ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.run_state import RunState
+from services.scheduler.state import STORE_GONE_S
+from shared.stages import train_graph
+from tests.unit.scheduler.test_scheduler import LEASE_S, STORE, Bench, ids, plan
+
+AWAY = "batch-store/1"
+NINE = Configure(9, 3, 2, False)
+AT_COMMIT = Configure(9, 3, 2, True)
+
+
+@dataclass
+class TwoHosts(Bench):
+    """The trainer and `rollout/0` at home, `rollout/1` on a host that joined with a store of its own."""
+
+    def begin(self, home_bytes: int = 1 << 30, away_bytes: int = 1 << 30) -> TwoHosts:
+        self.register("rollout", 0, 7, host_id="home")
+        self.register("rollout", 1, 8, host_id="away")
+        stores = [(home_bytes, "batch-store", 0, 1, "home"), (away_bytes, "batch-store", 1, 5, "away")]
+        for limit, *instance, host in sorted(stores):  # the first that registers lets tasks in
+            self.register(*instance, limit_bytes=limit, host_id=host, data_id=f"data of {host}")
+        self.ask(GetRunInfo(driver=1))
+        self.publish(0)
+        return self
+
+    def beat(self, service: str, instance: int, life: int, *leases: LeaseProgress) -> list[int]:
+        """Which leases it hears are lost."""
+        beat = Heartbeat(service=service, instance=instance, incarnation=life, state="READY", leases=list(leases))
+        lost: list[int] = self.ask(beat).lost_leases
+        return lost
+
+    def acknowledges(self, store: str) -> None:
+        """All that it was told so far."""
+        while told := self.machine.run.clears.head(store):
+            self.event(ClearDone(store, len(told)))
+
+    def sent(self) -> dict[str, list[str]]:
+        """What each store is being told to clear."""
+        told: dict[str, list[str]] = {}
+        for effect in self.effects:
+            if isinstance(effect, SendClear) and effect.tracked:
+                told.setdefault(effect.store, []).extend(task.task_id for task in effect.tasks)
+        return told
+
+
+def steps(bench: TwoHosts, store: str) -> list[bool]:
+    return [bench.step(step, store).checkpoint_now for step in range(1, 10)]
+
+
+# ------------------------------------------------------------------------------------------------ room
+
+
+def test_one_full_store_orders_a_checkpoint_however_empty_the_other_is() -> None:
+    """A step puts 200 bytes; 400 are kept for live tasks, 300 at home for weights."""
+    made = plan(task_bytes=50, weight_bytes=100)
+    away = steps(TwoHosts(made, NINE).begin(1 << 20, 400 + 1000), AWAY)
+    assert away == [False] * 4 + [True] * 5  # 1000 bytes are more than 0.8 of 1000
+    assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
+    assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
+
+
+def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
+    """20 tokens a task: 80 bytes a step, beside rollouts that lie elsewhere."""
+    made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
+    bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
+    assert steps(bench, AWAY) == [False, False, *[True] * 7]
+    assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
+
+
+def test_what_each_stage_made_counts_where_it_was_put() -> None:
+    bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
+    run = bench.machine.run
+    bench.complete(bench.granted(), store=AWAY)
+    first = bench.granted("reference", most=2)
+    bench.complete(first, store=STORE)
+    bench.complete(bench.granted("reference", most=2), store=AWAY)
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    bench.ask(CommitStep(driver=1, step=1, metrics={}))
+    assert run.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
+    assert run.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    assert run.uncovered == {}
+    told = bench.sent()
+    assert len(told[AWAY]) == len(told[STORE]) == 4
+    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
+
+
+def test_a_task_is_admitted_when_every_store_could_hold_it() -> None:
+    made = plan(staleness=3, task_bytes=100, weight_bytes=100)
+    assert TwoHosts(made).begin(900, 1 << 20).machine.run.window.live == 6
+    assert TwoHosts(made).begin(1 << 20, 500).machine.run.window.live == 5
+    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.run.window.live == 16
+
+
+# ------------------------------------------------------------------------------------------------ clears
+
+
+def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_for_these_only() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    home = {task.task_id for task in bench.step(1, STORE).batch.tasks}
+    assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
+    bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 4
+    bench.step(2, AWAY)  # the trainer's log-probs may lie at home
+    bench.acknowledges(AWAY)
+    assert bench.counts()["COLLECTED"] == 4
+    bench.acknowledges(STORE)
+    assert (bench.counts()["COLLECTED"], bench.counts()["TRAINED"]) == (8, 0)
+
+
+def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
+    bench = TwoHosts().begin()
+    here, there = bench.granted(most=2), bench.granted(most=2, instance=1, life=8)
+    bench.event(Tick(), after_s=LEASE_S + 1)
+    told = bench.sent()
+    assert told[AWAY] == ids(there)
+    assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # the trainer's store is always asked
+    late = PutTask(ids(here)[0], 1)  # put into the store that was told nothing: an instance that moved
+    [sent] = [
+        effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
+    ]
+    assert sent.tasks == [late]
+
+
+def test_an_instance_that_comes_up_on_another_host_has_put_into_the_store_of_the_former() -> None:
+    bench = TwoHosts().begin()
+    there = bench.granted(most=2, instance=1, life=8)
+    bench.register("rollout", 1, 9, host_id="home")
+    assert bench.sent()[AWAY] == ids(there)
+
+
+def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    for step in range(1, 9):
+        assert isinstance(bench.step(step, STORE), StepBatch)
+        bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 32
+    assert bench.machine.run.clears.pending() == 0
+    assert len(bench.machine.run.tasks) == bench.machine.run.window.live
+
+
+# ------------------------------------------------------------------------------------------------ gone for good
+
+
+def quiet(bench: TwoHosts, *, alive: tuple[tuple[str, int, int], ...] = (("batch-store", 0, 1),)) -> None:
+    """Time passes until a store that says nothing is gone; everybody in `alive` goes on beating."""
+    for _ in range(5):
+        bench.now += STORE_GONE_S / 4
+        for service, instance, life in alive:
+            bench.ask(Heartbeat(service=service, instance=instance, incarnation=life, state="READY"))
+        bench.event(Tick())
+
+
+def replays_alike(bench: TwoHosts) -> bool:
+    copy = RunState(bench.plan)
+    for event in bench.journal:
+        copy.apply(event)
+    return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
+
+
+def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin(away_bytes=1 << 20)
+    bench.step(1, AWAY)
+    bench.acknowledges(STORE)
+    assert bench.counts()["COLLECTED"] == 0
+    quiet(bench)
+    assert bench.counts()["COLLECTED"] == 4
+    assert bench.machine.run.limit_bytes == 1 << 30
+    assert bench.machine.run.clears.stores == [STORE]
+    assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
+    assert bench.event(ClearDone(AWAY, 4)) == []  # of the message that was on its way
+    assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
+    bench.step(2, STORE)
+    assert replays_alike(bench)
+
+
+def test_a_placed_store_is_waited_for_however_long_it_takes() -> None:
+    bench = TwoHosts().begin()
+    quiet(bench, alive=(("batch-store", 1, 5),))
+    assert bench.machine.run.clears.stores == [STORE, AWAY]
+
+
+def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> None:
+    bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
+    here = bench.granted(most=2)
+    bench.complete(here, store=STORE)
+    there = bench.granted(most=2, instance=1, life=8)
+    bench.complete(there, store=AWAY, life=8)
+    reading = bench.granted("reference", most=1)
+    bench.complete(reading, store=AWAY)  # of a task whose rollout lies at home
+    quiet(bench)
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
+        (name, 2) for name in [ids(here)[0], *ids(there)]
+    ]
+    assert bench.granted("reference", most=4).batch.tasks[0].task_id == ids(here)[1]
+    assert bench.machine.run.committed_step == 0
+    assert replays_alike(bench)
+
+
+def test_leases_on_the_host_of_a_gone_store_go_to_others_though_their_holder_lives() -> None:
+    bench = TwoHosts().begin()
+    here = bench.granted(most=2)
+    there = bench.granted(most=2, instance=1, life=8)
+    for progress in range(1, 10):  # its put never comes to an end, and each attempt counts as progress
+        bench.now += STORE_GONE_S / 8
+        bench.beat("batch-store", 0, 1)
+        bench.beat("rollout", 0, 7, LeaseProgress(here.lease_id, progress))
+        lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
+        bench.event(Tick())
+    assert not lost
+    assert bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, 10)) == [there.lease_id]
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
+    assert replays_alike(bench)
+
+
+def test_a_host_with_another_store_keeps_its_leases() -> None:
+    bench = TwoHosts().begin()
+    bench.register("batch-store", 2, 9, limit_bytes=1 << 30, host_id="away", data_id="second of away")
+    there = bench.granted(most=2, instance=1, life=8)
+    for progress in range(1, 10):
+        bench.now += STORE_GONE_S / 8
+        for instance, life in ((0, 1), (2, 9)):
+            bench.beat("batch-store", instance, life)
+        lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
+        bench.event(Tick())
+    assert not lost
+    assert bench.machine.run.clears.stores == [STORE, "batch-store/2"]
+    assert bench.machine.run.leases.get(there.lease_id) is not None
+
+
+def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
+    bench = TwoHosts().begin()
+    quiet(bench)
+    grant = bench.granted(instance=1, life=8)
+    bench.complete(grant, store=AWAY, life=8)
+    again = bench.granted()
+    assert ids(again) == ids(grant)
+    assert {task.fence for task in again.batch.tasks} == {2}
+
+
+def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_goes_on() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    quiet(bench)
+    assert bench.ask(GetRunInfo(driver=1)).checkpoint_now
+    assert bench.step(2).checkpoint_now
+    bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
+    assert not bench.step(3).checkpoint_now
+    info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=2))
+    assert (info.committed_step, info.lineage) == (3, 1)  # step 3 can be replayed
+    assert replays_alike(bench)
+
+
+def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    undone = [task.task_id for step in (2, 3) for task in bench.step(step, AWAY).batch.tasks]
+    quiet(bench)
+    assert bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=1)).committed_step == 1
+    bench.publish_again(1)
+    assert [task.task_id for step in (2, 3) for task in bench.step(step).batch.tasks] == undone
+    assert bench.machine.run.uncovered.keys() == {STORE}
+    assert replays_alike(bench)
+
+
+def test_an_open_step_that_reads_from_a_gone_store_is_given_up() -> None:
+    bench = TwoHosts().begin()
+    bench.complete(bench.granted(), store=AWAY)
+    assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
+    quiet(bench)
+    assert bench.ask(CommitStep(driver=1, step=1, metrics={})).code == "conflict"
+    info = bench.ask(GetRunInfo(driver=2))
+    assert (info.committed_step, info.open_step) == (0, 0)
+    assert replays_alike(bench)
+
+
+def test_a_store_that_comes_back_late_is_reconciled_and_owes_nothing() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    [old, *_] = bench.step(1, AWAY).batch.tasks
+    quiet(bench)
+    bench.acknowledges(STORE)
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="data of away")
+    assert bench.machine.run.clears.pending_at(AWAY) == 0
+    strays = bench.event(Listed(AWAY, [PutTask(old.task_id, old.fence)]))
+    assert [effect.tasks for effect in strays if isinstance(effect, SendClear)] == [[PutTask(old.task_id, old.fence)]]
+    bench.step(2, AWAY)
+    assert bench.machine.run.committed_step == 2
+    assert replays_alike(bench)
+
+
+def test_a_gone_store_that_comes_back_without_what_is_wanted_of_it_takes_the_run_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    quiet(bench)
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
+    assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
+    assert replays_alike(bench)
+
+
+def come_back_empty(bench: TwoHosts) -> None:
+    bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
+
+
+def test_a_store_that_held_nothing_and_comes_back_empty_takes_no_step_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    waits = bench.granted()
+    bench.complete(waits)
+    come_back_empty(bench)
+    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver goes on too
+    assert bench.machine.run.lineage == 0
+    assert replays_alike(bench)
+
+
+def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_rolled_again_and_no_step_is_taken_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    finished = bench.granted(most=2)
+    bench.complete(finished, store=AWAY)
+    there, here = bench.granted(most=1, instance=1, life=8), bench.granted(most=1)
+    come_back_empty(bench)
+    assert [refusal.code for refusal in bench.complete(there, store=AWAY, life=8)] == ["collected"]  # it was put before
+    assert bench.complete(here) == []
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
+        (name, 2) for name in [*ids(finished), *ids(there)]
+    ]
+    assert bench.machine.run.committed_step == 1
+    assert replays_alike(bench)
+
+
+def test_a_store_that_comes_back_without_what_a_step_was_made_of_takes_the_run_back() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1, AWAY)
+    come_back_empty(bench)
+    assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
+    assert replays_alike(bench)

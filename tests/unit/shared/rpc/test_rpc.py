@@ -1,0 +1,647 @@
+"""Requests and replies over real sockets: deadlines, retries, restarts, and peers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from proto import codec
+from proto.envelope import FLAG_REPLY
+from proto.errors import WireError
+from proto.messages import (
+    Ack,
+    Error,
+    ErrorCode,
+    GetInventory,
+    Inventory,
+    Ping,
+    Pong,
+    PutTask,
+    RestartService,
+    StopRun,
+    Telemetry,
+)
+from shared.rpc.client import UNSENT_MESSAGES
+from shared.rpc.errors import DeadlineExceeded, RpcError
+from shared.rpc.mailbox import DEFERRED, Call
+from shared.rpc.offenders import STRIKES
+from shared.rpc.replies import CACHED_REPLY_BYTES
+from shared.rpc.transport import DRAIN_MESSAGES
+from shared.security.roles import Role
+from tests.unit.shared.rpc.rpc_actors import (
+    CLIENT_INCARNATION,
+    DEADLINE_S,
+    asking,
+    double,
+    eventually,
+    line_of,
+    process,
+    raw_dealer,
+    receive,
+    serving,
+    short_directory,
+)
+
+
+@pytest.fixture
+def ipc():
+    with short_directory() as folder:
+        yield f"ipc://{folder}/echo-0"
+
+
+def request(number: int, **header: Any) -> list[Any]:
+    return codec.encode(
+        GetInventory(cursor=1),
+        **{"request_id": number, "incarnation": CLIENT_INCARNATION, "remaining_s": 10.0, **header},
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_request_and_reply(ipc: str, transport: str) -> None:
+    async def main() -> None:
+        wanted = ipc if transport == "ipc" else "tcp://127.0.0.1:*"
+        async with serving(wanted, (GetInventory, double)) as (_, bound), asking(bound) as client:
+            assert (await client.call(GetInventory(cursor=21), Inventory, deadline_s=DEADLINE_S)).cursor == 42
+
+    asyncio.run(main())
+
+
+def test_thousands_of_concurrent_calls_are_all_answered_in_both_directions(ipc: str) -> None:
+    """Many more than one drain takes, so that a lost edge of the socket's descriptor would hang one of them."""
+
+    async def main() -> None:
+        other = f"{ipc}b"
+        async with serving(other, (GetInventory, double)) as (_, second), asking(second) as onward:
+
+            async def forward(body: GetInventory, _: Call) -> Inventory:
+                return await onward.call(body, Inventory, deadline_s=DEADLINE_S)
+
+            async with serving(ipc, (GetInventory, forward)) as (_, first), asking(first) as client:
+                count = 8 * DRAIN_MESSAGES
+                answers = await asyncio.gather(
+                    *[client.call(GetInventory(cursor=i), Inventory, deadline_s=DEADLINE_S) for i in range(count)]
+                )
+                assert [answer.cursor for answer in answers] == [2 * i for i in range(count)]
+
+    asyncio.run(main())
+
+
+def test_slow_answer_is_computed_once_although_the_client_asks_again(ipc: str) -> None:
+    async def main() -> None:
+        received = handled = 0
+
+        async def slow(body: GetInventory, _: Call) -> Inventory:
+            nonlocal handled
+            handled += 1
+            await asyncio.sleep(1.0)  # several resends long
+            return Inventory(tasks=[], cursor=body.cursor)
+
+        async with serving(ipc, (GetInventory, slow)) as (mailbox, bound), asking(bound) as client:
+            pump = mailbox._doors[0].pump
+            assert pump is not None
+            deliver = pump._on_message
+
+            def counted(frames: list[bytes]) -> None:
+                nonlocal received
+                received += 1
+                deliver(frames)
+
+            pump._on_message = counted
+            assert (await client.call(GetInventory(cursor=3), Inventory, deadline_s=DEADLINE_S)).cursor == 3
+        assert received > 1
+        assert handled == 1
+
+    asyncio.run(main())
+
+
+def test_duplicate_of_an_answered_request_gets_the_same_bytes_again(ipc: str) -> None:
+    async def main() -> None:
+        handled: list[int] = []
+
+        def count(body: GetInventory, _: Call) -> Inventory:
+            handled.append(body.cursor)
+            return Inventory(tasks=[], cursor=len(handled))
+
+        async with serving(ipc, (GetInventory, count)):
+            with raw_dealer(ipc) as first, raw_dealer(ipc) as reconnected:
+                for socket in (first, first, reconnected):
+                    socket.send_multipart(request(7))
+                    assert codec.decode(await receive(socket)).body == Inventory(tasks=[], cursor=1)
+                first.send_multipart(request(8))
+                assert codec.decode(await receive(first)).body == Inventory(tasks=[], cursor=2)
+                first.send_multipart(request(7, incarnation=CLIENT_INCARNATION + 1))
+                assert codec.decode(await receive(first)).body == Inventory(tasks=[], cursor=3)
+        assert len(handled) == 3
+
+    asyncio.run(main())
+
+
+def test_two_clients_of_one_process_never_get_each_others_replies(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as a, asking(bound) as b:
+            for i in range(20):
+                assert (await a.call(GetInventory(cursor=i), Inventory, deadline_s=DEADLINE_S)).cursor == 2 * i
+                assert (await b.call(GetInventory(cursor=-i), Inventory, deadline_s=DEADLINE_S)).cursor == -2 * i
+
+    asyncio.run(main())
+
+
+def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
+    stale = ipc.removeprefix("ipc://")
+
+    async def main() -> None:
+        async with asking(ipc) as client:
+            with process("mailbox", ipc) as server:
+                assert line_of(server) == "bound"
+                first = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+                assert first.incarnation == server.pid
+                server.send_signal(signal.SIGSTOP)  # it has our request, and dies with it
+                asked = asyncio.create_task(client.call(Ping(), Pong, deadline_s=30.0))
+                await eventually(lambda: all(pending.sent for pending in client._pending.values()))
+                server.kill()
+                server.wait(10)
+            assert os.path.exists(stale)  # in the way of the next owner
+            with process("mailbox", ipc) as server:
+                assert (await asked).incarnation == server.pid
+
+    asyncio.run(main())
+
+
+def test_request_to_a_peer_that_is_not_there_yet_is_sent_when_it_comes(ipc: str) -> None:
+    async def main() -> None:
+        async with asking(ipc) as client:
+            asked = asyncio.create_task(client.call(GetInventory(cursor=4), Inventory, deadline_s=DEADLINE_S))
+            await asyncio.sleep(0)
+            async with serving(ipc, (GetInventory, double)):
+                assert (await asked).cursor == 8
+
+    asyncio.run(main())
+
+
+def test_request_given_up_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
+    async def main() -> None:
+        seen: list[int] = []
+
+        def record(body: GetInventory, _: Call) -> Inventory:
+            seen.append(body.cursor)
+            return Inventory(tasks=[], cursor=0)
+
+        async with asking(ipc) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.call(GetInventory(cursor=1), Inventory, deadline_s=0.4)
+            async with serving(ipc, (GetInventory, record)):
+                await client.call(GetInventory(cursor=2), Inventory, deadline_s=DEADLINE_S)
+        assert seen == [2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deadline_s", [0.05, 0.4])
+def test_deadline_names_the_request_and_the_peer(ipc: str, deadline_s: float) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with asking(ipc) as client:
+            began = loop.time()
+            with pytest.raises(
+                DeadlineExceeded, match=r"^GetInventory to echo/0: no answer in .* running\?.*$"
+            ) as failure:
+                await client.call(GetInventory(), Inventory, deadline_s=deadline_s)
+            assert deadline_s * 0.9 <= loop.time() - began < deadline_s + 2
+            assert failure.value.code == ErrorCode.DEADLINE
+            assert not client._pending
+
+    asyncio.run(main())
+
+
+def test_no_time_left_and_closed_client_fail_at_once(ipc: str) -> None:
+    async def main() -> None:
+        async with asking(ipc) as client:
+            with pytest.raises(DeadlineExceeded, match="echo/0"):
+                await client.call(Ping(), Pong, deadline_s=0.0)
+            waiting = asyncio.create_task(client.call(Ping(), Pong, deadline_s=DEADLINE_S))
+            await asyncio.sleep(0)
+            client.close()
+            with pytest.raises(DeadlineExceeded, match="echo/0 was closed"):
+                await waiting
+            with pytest.raises(DeadlineExceeded, match="closed"):
+                await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert client.tell(Ack()) is False
+
+    asyncio.run(main())
+
+
+def test_cancelled_call_leaves_nothing_behind(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (Ping, lambda _, __: DEFERRED)) as (_, bound), asking(bound) as client:
+            task = asyncio.create_task(client.call(Ping(), Pong, deadline_s=DEADLINE_S))
+            await eventually(lambda: client._pending)
+            timer = next(iter(client._pending.values())).timer
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not client._pending
+            assert timer is not None
+            assert timer.cancelled()
+
+    asyncio.run(main())
+
+
+def test_rpc_error_of_a_handler_arrives_whole(ipc: str) -> None:
+    async def main() -> None:
+        def busy(_: Ping, __: Call) -> Pong:
+            raise RpcError(ErrorCode.BUSY, "no room", retry_after_s=1.5, names=["a", "b"])
+
+        async def later(_: GetInventory, __: Call) -> Inventory:
+            raise RpcError(ErrorCode.MISSING, "gone")
+
+        async with serving(ipc, (Ping, busy), (GetInventory, later)) as (_, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match="no room") as failure:
+                await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert (failure.value.code, failure.value.retry_after_s, failure.value.names) == ("busy", 1.5, ["a", "b"])
+            with pytest.raises(RpcError, match="gone"):
+                await client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_defect_in_a_handler_is_internal_and_the_mailbox_goes_on(ipc: str, asynchronous: bool) -> None:
+    async def main() -> None:
+        def broken(_: Ping, __: Call) -> Any:
+            raise KeyError("cheese")
+
+        async def broken_later(_: Ping, __: Call) -> Any:
+            raise KeyError("cheese")
+
+        handler = broken_later if asynchronous else broken
+        async with serving(ipc, (Ping, handler), (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match=r"^echo/0: Ping failed: KeyError: 'cheese'$") as failure:
+                await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert failure.value.code == ErrorCode.INTERNAL
+            assert not mailbox._running
+            assert (await client.call(GetInventory(cursor=1), Inventory, deadline_s=DEADLINE_S)).cursor == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answer", [None, 3, [Ack()]])
+def test_handler_that_answers_nonsense_is_internal(ipc: str, answer: Any) -> None:
+    async def main() -> None:
+        async with serving(ipc, (StopRun, lambda _, __: answer)) as (mailbox, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match="StopRun failed") as failure:
+                await client.call(StopRun(), Ack, deadline_s=DEADLINE_S)
+            assert failure.value.code == ErrorCode.INTERNAL
+            assert not mailbox._running
+
+    asyncio.run(main())
+
+
+def test_message_without_a_handler_and_unknown_type_are_refused_by_name(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc) as (mailbox, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match="echo/0 does not answer Ping") as failure:
+                await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert failure.value.code == ErrorCode.BAD_REQUEST
+            with raw_dealer(bound) as socket:
+                frames = request(3)
+                head = codec.envelope.unpack(frames[0], codec.CONTROL)
+                frames[0] = codec.envelope.Envelope(
+                    type=60000, request_id=3, incarnation=4, body_bytes=head.body_bytes, total_bytes=head.total_bytes
+                ).pack()
+                socket.send_multipart(frames)
+                body = codec.decode(await receive(socket)).body
+                assert isinstance(body, Error)
+                assert "message type 60000: unknown" in body.message
+            assert mailbox.offenders.malformed == 1
+
+    asyncio.run(main())
+
+
+def test_oversize_request_is_refused_before_it_is_sent_and_oversize_reply_is_said(ipc: str) -> None:
+    async def main() -> None:
+        big = Inventory(tasks=[PutTask("train/0/0" + "0" * 200, 1)] * 50_000, cursor=0)
+        async with serving(ipc, (GetInventory, lambda _, __: big)) as (_, bound), asking(bound) as client:
+            with pytest.raises(WireError, match="limits are"):
+                await client.call(RestartService(service="x" * (9 << 20)), Ack, deadline_s=DEADLINE_S)
+            assert not client._pending
+            with pytest.raises(RpcError, match=r"echo/0: Inventory of .* bytes: limits are") as failure:
+                await client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S)
+            assert failure.value.code == ErrorCode.INTERNAL
+
+    asyncio.run(main())
+
+
+def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
+    async def main() -> None:
+        async with serving("tcp://127.0.0.1:*", (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            host, port = bound.removeprefix("tcp://").split(":")
+            silent = await asyncio.open_connection(host, int(port))
+            shouting = await asyncio.open_connection(host, int(port))
+            shouting[1].write(os.urandom(1 << 16))
+            with raw_dealer(bound) as socket:
+                random = np.random.default_rng(0)
+                sent = 200
+                for i in range(sent):
+                    socket.send_multipart([random.bytes(int(random.integers(0, 200))) for _ in range(i % 5 + 1)])
+                for i in range(40):
+                    assert (await client.call(GetInventory(cursor=i), Inventory, deadline_s=2.0)).cursor == 2 * i
+                # what comes in quarantine is dropped unread
+                await eventually(lambda: mailbox.offenders.malformed + mailbox.offenders.unread == sent)
+                assert mailbox.offenders.malformed == STRIKES
+                assert not socket.poll(0)  # nothing that could be told apart as a request, so no answer
+            assert not mailbox._running
+            silent[1].close()
+            shouting[1].close()
+
+    asyncio.run(main())
+
+
+def test_two_hundred_thousand_empty_frames_are_one_refusal_and_little_memory(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            await client.call(GetInventory(cursor=0), Inventory, deadline_s=DEADLINE_S)
+            with raw_dealer(bound) as socket:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                socket.send_multipart([b""] * 200_000)
+                await eventually(lambda: mailbox.offenders.malformed == 1)
+                # libzmq keeps 64 bytes a frame in each of two queues of this process
+                assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+            assert (await client.call(GetInventory(cursor=5), Inventory, deadline_s=DEADLINE_S)).cursor == 10
+
+    asyncio.run(main())
+
+
+def test_client_that_never_reads_loses_its_replies_and_blocks_nobody(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            with raw_dealer(bound, RCVHWM=1, SNDHWM=0) as socket:
+                for number in range(20_000):
+                    socket.send_multipart(request(number + 1))
+                    if number % 500 == 0:
+                        await client.call(GetInventory(cursor=number), Inventory, deadline_s=5.0)
+                await eventually(lambda: mailbox.lost_replies > 0)
+            assert (await client.call(GetInventory(cursor=5), Inventory, deadline_s=5.0)).cursor == 10
+
+    asyncio.run(main())
+
+
+def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
+    async def main() -> None:
+        held: list[Call] = []
+
+        def hold(_: Ping, call: Call) -> Any:
+            held.append(call)
+            return DEFERRED
+
+        async with serving(ipc, (Ping, hold)) as (mailbox, _):
+            with raw_dealer(ipc) as socket:
+                socket.send_multipart(codec.encode(Ping(), request_id=1, incarnation=2, remaining_s=9.0))
+                await eventually(lambda: held)
+            answer = Pong(service="echo", instance=0, incarnation=1, state="READY")
+            probe = [held[0].sender.peer, b""]
+            pump = mailbox._doors[0].pump
+            assert pump is not None
+            await eventually(lambda: not pump.send(probe))
+            held[0].reply(answer)
+            assert mailbox.lost_replies == 1
+            assert not mailbox._running
+
+    asyncio.run(main())
+
+
+def test_deferred_answer_goes_out_once_when_it_is_given(ipc: str) -> None:
+    async def main() -> None:
+        held: list[Call] = []
+
+        def hold(_: GetInventory, call: Call) -> Any:
+            held.append(call)
+            return DEFERRED
+
+        async with serving(ipc, (GetInventory, hold)) as (mailbox, _):
+            with raw_dealer(ipc) as socket:
+                for number in (1, 1, 2):  # the first is asked again before it is answered
+                    socket.send_multipart(request(number))
+                await eventually(lambda: len(held) == 2)
+                for number, call in enumerate(held):
+                    call.reply(Inventory(tasks=[], cursor=9 + number))
+                    call.reply(Inventory(tasks=[], cursor=99))
+                    assert call.expiry is not None
+                    assert call.expiry.cancelled()
+                answers = [codec.decode(await receive(socket)) for _ in held]
+                assert [(each.envelope.request_id, each.body.cursor) for each in answers] == [(1, 9), (2, 10)]
+                assert not socket.poll(0)
+            assert not mailbox._running
+
+    asyncio.run(main())
+
+
+def test_deferred_answer_that_never_comes_is_forgotten_after_the_deadline(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (Ping, lambda _, __: DEFERRED)) as (mailbox, bound), asking(bound) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.call(Ping(), Pong, deadline_s=0.2)
+            assert len(mailbox._running) == 1
+            await eventually(lambda: not mailbox._running, 5.0)
+
+    asyncio.run(main())
+
+
+def test_coroutine_handler_ends_at_the_callers_deadline(ipc: str) -> None:
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def forever(_: Ping, __: Call) -> Pong:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            raise AssertionError
+
+        async with serving(ipc, (Ping, forever)) as (mailbox, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match="echo/0") as failure:
+                await client.call(Ping(), Pong, deadline_s=0.3)
+            assert failure.value.code == ErrorCode.DEADLINE
+            async with asyncio.timeout(5):
+                await ended.wait()
+            await eventually(lambda: not mailbox._running and not mailbox._tasks)
+
+    asyncio.run(main())
+
+
+def test_reply_memory_is_bounded(ipc: str) -> None:
+    async def main() -> None:
+        big = Inventory(tasks=[PutTask("train/0/" + "1" * 200, i) for i in range(20_000)], cursor=0)  # 4.2 MB
+        async with serving(ipc, (GetInventory, lambda _, __: big)) as (mailbox, bound), asking(bound) as client:
+            for _ in range(12):
+                await client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S)
+            replies = mailbox._replies[Role.SERVICE]
+            kept = sum(len(frame) for _, frames in replies._kept.values() for frame in frames)
+            assert kept == replies.nbytes <= CACHED_REPLY_BYTES
+            assert 0 < len(replies) < 12
+
+    asyncio.run(main())
+
+
+def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
+    async def main() -> None:
+        seen: list[str] = []
+        message = Telemetry(
+            service="a", instance=0, incarnation=1, sequence=1, dropped=0, at=0.0, topic="t", values={"x": 1.0}
+        )
+        async with serving(ipc, (Telemetry, lambda body, _: seen.append(body.topic) or Ack())) as (mailbox, bound):
+            async with asking(bound) as client:
+                for _ in range(3):
+                    assert client.tell(message)  # the first ones before the connection stands
+                await eventually(lambda: len(seen) == 3)
+            assert not mailbox._running
+            assert not mailbox._replies[Role.SERVICE]
+
+    asyncio.run(main())
+
+
+def test_request_that_wants_no_answer_is_refused(ipc: str) -> None:
+    """Nothing would bound how many are under way: their sender does not wait, and they have no deadline."""
+
+    async def main() -> None:
+        seen: list[int] = []
+        handler = (GetInventory, lambda body, _: seen.append(body.cursor) or Inventory(tasks=[], cursor=0))
+        async with serving(ipc, handler) as (mailbox, bound), asking(bound) as client:
+            assert client.tell(GetInventory(cursor=1))
+            await client.call(GetInventory(cursor=2), Inventory, deadline_s=DEADLINE_S)
+            assert seen == [2]
+            assert not mailbox._running
+
+    asyncio.run(main())
+
+
+def test_telling_nobody_keeps_a_few_messages_and_says_when_it_drops(ipc: str) -> None:
+    async def main() -> None:
+        async with asking(ipc) as client:
+            results = [client.tell(Ack()) for _ in range(UNSENT_MESSAGES + 10)]
+        assert results == [True] * UNSENT_MESSAGES + [False] * 10
+
+    asyncio.run(main())
+
+
+def test_reply_sent_to_a_mailbox_and_request_sent_to_a_client_are_dropped(ipc: str) -> None:
+    async def main() -> None:
+        handled: list[Any] = []
+        async with serving(ipc, (GetInventory, lambda body, _: handled.append(body) or Ack())) as (mailbox, _):
+            with raw_dealer(ipc) as socket:
+                socket.send_multipart(request(1, flags=FLAG_REPLY))
+                await eventually(lambda: mailbox.offenders.malformed == 1)
+                assert not socket.poll(50)
+        assert not handled
+
+        context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        router.bind(f"{ipc}r")
+        async with asking(f"{ipc}r") as client:
+            asked = asyncio.create_task(client.call(GetInventory(), Inventory, deadline_s=1.0))
+            peer, head, _body = await receive(router)
+            number = codec.envelope.unpack(head, codec.CONTROL).request_id
+            answer = Inventory(tasks=[], cursor=1)
+            router.send_multipart([peer, *codec.encode(answer, request_id=number, incarnation=1)])
+            router.send_multipart([peer, b"garbage"])
+            router.send_multipart([peer, *codec.encode(answer, request_id=number + 1, incarnation=1, flags=FLAG_REPLY)])
+            with pytest.raises(DeadlineExceeded):
+                await asked
+        context.destroy(0)
+
+    asyncio.run(main())
+
+
+def test_callback_that_raises_loses_no_later_message(ipc: str) -> None:
+    async def main() -> None:
+        problems: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            pump = mailbox._doors[0].pump
+            assert pump is not None
+            deliver, failed = pump._on_message, 0
+
+            def fail_first(frames: list[bytes]) -> None:
+                nonlocal failed
+                failed += 1
+                if failed == 1:
+                    raise RuntimeError("once")
+                deliver(frames)
+
+            pump._on_message = fail_first
+            calls = [client.call(GetInventory(cursor=i), Inventory, deadline_s=DEADLINE_S) for i in range(5)]
+            assert [answer.cursor for answer in await asyncio.gather(*calls)] == [0, 2, 4, 6, 8]
+        assert len(problems) == 1
+
+    asyncio.run(main())
+
+
+def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_goes_on(ipc: str) -> None:
+    async def main() -> None:
+        path = Path(ipc.removeprefix("ipc://"))
+        async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as client:
+            with pytest.raises(RpcError, match=r"^echo/0: ipc://.*/echo-0 is in use by a live process; .*$"):
+                async with serving(ipc):
+                    pass
+            assert (await client.call(GetInventory(cursor=1), Inventory, deadline_s=DEADLINE_S)).cursor == 2
+        assert list(path.parent.iterdir()) == []
+        with process("mailbox", ipc) as server:
+            assert line_of(server) == "bound"
+            with pytest.raises(RpcError, match="in use"):
+                async with serving(ipc):
+                    pass
+            server.kill()
+            server.wait(10)
+        async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as client:
+            assert (await client.call(GetInventory(cursor=1), Inventory, deadline_s=DEADLINE_S)).cursor == 2
+        assert list(path.parent.iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_quick_change_of_owner_never_loses_the_new_owners_socket(ipc: str) -> None:
+    """libzmq unlinks the path of a closed socket some time later; the next owner's file must not be hit."""
+
+    async def main() -> None:
+        for _ in range(20):
+            async with serving(ipc, (GetInventory, double)) as (mailbox, _):
+                await mailbox.close()
+                async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as client:
+                    answer = await client.call(GetInventory(cursor=1), Inventory, deadline_s=DEADLINE_S)
+                    assert answer.cursor == 2
+
+    asyncio.run(main())
+
+
+def test_tcp_port_in_use_and_missing_folder_are_one_line_errors() -> None:
+    async def main() -> None:
+        async with serving("tcp://127.0.0.1:*") as (_, bound):
+            with pytest.raises(RpcError, match=r"echo/0: cannot bind tcp://127.0.0.1:\d+: Address already in use"):
+                async with serving(bound):
+                    pass
+        with pytest.raises(RpcError, match="echo/0: cannot bind ipc:///nowhere/x: No such file"):
+            async with serving("ipc:///nowhere/x"):
+                pass
+
+    asyncio.run(main())
+
+
+def test_finished_calls_are_not_kept_alive(ipc: str) -> None:
+    async def main() -> None:
+        async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
+            for i in range(50):
+                await client.call(GetInventory(cursor=i), Inventory, deadline_s=3600.0)
+            gc.collect()
+            assert not [thing for thing in gc.get_objects() if isinstance(thing, Call)]
+            assert not mailbox._running
+            assert not client._pending
+
+    asyncio.run(main())

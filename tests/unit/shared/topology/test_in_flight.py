@@ -1,0 +1,85 @@
+"""`services.rollout.in_flight` and `consume`: what goes together and what is refused, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import make, problems, write
+
+KEEP = "services.rollout.in_flight=keep"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+def test_blocks_wait_unless_the_topology_says_keep(folder: Path) -> None:
+    assert load(write(folder)).services.rollout.in_flight == "wait"
+    assert load(write(folder), [KEEP]).services.rollout.in_flight == "keep"
+
+
+def test_vllm_knows_both_ways(folder: Path) -> None:
+    for mode in ("keep", "recompute"):
+        overrides = ["services.rollout.engine=vllm", f"services.rollout.in_flight={mode}"]
+        assert load(write(folder), overrides).services.rollout.in_flight == mode
+
+
+def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -> None:
+    overrides = ["services.rollout.engine=vllm", "sampling.temperature=2.5"]
+    (line,) = [each for each in problems(write(folder), *overrides) if "sampling.temperature: " in each]
+    assert "2.5 is more than vllm samples at, use at most 2.0" in line
+    assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
+
+
+def test_tensor_parallelism_is_vllms(folder: Path) -> None:
+    two = "services.rollout.parallel.tp=2"
+    assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2
+    (line,) = [each for each in problems(write(folder), two) if "services.rollout.parallel.tp: " in each]
+    assert "transformers knows no tensor parallelism; use 1" in line
+
+
+def test_completion_order_is_available(folder: Path) -> None:
+    assert load(write(folder), ["consume=completion"]).consume == "completion"
+
+
+@pytest.mark.parametrize(
+    ("override", "mode", "why"),
+    [
+        ("services.rollout.engine=openai", "keep", "openai updates between blocks"),
+        ("services.rollout.engine=openai", "recompute", "openai updates between blocks"),
+        ("services.rollout.engine=transformers", "recompute", "transformers knows keep; use keep"),
+        ("workflow.function=builtin:single_turn", "keep", "a workflow's calls are short blocks"),
+    ],
+)
+def test_an_update_is_refused_where_it_would_do_nothing(folder: Path, override: str, mode: str, why: str) -> None:
+    lines = problems(write(folder), override, f"services.rollout.in_flight={mode}", check_supported=False)
+    assert [line for line in lines if "services.rollout.in_flight: " in line and why in line]
+
+
+def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
+    lines = problems(write(folder), "run.deterministic=true", KEEP, check_supported=False)
+    assert [line for line in lines if "services.rollout.in_flight: keep depends on timing" in line]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument, use base_url"),
+        ("services.rollout.engine_args.base_url=host:1", "'host:1' is no http address"),
+        ("services.rollout.instances=2", "services.rollout.instances: 2 would load their weights over one another's"),
+        ("services.rollout.parallel.tp=2", "openai knows no tensor parallelism; use 1"),
+        ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(folder: Path, override: str, why: str) -> None:
+    server = [
+        "services.rollout.engine=openai",
+        "services.rollout.engine_args.base_url=http://127.0.0.1:1",
+        "services.rollout.instances=1",
+    ]
+    assert load(write(folder), server).services.rollout.engine == "openai"
+    assert [line for line in problems(write(folder), *server, override) if why in line]

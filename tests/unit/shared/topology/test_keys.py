@@ -1,0 +1,478 @@
+"""Every key of the topology acts, or is refused. Changing a key alone changes what the launcher starts, what the
+scheduler is told or how a task is sampled; or a named test shows what it changes, and the product reads it where this
+file says. A key that is new in the schema must be entered here.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from launch import preflight
+from launch.gpus import visible_gpus
+from launch.supervisor.plan import SUPERVISOR, listen_endpoint
+from proto.messages import BatchMeta, LeaseGrant
+from services.policy_trainer.worker.backend import BackendOptions
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.rollout.prompts import PromptBuilder
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.tasks import TaskSets
+from services.scheduler.planning import configuration, device_limits, make_plan
+from shared.ranks.layout import Layout
+from shared.sample import Sample
+from shared.stages import TRAIN
+from shared.topology import Topology, TopologyError, load
+from shared.topology.algorithm import Optimizer
+from shared.topology.fields import Section
+from shared.topology.schema import Reward
+from shared.topology.supported import UNSUPPORTED
+from tests.parity.gradient_cases import cases
+from tests.parity.test_gradients_torch import back
+from tests.unit.policy_trainer.test_algorithm_keys import CHANGES as ALGORITHM
+from tests.unit.shared.topology.small_topology import BASE, make, write
+from tests.unit.tiny_models import make_model
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[4]
+
+OBSERVED: dict[str, tuple[str, ...]] = {
+    "run.name": ("run.name=other",),
+    "run.steps": ("run.steps=4",),
+    "run.seed": ("run.seed=5",),
+    "run.deterministic": ("run.deterministic=true",),
+    "policy.model": ("policy.model=./larger",),
+    "policy.dtype": ("policy.dtype=float32",),
+    "data.train.source": ("data.train.source=builtin:addition",),
+    "data.train.max_prompt_tokens": ("data.train.max_prompt_tokens=31",),
+    "data.train.shuffle": ("data.train.shuffle=false",),
+    "data.eval.*.source": ("data.eval.held.source=jsonl:rows.jsonl",),
+    "data.eval.*.every": ("data.eval.held.every=7",),
+    "data.eval.*.samples": ("data.eval.held={source: builtin:addition, every: 5, temperature: 0.5, samples: 3}",),
+    "data.eval.*.temperature": ("data.eval.held.temperature=0.5",),
+    "data.eval.*.max_new_tokens": ("data.eval.held.max_new_tokens=5",),
+    "data.eval.*.rows": ("data.eval.held.rows=2",),
+    "sampling.temperature": ("sampling.temperature=0.7",),
+    "sampling.max_new_tokens": ("sampling.max_new_tokens=7",),
+    "sampling.stop": ("sampling.stop=END",),
+    "staleness": ("staleness=0",),
+    "consume": ("consume=completion",),
+    "services.policy-trainer.gpus": ("services.policy-trainer.gpus=1",),
+    "services.policy-trainer.threads": ("services.policy-trainer.threads=2",),
+    "services.policy-trainer.parallel.tp": ("services.policy-trainer={backend: megatron, parallel: {tp: 2}}",),
+    "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron, parallel: {pp: 2}}",),
+    "services.policy-trainer.parallel.cp": ("services.policy-trainer.parallel.cp=2",),
+    "services.policy-trainer.workers": ("services.policy-trainer.workers=2",),
+    "services.reference.gpus": ("services.reference.gpus=1",),
+    "services.reference.threads": ("services.reference.threads=2",),
+    "services.reference.parallel.tp": ("services.reference={backend: megatron, parallel: {tp: 2}}",),
+    "services.reference.parallel.pp": ("services.reference={backend: megatron, parallel: {pp: 2}}",),
+    "services.reference.parallel.cp": ("services.reference={backend: megatron, parallel: {cp: 2}}",),
+    "services.rollout.gpus": ("services.rollout.gpus=1",),
+    "services.rollout.threads": ("services.rollout.threads=2",),
+    "services.rollout.instances": ("services.rollout.instances=3",),
+    "services.rollout.block_tasks": ("services.rollout.block_tasks=2",),
+    "checkpoint.keep_last": ("checkpoint.keep_last=3",),
+    "gc.after": ("gc.after=commit",),
+    "placement.colocate": ("placement.colocate=[policy-trainer, reference]",),
+    "lease.attempts": ("lease.attempts=4",),
+    "transport.listen": ("transport.listen=10.0.0.1",),
+    "transport.scheduler_port": ("transport={listen: 10.0.0.1, scheduler_port: 7000}",),
+    "transport.supervisor_port": ("transport={listen: 10.0.0.1, supervisor_port: 7000}",),
+    "transport.monitor_port": ("transport={listen: 10.0.0.1, monitor_port: 7000}",),
+}
+BESIDE = {
+    "transport.scheduler_port": ("transport={listen: 10.0.0.1}",),
+    "transport.supervisor_port": ("transport={listen: 10.0.0.1}",),
+    "transport.monitor_port": ("transport={listen: 10.0.0.1}",),
+    "services.policy-trainer.parallel.tp": ("services.policy-trainer={backend: megatron}",),
+    "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron}",),
+    "services.reference.parallel.tp": ("services.reference={backend: megatron}",),
+    "services.reference.parallel.pp": ("services.reference={backend: megatron}",),
+    "services.reference.parallel.cp": ("services.reference={backend: megatron}",),
+    "data.eval.*.samples": ("data.eval.held={source: builtin:addition, every: 5, temperature: 0.5}",),
+}
+"""What the unchanged topology has too, where it is more than BASE."""
+
+REFUSED = {
+    "services.policy-trainer.host": "services.policy-trainer.host=a",
+    "services.reference.host": "services.reference.host=a",
+    "services.rollout.host": "services.rollout.host=a",
+    "services.rollout.parallel.pp": "services.rollout.parallel.pp=2",
+    "services.rollout.parallel.cp": "services.rollout.parallel.cp=2",
+    "services.monitor.wandb.project": "services.monitor.wandb={project: p}",
+    "services.monitor.wandb.entity": "services.monitor.wandb={project: p, entity: e}",
+    "services.monitor.port": "services.monitor.port=9090",
+    "placement.engine": "placement.engine=ray",
+    "placement.hosts.*.gpus": "placement.hosts={a: {gpus: 1}}",
+}
+
+OPTIMIZER: dict[str, object] = {
+    "lr": 2e-3,
+    "betas": (0.5, 0.9),
+    "eps": 1e-2,
+    "weight_decay": 0.5,
+    "clip_norm": 1e-3,
+    "warmup_steps": 10,
+}
+REWARD: dict[str, str] = {
+    "reward.function": "{function: builtin:numeric}",
+    "reward.params": "{function: builtin:numeric, params: {tolerance: 5}}",
+    "reward.functions.*.function": "{functions: [{function: builtin:numeric}]}",
+    "reward.functions.*.weight": "{functions: [{function: builtin:exact_match, weight: 3.0}]}",
+    "reward.functions.*.params": "{functions: [{function: builtin:numeric, params: {tolerance: 5}}]}",
+}
+NUMERIC = {
+    "reward.params": "{function: builtin:numeric}",
+    "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
+}
+"""What they are compared with where it is not BASE's exact_match."""
+
+TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
+ELSEWHERE: dict[str, tuple[str, str, str]] = {
+    "run.on_bad_step": (
+        f"{TRAINER}/driver.py",
+        "topology.run.on_bad_step",
+        "unit/test_trainer_numbers.py::test_bad_data_is_skipped_when_the_run_may_and_anything_else_never",
+    ),
+    "policy.chat_template.add_generation_prompt": (
+        ROLLOUT,
+        "topology.policy.chat_template.add_generation_prompt",
+        "unit/test_topology_keys.py::test_a_prompt_ends_with_the_assistants_opening_or_not",
+    ),
+    "reward.timeout_s": (
+        ROLLOUT,
+        "topology.reward.timeout_s",
+        "unit/test_rewards.py::test_a_hanging_call_costs_its_sample_after_the_timeout",
+    ),
+    "reward.memory": (
+        ROLLOUT,
+        "topology.reward.memory",
+        "unit/test_rewards.py::test_a_bad_call_costs_its_sample_only",
+    ),
+    "reward.processes": (
+        ROLLOUT,
+        "topology.reward.processes",
+        "unit/test_rewards.py::test_slow_plain_functions_run_in_all_processes",
+    ),
+    "reward.retry.limit_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
+    ),
+    "reward.retry.backoff_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+    ),
+    "reward.retry.max_backoff_s": (
+        ROLLOUT,
+        "topology.reward.retry",
+        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+    ),
+    "workflow.function": (
+        ROLLOUT,
+        "chosen.function",
+        "unit/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+    ),
+    "workflow.params": (
+        ROLLOUT,
+        "chosen.params",
+        "unit/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+    ),
+    "workflow.timeout_s": (
+        ROLLOUT,
+        "chosen.timeout_s",
+        "unit/test_workflow.py::test_a_sample_that_hangs_is_lost_alone",
+    ),
+    "workflow.max_tokens": (
+        ROLLOUT,
+        "chosen.max_tokens",
+        "unit/test_workflow.py::test_a_sample_has_at_most_max_tokens",
+    ),
+    "workflow.memory": (
+        ROLLOUT,
+        "chosen.memory",
+        "unit/test_workflow.py::test_a_sample_that_takes_its_process_down_is_lost_alone",
+    ),
+    "workflow.processes": (
+        ROLLOUT,
+        "chosen.processes",
+        "unit/test_workflow.py::test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool",
+    ),
+    "services.policy-trainer.backend": (
+        f"{TRAINER}/worker/start.py",
+        "options.backend",
+        "integration/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning",
+    ),
+    "services.policy-trainer.max_tokens_per_micro_batch": (
+        f"{TRAINER}/worker/start.py",
+        "options.max_tokens_per_micro_batch",
+        "parity/test_gradients_torch.py::test_gradients_equal_those_of_one_process_and_one_micro_batch",
+    ),
+    "services.policy-trainer.collective_s": (
+        f"{TRAINER}/worker/service.py",
+        "options.collective_s",
+        "integration/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+    ),
+    "services.policy-trainer.recompute": (
+        f"{TRAINER}/worker/start.py",
+        "options.recompute",
+        "parity/test_gradients_torch.py::test_gradients_equal_those_of_one_process_and_one_micro_batch",
+    ),
+    "services.reference.backend": (
+        "services/reference/service.py",
+        "settings.backend",
+        "integration/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another",
+    ),
+    "services.reference.max_tokens_per_micro_batch": (
+        "services/reference/service.py",
+        "settings.max_tokens_per_micro_batch",
+        "unit/test_reference_scorer.py::test_small_micro_batches_give_the_same_values_and_more_progress",
+    ),
+    "services.reference.collective_s": (
+        "services/reference/service.py",
+        "settings.collective_s",
+        "integration/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+    ),
+    "services.rollout.parallel.tp": (
+        "services/rollout/engines/__init__.py",
+        "settings.parallel.tp",
+        "integration/test_vllm_ranks.py::test_drill_and_updates_reach_both_ranks",
+    ),
+    "services.rollout.engine": (
+        "services/rollout/engines/__init__.py",
+        "settings.engine",
+        "integration/test_vllm_cluster.py::test_an_untied_llama_trains_with_log_probs_that_agree",
+    ),
+    "services.rollout.in_flight": (
+        ROLLOUT,
+        "settings.in_flight",
+        "integration/test_in_flight.py::test_sequences_go_on_under_newer_weights_and_no_token_is_too_old",
+    ),
+    "services.rollout.partial_s": (
+        ROLLOUT,
+        "settings.partial_s",
+        "integration/test_partial_rollouts.py::test_samples_of_a_killed_engine_go_on_under_newer_weights",
+    ),
+    "services.rollout.weights": (
+        ROLLOUT,
+        "settings.weights",
+        "integration/test_vllm_cluster.py::test_every_version_was_sent_and_proved",
+    ),
+    "services.rollout.transfer_s": (
+        ROLLOUT,
+        "settings.transfer_s",
+        "integration/test_transfer.py::"
+        "test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes_back_anew",
+    ),
+    "services.rollout.engine_args": (
+        "services/rollout/engines/__init__.py",
+        "settings.engine_args",
+        "integration/test_vllm_engine.py::test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line",
+    ),
+    "services.batch-store.memory": (
+        "services/batch_store/server.py",
+        "settings.memory",
+        "integration/test_bounded.py::"
+        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+    ),
+    "services.batch-store.spill": (
+        "services/batch_store/server.py",
+        "settings.spill",
+        "integration/test_bounded.py::"
+        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+    ),
+    "services.batch-store.spill_limit": (
+        "services/batch_store/server.py",
+        "settings.spill_limit",
+        "integration/test_bounded.py::"
+        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+    ),
+    "services.batch-store.directory": (
+        "launch/preflight.py",
+        "topology.services.batch_store.directory",
+        "integration/test_bounded.py::test_a_directory_serves_instead_of_shared_memory",
+    ),
+    "checkpoint.every": (
+        f"{TRAINER}/publisher.py",
+        "self._checkpoint.every",
+        "integration/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_without_it",
+    ),
+    "checkpoint.keep_every": (
+        f"{TRAINER}/worker/calls.py",
+        "self._topology.checkpoint.keep_every",
+        "unit/test_trainer_state.py::test_the_newest_and_the_multiples_are_kept",
+    ),
+    "lease.lease_s": (
+        "services/scheduler/server.py",
+        "topology.lease.lease_s",
+        "unit/test_scheduler.py::test_only_progress_renews_a_lease",
+    ),
+    "transport.encrypt_bulk": (
+        "services/batch_store/server.py",
+        "loaded.transport.encrypt_bulk",
+        "integration/test_stream.py::test_chunks_are_sealed_unless_the_topology_says_otherwise",
+    ),
+    "optimizer.name": (
+        "shared/topology/algorithm.py",
+        'name: Literal["adamw"]',
+        "unit/test_topology_keys.py::test_there_is_one_optimizer_to_choose",
+    ),
+}
+
+
+def keys(model: type[Section] = Topology, above: str = "") -> Iterator[str]:
+    """Every leaf of the schema as a user writes it; `*` is any name, or any place in a list."""
+    for name, field in model.model_fields.items():
+        key = f"{above}{field.alias or name}"
+        section = _section(field.annotation)
+        if section is None:
+            yield key
+        else:
+            several = "dict" in str(field.annotation) or "tuple" in str(field.annotation)
+            yield from keys(section, f"{key}.*." if several else f"{key}.")
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _section(each)) is not None), None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(40)))
+    config = {"max_position_embeddings": 64, "num_attention_heads": 4, "model_type": "llama"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(tmp_path / "model", tmp_path / "larger")
+    shutil.copyfile(tmp_path / "model" / "model.safetensors", tmp_path / "larger" / "more.safetensors")
+    write(tmp_path, BASE.replace("memory: 1MiB", "memory: 8MiB"))
+    return tmp_path
+
+
+def test_every_key_is_entered_once() -> None:
+    entered = [
+        *OBSERVED,
+        *REFUSED,
+        *REWARD,
+        *ELSEWHERE,
+        *(f"optimizer.{name}" for name in OPTIMIZER),
+        *(f"algorithm.{name}" for name in ALGORITHM),
+    ]
+    assert sorted(entered) == sorted(keys())
+
+
+def derived(topology: Topology) -> list[Any]:
+    """What follows from a topology outside of it: processes and their arguments, the scheduler's plan, sampling."""
+    plan = [(spec.service, spec.instance) for spec in topology.services_plan()]
+    sets = TaskSets(topology, PromptBuilder.__new__(PromptBuilder), context_tokens=64)
+    splits = [TRAIN, *topology.data.eval]
+    grants = [
+        LeaseGrant(lease_id=1, stage="rollout", split=each, lease_s=1, batch=BatchMeta(tasks=[])) for each in splits
+    ]
+    return [
+        topology.services_plan(),
+        visible_gpus(topology),
+        [preflight.threads_of(topology, service) for service, _ in plan],
+        [listen_endpoint(topology.transport, service) for service in (*dict(plan), SUPERVISOR)],
+        make_plan(topology, Path("t.yaml")),
+        configuration(topology),
+        device_limits(topology),
+        [sets.prepare(grant).sampling for grant in grants],
+    ]
+
+
+@pytest.mark.parametrize("key", OBSERVED)
+def test_a_key_that_is_changed_changes_what_follows(key: str, folder: Path) -> None:
+    path = folder / "t.yaml"
+    before = derived(load(path, BESIDE.get(key, ())))
+    assert before == derived(load(path, BESIDE.get(key, ())))
+    assert derived(load(path, OBSERVED[key])) != before
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None:
+    with pytest.raises(TopologyError, match="not available in this version"):
+        load(folder / "t.yaml", [REFUSED[key]])
+
+
+def test_what_this_build_refuses_is_what_is_tried_here() -> None:
+    patterns = [f"{option.path}*" for option in UNSUPPORTED]
+    assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
+    assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
+
+
+@pytest.mark.parametrize("key", REWARD)
+def test_rewards_follow_their_keys(key: str, folder: Path) -> None:
+    unchanged = (f"reward={NUMERIC[key]}",) if key in NUMERIC else ()
+    before, after = (load(folder / "t.yaml", given).reward for given in (unchanged, (f"reward={REWARD[key]}",)))
+    assert asyncio.run(scores(before)) != asyncio.run(scores(after))
+
+
+async def scores(reward: Reward) -> list[float | None]:
+    """What four completions are worth whose task's answer is 7."""
+    samples = [Sample("train/0/0", {"answer": "7"}, [], each, [], "stop") for each in ("a", "4", "is 7", "7")]
+    pool = RewardPool(
+        reward.terms, timeout_s=10, memory_bytes=1 << 30, processes=1, retry=reward.retry, emit=lambda *_: None
+    )
+    await pool.start()
+    try:
+        [group] = await pool.score([samples], lambda: None)
+    finally:
+        await pool.close()
+    return [each.value for each in group]
+
+
+def trained(folder: Path, **given: Any) -> dict[str, torch.Tensor]:
+    """Weights after two updates under optimizer settings."""
+
+    def small(_: Path, dtype: str) -> torch.nn.Module:
+        return make_model("qwen3", dtype=getattr(torch, dtype), head_dim=12, tie_word_embeddings=True, vocab_size=61)
+
+    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none")
+    settings = Optimizer(**{"lr": 1e-3, **given})
+    backend = TorchBackend(folder, "float32", settings, options, Layout(1).place(0), load=small)
+    for step, case in zip((1, 2), cases(), strict=False):
+        back(backend, case)
+        backend.step(step)
+    return backend.state().weights
+
+
+def test_updates_follow_every_key_of_the_optimizer(tmp_path: Path) -> None:
+    before = trained(tmp_path)
+    for name, value in OPTIMIZER.items():
+        after = trained(tmp_path, **{name: value})
+        assert any(not torch.equal(each, before[key]) for key, each in after.items()), name
+
+
+def test_there_is_one_optimizer_to_choose(folder: Path) -> None:
+    with pytest.raises(TopologyError, match=r"optimizer\.name.*adamw"):
+        load(folder / "t.yaml", ["optimizer.name=sgd"])
+
+
+def test_a_prompt_ends_with_the_assistants_opening_or_not() -> None:
+    model = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
+    row = {"prompt": [{"role": "user", "content": "1+1="}]}
+    opened, bare = (PromptBuilder(model, add_generation_prompt=each).token_ids(row) for each in (True, False))
+    assert opened[: len(bare)] == bare
+    assert len(opened) > len(bare)
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_is_shown_elsewhere_is_read_where_this_file_says_and_has_its_test(key: str) -> None:
+    file, read, test = ELSEWHERE[key]
+    assert read in (ROOT / file).read_text()
+    where, _, name = test.partition("::")
+    tree = ast.parse((ROOT / "tests" / where).read_text())
+    assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -1,0 +1,497 @@
+"""The topology: each way to get it wrong, the line that says so and the file:line it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.capacity import weight_versions
+from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, make, problems, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ keys and types
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "  group_size: 4",
+            "  group_size: 4\n  mini_batch_task: 3",
+            "t.yaml:16: algorithm.mini_batch_task: unknown key, nearest valid key 'mini_batch_tasks'",
+        ),
+        (
+            "  policy-trainer:",
+            "  policy_trainer:",
+            "t.yaml:22: services.policy_trainer: unknown key, nearest valid key 'policy-trainer'",
+        ),
+        (
+            "  dtype: bfloat16",
+            "  loss: {}",
+            "t.yaml:4: policy.loss: unknown key here, it belongs at algorithm.loss",
+        ),
+        (
+            "    coef: 0.001",
+            "    coef: 0.001\n    zzz: 1",
+            "t.yaml:19: algorithm.kl.zzz: unknown key, valid keys here: coef, estimator, in",
+        ),
+        (
+            "every: 5}",
+            "evry: 5}",
+            "t.yaml:8: data.eval.held.evry: unknown key, nearest valid key 'every'",
+        ),
+        (
+            "    backend: torch",
+            "    parallel: {dp: 2}",
+            "t.yaml:23: services.policy-trainer.parallel.dp: not a key, dp is derived from gpus and "
+            "the other "
+            "parallel sizes, remove it",
+        ),
+        (
+            "  temperature: 1.0",
+            "  top_p: 0.9",
+            "t.yaml:11: sampling.top_p: not a key, changes the distribution that the log-probs of "
+            "training samples "
+            "claim, remove it",
+        ),
+        (
+            "  group_size: 4\n",
+            "",
+            "t.yaml:13: algorithm.group_size: missing, required (samples of each task, 1 or more; 2 "
+            "or more where a group is compared)",
+        ),
+        (
+            "  group_size: 4",
+            "  group_size: '4'",
+            "t.yaml:15: algorithm.group_size: '4' is not an integer (samples of each task, 1 or "
+            "more; 2 or more where a group is compared)",
+        ),
+        (
+            "steps: 3",
+            "steps: true",
+            "t.yaml:1: run.steps: True is not an integer (training steps, 1 or more)",
+        ),
+        (
+            "  lr: 1e-3",
+            "  lr: .inf",
+            "t.yaml:20: optimizer.lr: inf is not a finite number (learning rate after warm-up, above 0)",
+        ),
+        (
+            "  dtype: bfloat16",
+            "  dtype: bfloat61",
+            "t.yaml:4: policy.dtype: 'bfloat61' is not one of float32, bfloat16, float16, nearest 'bfloat16' "
+            "(data type of the weights)",
+        ),
+        (
+            "aggregation: token_mean",
+            "clip: [0.2]",
+            "t.yaml:16: algorithm.loss.clip.1: missing, required",
+        ),
+        (
+            "aggregation: token_mean",
+            "clip: 0.2",
+            "t.yaml:16: algorithm.loss.clip: 0.2 is not a list ([low, high]: the ratio is clipped to "
+            "[1 - low, "
+            "1 + high]; default",
+        ),
+        (
+            "  kl:\n    coef: 0.001",
+            "  kl: 3",
+            "t.yaml:17: algorithm.kl: 3 is not a mapping (KL to the reference; left out: none)",
+        ),
+        (
+            "memory: 1MiB",
+            "memory: 1 potato",
+            "t.yaml:27: services.batch-store.memory: '1 potato' is not a size, write bytes or a "
+            "number with B, kB, "
+            "MB, GB, TB, KiB, MiB, GiB, TiB, as 64GiB",
+        ),
+        (
+            "jsonl:rows.jsonl",
+            "csv:rows.csv",
+            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name>, jsonl:<path>",
+        ),
+        (
+            'reward: {function: "builtin:exact_match"}',
+            "reward: {timeout_s: 1}",
+            "t.yaml:9: reward: needs either function or functions (one or more), and not both",
+        ),
+        (
+            'function: "builtin:exact_match"}',
+            'functions: [{function: "a:b"}], params: {x: 1}}',
+            "t.yaml:9: reward: params belong to function and do nothing with functions, write them inside its items",
+        ),
+        (
+            'function: "builtin:exact_match"}',
+            "function: exact_match}",
+            "t.yaml:9: reward.function: 'exact_match' does not have the form asked for (builtin:<name> or "
+            "<module>:<function>)",
+        ),
+        (
+            "    held: {",
+            "    a/b: {",
+            "t.yaml:8: data.eval.a/b: 'a/b' does not have the form asked for",
+        ),
+    ],
+)
+def test_wrong_key_or_type_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
+    [found] = problems(edited(folder, old, new))
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("steps: 3", "steps: 0", "t.yaml:1: run.steps: 0 is out of range, must be 1 or more"),
+        (
+            "temperature: 1.0",
+            "temperature: 0",
+            "t.yaml:11: sampling.temperature: 0 is out of range, must be above 0",
+        ),
+        ("every: 5", "every: 0", "t.yaml:8: data.eval.held.every: 0 is out of range, must be 1 or more"),
+        (
+            "tasks_per_step: 6",
+            "tasks_per_step: -6",
+            "t.yaml:14: algorithm.tasks_per_step: -6 is out of range",
+        ),
+        ("lr: 1e-3", "lr: 0.0", "t.yaml:20: optimizer.lr: 0.0 is out of range, must be above 0"),
+        ("memory: 1MiB", "memory: -1", "t.yaml:27: services.batch-store.memory: -1 is out of range"),
+        ("coef: 0.001", "coef: -1", "t.yaml:18: algorithm.kl.coef: -1 is out of range, must be 0 or more"),
+        ("instances: 2", "instances: 0", "t.yaml:25: services.rollout.instances: 0 is out of range"),
+    ],
+)
+def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: str, line: str) -> None:
+    [found] = problems(edited(folder, old, new))
+    assert found.startswith(line)
+
+
+# ------------------------------------------------------------------------------ across keys, files, limits
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "  group_size: 4",
+            "  group_size: 1",
+            "t.yaml:15: algorithm.group_size: 1 leaves advantage grpo nothing to compare, at least 2",
+        ),
+        (
+            "  group_size: 4",
+            "  group_size: 4\n  mini_batch_tasks: 4",
+            "t.yaml:16: algorithm.mini_batch_tasks: 4 does not divide tasks_per_step (6), use a divisor",
+        ),
+        (
+            "    instances: 2",
+            "    block_tasks: 4",
+            "t.yaml:25: services.rollout.block_tasks: 4 does not divide algorithm.tasks_per_step "
+            "(6), use a divisor "
+            "or leave it out",
+        ),
+        (
+            "aggregation: token_mean",
+            "anchor: rollout, clip: [1.5, 0.28]",
+            "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range, above 0 and below 1, as 0.2",
+        ),
+        (
+            "aggregation: token_mean",
+            "anchor: rollout, clip: [0.2, -0.28]",
+            "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range, above 0, as 0.2",
+        ),
+        (
+            "aggregation: token_mean",
+            "anchor: rollout, tis_cap: 2.0",
+            "t.yaml:16: algorithm.loss.tis_cap: 2.0 has no effect with anchor rollout; remove it, or "
+            "set anchor "
+            "proximal",
+        ),
+        (
+            "aggregation: token_mean",
+            "name: gspo",
+            "t.yaml:16: algorithm.loss.aggregation: token_mean does not fit loss gspo, a ratio per "
+            "sequence: use "
+            "seq_mean_token_mean",
+        ),
+        (
+            "    coef: 0.001",
+            "    coef: 0.001\n    estimator: k1",
+            "t.yaml:19: algorithm.kl.estimator: k1 as a loss term has zero expected gradient, use k3 or k2",
+        ),
+        (
+            "    coef: 0.001\noptimizer:\n  lr: 1e-3\nservices:\n",
+            "    coef: 0\noptimizer:\n  lr: 1e-3\nservices:\n  reference: {backend: torch}\n",
+            "t.yaml:22: services.reference: has no effect, algorithm.kl.coef is 0 and no reference "
+            "is started; remove "
+            "it (null) or set a coef above 0",
+        ),
+        (
+            "  lr: 1e-3",
+            "  lr: 1e-3\n  betas: [0.9, 1.0]",
+            "t.yaml:21: optimizer.betas.1: 1.0 is out of range, from 0 to below 1, as 0.9",
+        ),
+        (
+            "    held: {",
+            "    train: {",
+            "t.yaml:8: data.eval.train: 'train' is the name of the training split, use another",
+        ),
+        (
+            "every: 5",
+            "every: 5, samples: 4",
+            "t.yaml:8: data.eval.held.samples: 4 samples at temperature 0 are all the same; use 1, "
+            "or a temperature "
+            "above 0",
+        ),
+        (
+            "  max_new_tokens: 8",
+            "  max_new_tokens: 40",
+            "t.yaml:12: sampling.max_new_tokens: 32 prompt tokens (data.train.max_prompt_tokens) and "
+            "40 new exceed "
+            "the model's 64 positions; lower one of them",
+        ),
+        (
+            "    backend: torch",
+            "    max_tokens_per_micro_batch: 39",
+            "t.yaml:23: services.policy-trainer.max_tokens_per_micro_batch: 39 is less than one "
+            "sample: 32 prompt "
+            "tokens (data.train.max_prompt_tokens) and 8 new; use at least 40",
+        ),
+        (
+            "    backend: torch",
+            "    gpus: 3\n    parallel: {cp: 2}",
+            "t.yaml:23: services.policy-trainer.gpus: 3 is no multiple of tp*pp*cp = 2, use 4",
+        ),
+        (
+            "    memory: 1MiB",
+            "    memory: 1MiB\n    spill_limit: 1GiB",
+            "t.yaml:28: services.batch-store.spill_limit: 1073741824 bytes have no effect without "
+            "spill; remove it, "
+            "or name a folder as spill",
+        ),
+        (
+            "optimizer:",
+            "checkpoint: {every: 20, keep_every: 30}\noptimizer:",
+            "t.yaml:19: checkpoint.keep_every: 30 is no multiple of every (20), so some would never "
+            "exist; use a "
+            "multiple",
+        ),
+    ],
+)
+def test_contradiction_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
+    assert problems(edited(folder, old, new), check_supported=False) == [line]
+
+
+def test_spill_needs_a_limit(folder: Path) -> None:
+    path = edited(folder, "    memory: 1MiB", "    memory: 1MiB\n    spill: ./disk")
+    assert problems(path, check_supported=False) == [
+        f"t.yaml:28: services.batch-store.spill: {folder}/disk has no limit, set spill_limit, as 500GiB"
+    ]
+
+
+def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
+    placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [reference, monitor]}\n"
+    path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
+    assert problems(path, check_supported=False) == [
+        "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts, use 'betta'",
+        "t.yaml:28: placement.colocate.1: 'monitor' is no service with devices, use policy-trainer, reference or "
+        "rollout",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "override", "line"),
+    [
+        (
+            "[policy-trainer, rollout]",
+            "staleness=1",
+            "--set staleness=1: staleness: 1: a colocated rollout cannot run ahead of the trainer, set 0",
+        ),
+        (
+            "[reference, rollout]",
+            "services.rollout.in_flight=keep",
+            "--set services.rollout.in_flight=keep: services.rollout.in_flight: keep: a colocated engine sleeps while "
+            "weights are made, use wait",
+        ),
+        (
+            "[policy-trainer, rollout]",
+            "services.policy-trainer.gpus=1",
+            "t.yaml:24: services.rollout.gpus: rollout takes 0 GPUs and policy-trainer, which is colocated, 1; use the "
+            "same number",
+        ),
+        ("[rollout]", "run.seed=1", "t.yaml:28: placement.colocate: rollout alone shares nothing, name two services"),
+        (
+            "[rollout, policy-trainer, rollout]",
+            "run.seed=1",
+            "t.yaml:28: placement.colocate.2: rollout is named twice, remove one",
+        ),
+        (
+            "[policy-trainer, reference]",
+            "algorithm.kl.coef=0",
+            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0, leave it out",
+        ),
+    ],
+)
+def test_colocation_that_cannot_be_is_one_line_with_its_place(
+    folder: Path, names: str, override: str, line: str
+) -> None:
+    path = write(folder, f"{BASE}placement: {{colocate: {names}}}\n")
+    overrides = [override] if override.startswith("staleness") else [override, "staleness=0"]
+    found = problems(path, *overrides)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_all_three_services_may_take_turns(folder: Path) -> None:
+    path = write(folder, f"{BASE}placement: {{colocate: [policy-trainer, reference, rollout]}}\n")
+    loaded = load(path, ["staleness=0"])
+    assert loaded.colocated_services == {"policy-trainer-worker", "reference", "rollout"}
+
+
+def test_more_gpus_than_a_host_has_are_named_unless_colocated(folder: Path) -> None:
+    placement = "placement: {hosts: {a: {gpus: 4}}"
+    services = "\n  reference: {host: a, gpus: 4}\n  policy-trainer:\n    host: a\n    gpus: 4\n"
+    text = BASE.replace("\n  policy-trainer:\n    backend: torch\n", services)
+    shared_gpus = write(folder, f"{text}{placement}, colocate: [policy-trainer, reference]}}\n")
+    assert load(shared_gpus, check_supported=False).services.policy_trainer.dp == 4
+    assert problems(write(folder, f"{text}{placement}}}\n"), check_supported=False) == [
+        "t.yaml:30: placement.hosts.a.gpus: 4 GPUs, but the services on host a use 8; move one or colocate"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("algorithm.filter_zero_variance.max_refill=1", "algorithm.filter_zero_variance"),
+        ("consume=completion", "consume"),
+        ("services.rollout.engine=vllm", "services.rollout.engine"),
+        ("services.policy-trainer.backend=megatron", "services.policy-trainer.backend"),
+        ("services.policy-trainer.gpus=1", "services.policy-trainer.gpus"),
+    ],
+)
+def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, override: str, place: str) -> None:
+    [line] = problems(write(folder), "run.deterministic=true", override, check_supported=False)
+    assert line.startswith(f"--set {override}: {place}: ")
+    assert "run.deterministic needs" in line
+
+
+def test_missing_model_folder_is_named(folder: Path) -> None:
+    assert problems(edited(folder, "./model", "./modell")) == [
+        f"t.yaml:3: policy.model: no folder {folder}/modell, relative paths start at the topology's "
+        "folder; put the "
+        "model there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.json", "has no config.json, a model's folder has one; save the model with save_pretrained"),
+        (
+            "model.safetensors",
+            "has no *.safetensors, the only weight format read; save the model as safetensors",
+        ),
+    ],
+)
+def test_model_folder_without_its_files_is_named(folder: Path, file: str, message: str) -> None:
+    (folder / "model" / file).unlink()
+    assert problems(write(folder)) == [f"t.yaml:3: policy.model: {folder}/model {message}"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
+def test_weights_that_are_no_safetensors_are_named(folder: Path, content: bytes) -> None:
+    (folder / "model" / "model.safetensors").write_bytes(content)
+    [line] = problems(write(folder))
+    assert line.startswith(f"t.yaml:3: policy.model: {folder}/model/model.safetensors is not a safetensors file")
+
+
+def test_missing_jsonl_file_is_named(folder: Path) -> None:
+    (folder / "rows.jsonl").unlink()
+    assert problems(write(folder)) == [
+        f"t.yaml:6: data.train.source: no file {folder}/rows.jsonl, relative paths start at the "
+        "topology's folder; "
+        "put it there"
+    ]
+
+
+def test_hub_name_resolves_to_its_local_snapshot(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path_factory.mktemp("hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    path = edited(folder, "./model", "Org/Some-Model")
+    assert problems(path) == [
+        "t.yaml:3: policy.model: Org/Some-Model is neither a folder nor in the local Hugging Face "
+        "cache (nothing is "
+        "downloaded)"
+    ]
+    repository = cache / "models--Org--Some-Model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123")
+    (repository / "snapshots").mkdir()
+    (folder / "model").rename(repository / "snapshots" / "abc123")
+    assert load(path).policy.model == str(repository / "snapshots" / "abc123")
+
+
+def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
+    topology = load(write(folder), ["algorithm.num_iterations=2"])
+    per_token = 4 + 1 + 4 + 4 + 4 + 4  # with reference and proximal log-probs
+    data = 4 * (40 * per_token + 6 * 8)
+    # rollout, reference and proximal log-probs are puts of their own, of whole pages, with 8 shards in all
+    assert data + 3 * 4096 < task_bytes(topology, 32) < data + 3 * 4500 + 8 * 200
+    # staleness 1: two steps are live, and a trained one waits for its checkpoint; a lease block for each of 2 engines
+    block = topology.services.rollout.block_tasks
+    held = 3 * 6 + 2 * block
+    # proximal log-probs of one step are put again when it is replayed, and the former ones go only afterwards
+    again = 6 * 4 * 40 * 4
+    rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
+    assert again + 6 * 4096 < rest < again + 6 * 4700
+    # a step of one update takes its log-probs from the pass it trains on, and puts none
+    once = load(write(folder))
+    per_token -= 4
+    data = 4 * (40 * per_token + 5 * 8)
+    assert data + 2 * 4096 < task_bytes(once, 32) < data + 2 * 4500 + 7 * 200
+    assert worst_case_bytes(once, 32, 0) == held * task_bytes(once, 32)
+    lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit"])
+    data = 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
+    assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200
+    block = lean.services.rollout.block_tasks
+    assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
+
+
+@pytest.mark.parametrize(
+    ("versions", "overrides"),
+    [
+        (3, ["staleness=0", "services.rollout.instances=1"]),
+        (3, ["staleness=1", "services.rollout.instances=1"]),
+        (6, ["staleness=4", "services.rollout.instances=1"]),
+        (9, ["staleness=4", "services.rollout.instances=4"]),  # which compute in versions that they have mapped
+        (6, ["staleness=4", "services.rollout.instances=4", "services.rollout.gpus=1"]),
+        (7, ["staleness=4", "run.deterministic=true"]),
+        (5, ["staleness=1", "services.rollout.instances=1", "checkpoint.every=2", "algorithm.kl.refresh_every=2"]),
+    ],
+)
+def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
+    folder: Path, versions: int, overrides: list[str]
+) -> None:
+    topology = load(write(folder), overrides, check_supported=False)
+    assert weight_versions(topology) == versions
+    needed = worst_case_bytes(topology, 32, weight_bytes(str(folder / "model"), "bfloat16"))
+    [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}", check_supported=False)
+    assert f" {versions} weight versions of " in line
+    assert f"set at least {needed} (" in line
+
+
+def test_memory_too_small_names_the_number_that_would_do(folder: Path) -> None:
+    weights = weight_bytes(str(folder / "model"), "bfloat16")
+    assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
+    needed = worst_case_bytes(load(write(folder)), 32, weights)
+    [line] = problems(write(folder), f"services.batch-store.memory={needed - 1}")
+    assert line.startswith(f"--set services.batch-store.memory={needed - 1}: services.batch-store.memory: ")
+    assert f"set at least {needed} (" in line
+    assert load(write(folder), [f"services.batch-store.memory={needed}"]).services.batch_store.memory == needed

@@ -1,0 +1,89 @@
+"""Degrees of trainer and reference that do not fit their backend or the model are errors before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import make, problems, write
+
+PARALLEL = "services.policy-trainer.parallel"
+MEGATRON = "services.policy-trainer.backend=megatron"
+QWEN = {
+    "model_type": "qwen3",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+def model(folder: Path, **changes: object) -> Path:
+    (folder / "model" / "config.json").write_text(json.dumps(QWEN | changes))
+    return write(folder)
+
+
+@pytest.mark.parametrize("degrees", ["{tp: 4}", "{pp: 3}", "{tp: 2, pp: 6}", "{cp: 5}"])
+def test_megatron_takes_degrees_that_divide_the_model(folder: Path, degrees: str) -> None:
+    topology = load(model(folder), [MEGATRON, f"{PARALLEL}={degrees}"])
+    trainer = topology.services.policy_trainer
+    assert trainer.world_size == trainer.parallel.model_ranks
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ("{tp: 6}", "parallel.tp: 6 does not divide the model's 4 key-value heads, use a divisor"),
+        ("{pp: 4}", "parallel.pp: 4 does not divide the model's 6 layers, use a divisor"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(folder: Path, degrees: str, said: str) -> None:
+    [line] = problems(model(folder), MEGATRON, f"{PARALLEL}={degrees}")
+    assert line.endswith(said)
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp"])
+def test_torch_splits_no_layers(folder: Path, degree: str) -> None:
+    [line] = problems(model(folder), f"{PARALLEL}.{degree}=2")
+    assert line.endswith(
+        f"parallel.{degree}: 2 splits layers, which backend torch does not; set backend megatron, or use 1"
+    )
+
+
+@pytest.mark.parametrize(("degree", "what"), [("tp", "layers"), ("pp", "layers"), ("cp", "sequences here")])
+def test_a_torch_reference_is_whole_and_a_megatron_one_takes_divisors(folder: Path, degree: str, what: str) -> None:
+    reference, known = "services.reference", model(folder)
+    [line] = problems(known, f"{reference}.parallel.{degree}=2")
+    assert f"{reference}.parallel.{degree}: 2 splits {what}, which backend torch does not" in line
+    loaded = load(known, [f"{reference}.backend=megatron", f"{reference}.parallel.{degree}=2"])
+    assert [each.name for each in loaded.services_plan() if each.service == "reference"] == [
+        "reference/0",
+        "reference/1",
+    ]
+    if degree != "cp":
+        line = problems(known, f"{reference}.backend=megatron", f"{reference}.parallel.{degree}=5")[0]
+        assert f"{reference}.parallel.{degree}: 5 does not divide" in line
+
+
+def test_ranks_are_a_multiple_of_the_degrees(folder: Path) -> None:
+    [line] = problems(model(folder), MEGATRON, f"{PARALLEL}.tp=2", "services.policy-trainer.workers=3")
+    assert "services.policy-trainer.workers: 3 is no multiple of tp*pp*cp = 2, use 4" in line
+
+
+def test_a_model_that_megatron_does_not_know_is_refused(folder: Path) -> None:
+    [line] = problems(model(folder, model_type="gemma3"), MEGATRON)
+    assert line.endswith("backend: megatron knows llama, qwen2, qwen3, the model is a gemma3; use torch")
+
+
+def test_megatron_trains_no_float16(folder: Path) -> None:
+    [line] = problems(model(folder), MEGATRON, "policy.dtype=float16")
+    assert "policy.dtype" in line

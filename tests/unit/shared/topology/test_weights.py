@@ -1,0 +1,76 @@
+"""`services.rollout.weights` and `transfer_s`: which routes an engine and a trainer have, in one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import make, problems, write
+
+ON_GPUS = [
+    "services.rollout.engine=vllm",
+    "services.rollout.instances=1",
+    "services.rollout.gpus=1",
+    "services.policy-trainer.gpus=1",
+]
+TOGETHER = ["staleness=0", "placement.colocate=[policy-trainer, rollout]"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+def route(name: str) -> str:
+    return f"services.rollout.weights={name}"
+
+
+def test_weights_are_shards_unless_the_topology_says_otherwise(folder: Path) -> None:
+    rollout = load(write(folder)).services.rollout
+    assert (rollout.weights, rollout.transfer_s) == ("shards", None)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_gloo_has_a_limit_below_that_of_a_lease(folder: Path, engine: str) -> None:
+    rollout = load(write(folder), [route("gloo"), f"services.rollout.engine={engine}", "lease.lease_s=45"])
+    assert rollout.services.rollout.transfer_s == pytest.approx(30)
+
+
+def test_nccl_and_ipc_are_for_vllm_on_gpus(folder: Path) -> None:
+    assert load(write(folder), [route("nccl"), *ON_GPUS]).services.rollout.weights == "nccl"
+    assert load(write(folder), [route("ipc"), *ON_GPUS, *TOGETHER]).services.rollout.weights == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([route("gloo"), "services.rollout.gpus=1"], "gloo is for engines on a CPU, this one has 1 GPUs"),
+        ([route("gloo"), "services.rollout.engine=openai"], "engine openai is handed a file, use shards"),
+        ([route("nccl"), "services.rollout.gpus=1", "services.policy-trainer.gpus=1"], "engine transformers has none"),
+        ([route("nccl"), "services.rollout.engine=vllm"], "nccl needs GPUs for policy-trainer (0) and rollout (0)"),
+        ([route("nccl"), *ON_GPUS, *TOGETHER], "nccl knows one process a GPU"),
+        ([route("ipc"), *ON_GPUS], "ipc needs policy-trainer and rollout on the same GPUs"),
+        (
+            [route("ipc"), *ON_GPUS, *TOGETHER, "services.policy-trainer.gpus=2", "services.rollout.instances=2"],
+            "ipc reaches one engine on the one GPU of the trainer, not 2 on 2 GPUs; use shards",
+        ),
+    ],
+)
+def test_a_route_that_they_do_not_have_is_refused(folder: Path, overrides: list[str], why: str) -> None:
+    lines = problems(write(folder), *overrides, check_supported=False)
+    assert [line for line in lines if "services.rollout.weights: " in line and why in line], lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["services.rollout.transfer_s=5"], "5 has no effect with weights: shards, which are not sent; remove it"),
+        ([route("gloo"), "services.rollout.transfer_s=30"], "30 is no less than lease.lease_s (30)"),
+        ([route("gloo"), "services.rollout.transfer_s=null"], "null: gloo needs a limit"),
+    ],
+)
+def test_a_limit_that_cannot_act_is_refused(folder: Path, overrides: list[str], why: str) -> None:
+    lines = problems(write(folder), *overrides)
+    assert [line for line in lines if "services.rollout.transfer_s: " in line and why in line], lines
