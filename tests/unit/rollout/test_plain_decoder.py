@@ -56,8 +56,8 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
     ids = torch.randint(0, 60, (3, 6))
     sides = [passes(model, 6 + 20) for passes in (ModelPasses, PlainPasses)]
     torch.testing.assert_close(*(side.begin(ids, lengths) for side in sides), atol=2e-5, rtol=0)
-    for side in sides:
-        side.repeat(2)
+    twice = torch.arange(3).repeat_interleave(2)
+    sides = [type(side).gathered(model, [(side, twice)], 20) for side in sides]
     rows = 6
     for step in range(12):
         if step in (3, 7):
