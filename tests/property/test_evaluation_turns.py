@@ -116,7 +116,7 @@ class Run:
         return self.bench.machine.run
 
     def measured(self) -> set[int]:
-        """Versions, in steps, with tasks that wait."""
+        """Return the versions, as steps, that have tasks waiting for evaluation."""
         return {one.version[1] for one in self.state.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
@@ -193,7 +193,7 @@ def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> 
         leased = run.trained_in_a_row
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
-        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # what was sampled before is trained on
+        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # the samples that exist are trained first
     assert run.state.committed_step > 5
 
 

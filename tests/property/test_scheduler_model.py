@@ -287,7 +287,7 @@ class Model:
         before = self.machine.run.window.tail
         self.register("batch-store", self.life, data_id=f"{self.life}")
         run = self.machine.run
-        assert run.window.head >= before  # all that waits has a new admission number
+        assert run.window.head >= before  # all waiting tasks have new admission numbers
         assert run.committed_step == max(run.checkpoint_step, 0)
         self.reload()
 
@@ -319,8 +319,8 @@ class Model:
         assert run.window.live <= self.plan.max_live
 
     def check_no_task_is_left_out(self) -> None:
-        """Every task that was ever admitted is in the weights, dropped for its own sake, or still to be trained; in
-        admission order they are trained in the order of the plan."""
+        """Check that every admitted task is in the weights, dropped for a reason of its own, or still to be trained,
+        and that tasks are trained in the order of the plan."""
         run, order = self.machine.run, EpochOrder(self.plan)
         every = [make_task_id("train", *order.at(position)) for position in range(run.position)]
         live = set(view.live_ids(run))

@@ -130,9 +130,10 @@ class Both(RuleBasedStateMachine):
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
-        """Unsealed files and their sizes. Some producers are dead, and the files of some went with the store's life."""
+        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with a life of
+        the store."""
         self.files: dict[str, tuple[Table, int, Tier]] = {}
-        """Sealed, in the order of their seals."""
+        """Sealed files, in the order of their seals."""
         self.zombies: dict[str, tuple[Tier, int]] = {}
         self.spares: dict[str, int] = {}
         self.tombs: dict[str, int] = {}
@@ -390,7 +391,7 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forget_gone(self) -> None:
-        """What the scheduler has given up (a lost attempt, a drop, a collection) nobody may rely on any more."""
+        """Forget tasks that the scheduler has given up: lost attempts, drops and collected tasks."""
         for task_id, (fence, _) in list(self.accepted.items()):
             task = view.find(self.machine.run, task_id)
             if task is None or task.fence != fence or task.clears:
@@ -447,7 +448,8 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def trainer_is_killed(self) -> None:
-        """It loads the newest checkpoint and replays what was committed since: the same tasks, all there."""
+        """The trainer loads the newest checkpoint and replays the steps committed since, with the same tasks and all
+        shards."""
         run = self.machine.run
         committed = run.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
@@ -576,7 +578,7 @@ class Both(RuleBasedStateMachine):
 
     @rule(whole=st.booleans())
     def scheduler_is_killed(self, whole: bool) -> None:
-        """Back from the journal alone, or from the last snapshot and what came after it."""
+        """Restart the scheduler from the journal alone, or from the last snapshot and the events after it."""
         before = snapshot.dump(self.machine.run)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
         if whole and self.kept is not None:
@@ -587,7 +589,7 @@ class Both(RuleBasedStateMachine):
         for event in rest:
             self.machine.replay(event)
         assert snapshot.dump(self.machine.run) == before
-        self.mail.clear()  # what was on its way is asked for again
+        self.mail.clear()  # messages that were in transit are requested again
         self.take(self.machine.begin(CONFIG, self.now))
 
     @rule()
@@ -660,13 +662,13 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
-        """Promise 3."""
+        """Check promise 3."""
         for task in view.leased(self.machine.run):
             assert self.tombs.get(task.task_id, 0) < task.fence
 
     @invariant()
     def bytes_stay_within_their_limits(self) -> None:
-        """Promise 4."""
+        """Check promise 4."""
         assert self.store.room.used[Tier.MEMORY] <= LIMIT
         assert self.store.room.used[Tier.DISK] <= SPILL
 
@@ -684,7 +686,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def the_durable_state_is_valid(self) -> None:
-        """Counts, waiting tasks, and the bytes that admission and the order for an early checkpoint go by."""
+        """Check counts, waiting tasks, and the bytes on which admission and early checkpoints depend."""
         view.validate(self.machine.run)
 
     def teardown(self) -> None:
@@ -698,7 +700,7 @@ class Both(RuleBasedStateMachine):
                 task = view.find(self.machine.run, entry.task_id)
                 assert task is not None
                 assert task.fence == entry.fence
-                assert task.made  # every lease has expired: what stays was accepted
+                assert task.made  # every lease has expired: the rest was accepted
         assert self.machine.run.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted

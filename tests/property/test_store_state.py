@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.disk.discard(put_id)
             self.zombies[effect.target] = (effect.place, held_bytes(nbytes))
             if kind == "blk" and effect.place == Tier.MEMORY and not self.recovering:
-                self.lendable[effect.target] = nbytes  # nobody can have it open for writing
+                self.lendable[effect.target] = nbytes  # no process can have it open for writing
 
     def buried(self, task_id: str, fence: int) -> bool:
         return self.tombs.get(task_id, 0) >= fence
