@@ -6,7 +6,7 @@ PY     := .venv/bin/python
 CODE   := proto shared services launch
 # Test files that run at the same time. Tests of real processes wait for half of their time.
 JOBS   ?= 2
-PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 SHELL         := /bin/bash
 .SHELLFLAGS   := -euo pipefail -c

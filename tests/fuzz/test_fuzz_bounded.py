@@ -51,8 +51,9 @@ def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProce
     trigger = next(each for each in seeds.iterdir() if BUSY in (data := each.read_bytes()) and data[0] == SEALED)
     (seeds / "trigger").write_bytes(trigger.read_bytes().replace(BUSY, LAZY))
     options = [f"-max_total_time={seconds}", "-rss_limit_mb=1024", "-max_len=8192", f"-artifact_prefix={folder}/"]
+    # Through a shell: libFuzzer measures the peak of its process, and a direct child inherits that of this one.
     return subprocess.run(
-        [sys.executable, *program, *options, str(seeds)],
+        ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, *program, *options, str(seeds)],
         cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60,
     )  # fmt: skip
 

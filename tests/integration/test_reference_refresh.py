@@ -45,7 +45,7 @@ def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, leas
 
 @pytest.mark.timeout(260)
 def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
-    steps = 20  # of a quarter of a second: it is to be killed before the last of them
+    steps = 40  # of a quarter of a second: it is to be killed before the last of them
     with cluster(QUICKSTART, tmp_path, *SMALL, f"run.steps={steps}", limit_s=240) as running:
         running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])
         pid = running.wait_for("the reference", lambda: running.pid("reference"))

@@ -142,72 +142,72 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
         "topology.run.on_bad_step",
-        "unit/test_trainer_numbers.py::test_bad_data_is_skipped_when_the_run_may_and_anything_else_never",
+        "unit/policy_trainer/test_numbers.py::test_bad_data_is_skipped_when_the_run_may_and_anything_else_never",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",
-        "unit/test_topology_keys.py::test_a_prompt_ends_with_the_assistants_opening_or_not",
+        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_assistants_opening_or_not",
     ),
     "reward.timeout_s": (
         ROLLOUT,
         "topology.reward.timeout_s",
-        "unit/test_rewards.py::test_a_hanging_call_costs_its_sample_after_the_timeout",
+        "unit/rollout/test_rewards.py::test_a_hanging_call_costs_its_sample_after_the_timeout",
     ),
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/test_rewards.py::test_a_bad_call_costs_its_sample_only",
+        "unit/rollout/test_rewards.py::test_a_bad_call_costs_its_sample_only",
     ),
     "reward.processes": (
         ROLLOUT,
         "topology.reward.processes",
-        "unit/test_rewards.py::test_slow_plain_functions_run_in_all_processes",
+        "unit/rollout/test_rewards.py::test_slow_plain_functions_run_in_all_processes",
     ),
     "reward.retry.limit_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
+        "unit/rollout/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
     ),
     "reward.retry.backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
     ),
     "reward.retry.max_backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
     ),
     "workflow.function": (
         ROLLOUT,
         "chosen.function",
-        "unit/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+        "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
     ),
     "workflow.params": (
         ROLLOUT,
         "chosen.params",
-        "unit/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+        "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
     ),
     "workflow.timeout_s": (
         ROLLOUT,
         "chosen.timeout_s",
-        "unit/test_workflow.py::test_a_sample_that_hangs_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_alone",
     ),
     "workflow.max_tokens": (
         ROLLOUT,
         "chosen.max_tokens",
-        "unit/test_workflow.py::test_a_sample_has_at_most_max_tokens",
+        "unit/rollout/test_workflow.py::test_a_sample_has_at_most_max_tokens",
     ),
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/test_workflow.py::test_a_sample_that_takes_its_process_down_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_takes_its_process_down_is_lost_alone",
     ),
     "workflow.processes": (
         ROLLOUT,
         "chosen.processes",
-        "unit/test_workflow.py::test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool",
+        "unit/rollout/test_workflow.py::test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool",
     ),
     "services.policy-trainer.backend": (
         f"{TRAINER}/worker/start.py",
@@ -237,7 +237,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
         "settings.max_tokens_per_micro_batch",
-        "unit/test_reference_scorer.py::test_small_micro_batches_give_the_same_values_and_more_progress",
+        "unit/reference/test_scorer.py::test_small_micro_batches_give_the_same_values_and_more_progress",
     ),
     "services.reference.collective_s": (
         "services/reference/service.py",
@@ -311,12 +311,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
         "self._topology.checkpoint.keep_every",
-        "unit/test_trainer_state.py::test_the_newest_and_the_multiples_are_kept",
+        "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",
         "topology.lease.lease_s",
-        "unit/test_scheduler.py::test_only_progress_renews_a_lease",
+        "unit/scheduler/test_scheduler.py::test_only_progress_renews_a_lease",
     ),
     "transport.encrypt_bulk": (
         "services/batch_store/server.py",
@@ -326,7 +326,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "optimizer.name": (
         "shared/topology/algorithm.py",
         'name: Literal["adamw"]',
-        "unit/test_topology_keys.py::test_there_is_one_optimizer_to_choose",
+        "unit/shared/topology/test_keys.py::test_there_is_one_optimizer_to_choose",
     ),
 }
 
