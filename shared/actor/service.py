@@ -217,7 +217,7 @@ class Service:
                     self.exit_status = UNUSABLE_STATUS
                 raise
             if not self.stopping.is_set():
-                # Objects loaded by now, modules or a million tasks, stay alive. Frozen, they are not traversed by full
+                # Objects loaded by now, such as modules and tasks, stay alive. Frozen, they are not traversed by full
                 # collections (which in a store stop all sending for 0.03 s).
                 gc.collect()
                 gc.freeze()
