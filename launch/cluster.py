@@ -126,7 +126,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
     try:
         _summarise(run, ended, metrics, time.monotonic() - begun)
         sys.stdout.flush()
-    except OSError:  # nobody reads stdout: the exit status still tells the outcome, also when Python flushes at exit
+    except OSError:  # stdout is closed: the exit status still tells the outcome, also when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
 
@@ -188,7 +188,7 @@ class _Rewinds:
     """Reports each return of the run to an earlier step once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
-        """`told` is the number of returns before this launch."""
+        """`told` is the number of returns that happened before this launch."""
         self._journal = run.journal
         self._deterministic = topology.run.deterministic
         self._told = told

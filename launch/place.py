@@ -66,7 +66,8 @@ def resumable(topology: Topology) -> Path:
 
 
 def lock(path: Path, save_limit_s: float = 0.0) -> int:
-    """Lock the run directory. Return the descriptor of the lock, which the guard shares, so that it outlives us.
+    """Lock the run directory. Return the descriptor of the lock, which the guard shares, so that the lock outlives this
+    process.
 
     Waits for the processes of a killed launcher to end, which may first have to write a checkpoint (`save_limit_s`).
     Raises RpcError: busy if another launcher or its services are alive, bad_request if the directory cannot be created.

@@ -88,7 +88,10 @@ class Metrics:
         return (self.steps - last) * (end - begin) / (last - first) if last > first else None
 
     def text(self) -> str:
-        """`step 12/200  ETA 3m12s  reward 0.520  heldout 0.610 (0)  5,100 tok/s  staleness 0.90  0.70 s/step`."""
+        """Return the progress line.
+
+        `step 12/200  ETA 3m12s  reward 0.520  heldout 0.610 (0)  5,100 tok/s  staleness 0.90  0.70 s/step`
+        """
         parts = [f"step {self.step}/{self.steps}"]
         eta = self.eta_s()
         if eta is not None:
@@ -192,7 +195,10 @@ class Troubles:
         return notices
 
     def text(self) -> str:
-        """`rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`."""
+        """Return the part of the progress line about current troubles and all losses so far.
+
+        `rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`
+        """
         parts = [shorten(f"{_who(each)}: {each.text}", TROUBLE_CHARS) for each in self._now]
         return "  ".join([*parts, self._counts] if self._counts else parts)
 

@@ -24,7 +24,7 @@ _EMPTY = np.empty(0, np.int64)
 
 class Picks(NamedTuple):
     """Tasks to take, by column. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]` of table
-    `files[i]` and holds shards of pick `owners[i]`; owners ascend, and within one the tables do.
+    `files[i]` and holds shards of pick `owners[i]`. Owners ascend, and so do the files of one owner.
     """
 
     task_ids: list[str]

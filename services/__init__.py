@@ -1,1 +1,1 @@
-"""services."""
+"""The services of a run, one package for each."""

@@ -36,7 +36,7 @@ class Lease:
     for `given_up`.
 
     Until `computed` is called, the lease progresses with the compute thread, which may be busy with the lease before.
-    After it, only `advance` counts, so that a lease stuck after its computation is lost although others compute.
+    Afterwards only `advance` counts, so that a lease stuck after its computation is lost although others compute.
     """
 
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:

@@ -37,7 +37,7 @@ class _PreparationFailures:
     def count(self, lease: Lease, error: RpcError) -> None:
         """Count a failure. Raises RpcError(internal) once `PREPARE_S` and `PREPARE_ATTEMPTS` are both reached.
 
-        Failed preparations do not count as attempts at their tasks. Without a limit, the run would stand still.
+        Failed preparations do not count as attempts at their tasks. Without a limit, the run would stall.
         """
         weights, now = lease.grant.weights, time.monotonic()
         of = (weights.task_id, weights.fence) if weights is not None else ("", 0)
@@ -177,8 +177,8 @@ class LeasePipeline(Generic[P, C]):
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
     async def _result_of(self, lease: Lease, prepared: P) -> C | None:
-        """Return the result of `compute`. Raises RpcError(internal) if it stands still for `lease_s` after its lease
-        was lost: the compute thread hangs and can serve no further lease.
+        """Return the result of `compute`. Raises RpcError(internal) if it does not return within `lease_s` after its
+        lease was lost: the compute thread hangs and can serve no further lease.
         """
         computing: asyncio.Future[C | None] = asyncio.ensure_future(self._compute(lease, prepared))
         given_up = asyncio.ensure_future(lease.given_up.wait())

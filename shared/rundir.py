@@ -32,12 +32,15 @@ ABANDONED_S = 60.0
 
 
 def service_name(service: str, instance: int) -> str:
-    """`("rollout", 0)` -> `"rollout/0"`."""
+    """Return the name of an instance: `("rollout", 0)` -> `"rollout/0"`."""
     return f"{service}/{instance}"
 
 
 def parse_service_name(name: str) -> tuple[str, int]:
-    """`"rollout/0"` -> `("rollout", 0)`. Without a number the instance is -1, which means all. Raises RpcError."""
+    """Split a name: `"rollout/0"` -> `("rollout", 0)`. Without a number the instance is -1, which means all.
+
+    Raises RpcError(bad_request) for other text.
+    """
     service, _, number = name.partition("/")
     if not service or (number and not number.isdigit()):
         raise RpcError(ErrorCode.BAD_REQUEST, f"service {name!r}: write NAME or NAME/INSTANCE, e.g. rollout/0")
@@ -213,7 +216,7 @@ class RunDir:
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
-    """Delete the shared memory and sockets of runs that have no living process, as after all were killed at once.
+    """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example).
 
     Returns the deleted directories. Those younger than `ABANDONED_S` stay, and so do those that cannot be recognised.
     """

@@ -254,7 +254,7 @@ class Supervisor:
                 )
             descriptor = os.pidfd_open(child.pid)
         except OSError as error:
-            if child is not None:  # nobody would see it exit
+            if child is not None:  # its exit would go unnoticed
                 child.kill()
                 child.wait()
             self._log.error("cannot start", name=service_name(*key), error=str(error))
@@ -277,7 +277,7 @@ class Supervisor:
     def _on_exit(self, key: Key, child: subprocess.Popen[bytes], descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
-        # The processes that it started (an engine's ranks, reward processes) hold memory that others are promised next.
+        # The processes that it started (an engine's ranks, reward processes) hold memory that others get next.
         # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""The batch store: who may put how much, which file holds which task, and when its bytes are free again."""
+"""The batch store: grants room for puts, records which file holds which task, and frees files that are cleared."""

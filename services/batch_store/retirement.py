@@ -19,9 +19,9 @@ AT_ONCE, AT_ONCE_SHARE = 128, 32
 """Maximum number of files that are renamed (and as many reopened) before the next round of deletions, and the divisor
 of the limit on descriptors that gives the same; the smaller one applies. A zombie keeps a descriptor until deleted."""
 ZOMBIE_SHARE = 4
-"""Divisor of the limit on descriptors that gives the maximum number of open zombies. The mappings of
-streams have the same share, as do the connections of an endpoint (two descriptors each); those of the bulk port have a
-sixteenth. Of further zombies some are opened in each round, and closed again if they are still mapped."""
+"""Divisor of the limit on descriptors that gives the maximum number of open zombies. The mappings of streams have the
+same share, as do the connections of an endpoint (two descriptors each); those of the bulk port have a sixteenth. Some
+of the zombies beyond this number are opened in each round, and closed again if they are still mapped."""
 T = TypeVar("T")
 
 

@@ -69,7 +69,7 @@ class Room:
         return sum(self.limits)
 
     def add(self, nbytes: int, place: Tier) -> None:
-        """Count a file that is in `place`, or that room was found for."""
+        """Count a file that is in `place`, or for which room in `place` was found."""
         self.used[place] += held_bytes(nbytes)
 
     def remove(self, nbytes: int, place: Tier) -> None:

@@ -344,8 +344,8 @@ class StoreState:
     def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Retire]:
         """Restore a sealed file of the former life with verified checksums, except cleared or superseded shards.
 
-        Call it in the order of the seals. Of a file found both on disk and in memory, one is recovered and the other
-        refused.
+        Call it in the order of the seals. If a file is found both on disk and in memory, one copy is recovered
+        and the other is refused.
         """
         self.room.add(nbytes, place)
         alive = {

@@ -12,7 +12,7 @@ from shared.stages import REFERENCE_SCALAR
 
 
 def check_reference(batch: StepBatch) -> None:
-    """Raises RpcError(conflict) if tasks of one step were scored by different versions of the reference."""
+    """Raise RpcError(conflict) if tasks of one step were scored by different versions of the reference."""
     steps = batch.scalars.get(REFERENCE_SCALAR)
     if steps is not None and len(steps) and (steps != steps[0]).any():
         names = _tasks_of(batch, steps != steps[0])
@@ -25,7 +25,7 @@ def check_reference(batch: StepBatch) -> None:
 
 
 def check_tasks(batch: StepBatch) -> None:
-    """Raises RpcError(bad_data) if there is nothing to train on (`run.deterministic` does not replace dropped
+    """Raise RpcError(bad_data) if there is nothing to train on (`run.deterministic` does not replace dropped
     tasks)."""
     if not batch.batch.tasks:
         raise RpcError(
@@ -36,7 +36,7 @@ def check_tasks(batch: StepBatch) -> None:
 
 
 def check_rewards(batch: StepBatch, rewards: Array) -> None:
-    """Raises RpcError(bad_data) naming the tasks with a reward that is not finite.
+    """Raise RpcError(bad_data) naming the tasks with a reward that is not finite.
 
     `rewards` float [samples] holds the rewards of the batch, before or after shaping.
     """
@@ -44,7 +44,7 @@ def check_rewards(batch: StepBatch, rewards: Array) -> None:
 
 
 def check_advantages(batch: StepBatch, advantages: Array) -> None:
-    """Raises RpcError(bad_data) naming the tasks that have a non-finite value in `advantages`, float [samples]."""
+    """Raise RpcError(bad_data) naming the tasks that have a non-finite value in `advantages`, float [samples]."""
     remedy = "look at algorithm.advantage.name and at the size of the rewards"
     _check_finite(batch, advantages, "advantages", remedy)
 

@@ -65,8 +65,7 @@ class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
-    temperature 1 when greedy); `swaps` int32 [N] is `Engine.swaps` when each
-    token was sampled.
+    temperature 1 when greedy); `swaps` int32 [N] is `Engine.swaps` when each token was sampled.
     """
 
     token_ids: Array

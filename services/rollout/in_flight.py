@@ -56,8 +56,8 @@ class InFlight:
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
         """Keep swaps out while weights are loaded or the engine's version is read.
 
-        Waits until no other task is inside and `may_begin` returns True. What `may_begin` raises ends the wait even
-        while another task is inside, so a task that hangs there does not hold up those that wait.
+        Waits until no other task is inside and `may_begin` returns True. An exception from `may_begin` ends the
+        wait even while another task is inside, so a task that hangs there does not hold up the waiting ones.
         """
         while not may_begin() or self._taken:
             await self._changed.wait()

@@ -35,7 +35,7 @@ BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
-"""Values that ask for what happens anyway."""
+"""Values of overridden fields that request what happens anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no sample is made at this address, or no longer: use ctx.base_url of a running workflow"

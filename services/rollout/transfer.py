@@ -40,8 +40,8 @@ class Receiver(Protocol[R]):
     async def receive(self, offer: TransferOffer, meeting: Path) -> R:
         """Receive all of `offer`. Joins its communicator first (gloo: at `meeting`) if it differs from the last one.
 
-        Ends by itself at the offer's deadline. After any exception the communicator is left. An engine that no longer
-        has a whole version raises RpcError.
+        Ends by itself at the offer's deadline. After any exception the communicator has been left. An engine that no
+        longer has a whole version raises RpcError.
         """
 
     def leave(self) -> None:

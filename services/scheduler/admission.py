@@ -40,7 +40,7 @@ def room_in_order(run: RunState) -> int:
     """Return how many tasks to admit: up to `Plan.max_live`, while there is room for all the bytes they may need.
 
     The tasks of the next step are admitted even without room, because a run that waited for room that only its own
-    steps free would stand still. One event admits at most `ADMITTED_AT_ONCE` tasks, or those of a step if more.
+    steps free would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or those of a step if more.
     """
     step_tasks, live = run.plan.tasks_per_step, run.window.live
     left = (run.config.steps - run.batched_step) * step_tasks

@@ -76,7 +76,7 @@ def complete(run: RunState, request: Complete) -> list[Refusal]:
 
 
 def _check(run: RunState, request: Complete, stage: int) -> None:
-    """Raises RpcError(bad_request) if the request can be accepted in no state of the run."""
+    """Raise RpcError(bad_request) if the request can be accepted in no state of the run."""
     if stage < 0:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
     strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []
@@ -197,7 +197,7 @@ def _filters(run: RunState, request: Complete) -> bool:
 def _filter(run: RunState, task: Task) -> bool:
     """Drop a task whose rewards are all equal, from which no group estimator learns. Admission replaces it.
 
-    At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved goes on. Source: dynamic
+    At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved continues. Source: dynamic
     sampling of DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
     rewards = run.columns(task).get("reward")

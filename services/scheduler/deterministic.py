@@ -57,7 +57,7 @@ def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
 
 
 def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
-    """Return one whole block, or nothing while a task of it does not wait."""
+    """Return one whole block, or [] while any of its tasks is not waiting."""
     first = first_waiting(run, stage)
     block = _block(run, stage, first.admission, most) if first is not None else []
     return block if all(waits(run, stage, task) for task in block) else []

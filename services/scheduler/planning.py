@@ -124,7 +124,7 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
     """Return an upper bound of the tokens of the longest training prompt.
 
     Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores cannot hold what may then
-    be live, because such a run would stand still later.
+    be live, because such a run would stall later.
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:

@@ -17,7 +17,7 @@ MOST_TROUBLES = 16
 
 
 def check_numbers(request: Register | Heartbeat) -> None:
-    """Raises RpcError(bad_request), naming the service and the value, if one is out of range."""
+    """Raise RpcError(bad_request), naming the service and the value, if one is out of range."""
     if isinstance(request, Register):
         numbers = {"limit_bytes": request.limit_bytes}
     else:

@@ -421,7 +421,7 @@ class Scheduler:
         return True
 
     def _check_troubles(self) -> None:
-        """Raises RpcError(bad_data) if a service gave up waiting for something that tasks need."""
+        """Raise RpcError(bad_data) if a service gave up waiting for something that tasks need."""
         for holder, seen in self._seen.items():
             for each in seen.troubles:
                 if each.ends_run:

@@ -30,7 +30,7 @@ HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
 
 
 def check_driver(run: RunState, driver: int) -> None:
-    """Raises RpcError(conflict) unless this is the driver of the run."""
+    """Raise RpcError(conflict) unless this is the driver of the run."""
     if driver != run.driver:
         raise RpcError(ErrorCode.CONFLICT, f"driver {driver}: a newer driver has taken over, or GetRunInfo is due")
 
@@ -98,7 +98,7 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
 
     The versions of the waiting tasks were taken back, or chosen for other steps than those that they now belong to.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
-    evaluated again as a whole when its version is published again. No task of these may be leased.
+    evaluated again as a whole when its version is published again. None of these tasks may be leased.
     """
     set_aside(run, tasks)
     set_aside(run, map(run.tasks.known, run.evaluations.take_back(step)))
@@ -115,7 +115,7 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def check_hope(run: RunState) -> None:
-    """Raises RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
+    """Raise RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
 
     Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for others.
     """
@@ -237,5 +237,5 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     collect_steps(run, kept[0])
     run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
     if wants_checkpoint(run, {}):
-        # No room for another interval of replay: give up that of the older checkpoints rather than stand still.
+        # No room for another interval of replay: give up that of the older checkpoints rather than stall.
         collect_steps(run, kept[-1])

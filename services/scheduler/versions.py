@@ -121,7 +121,7 @@ def _open_evaluations(run: RunState, version: Version) -> None:
 
 
 def free_versions(run: RunState) -> None:
-    """Remove the versions that no lease, evaluation or reference may need any longer."""
+    """Remove the versions that no lease, evaluation or reference can still need."""
     if len(run.versions) < 2:
         return
     useful, oldest = run.order.versions_needed(run)
@@ -138,6 +138,6 @@ def _reference_steps(run: RunState) -> Container[int]:
 
 
 def lost_reference(run: RunState) -> int:
-    """Return the step of the version that the reference needs, if no store has it any longer, else 0."""
+    """Return the step of the version that the reference needs, if no store still has it, else 0."""
     step = run.plan.reference_version(run.committed_step + 1)
     return step if step and run.versions.at_step(step) is None else 0

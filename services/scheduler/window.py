@@ -80,7 +80,7 @@ class AdmissionWindow:
         return tasks
 
     def restore(self, head: int, tail: int, tasks: Iterable[Task], finished: Iterable[int]) -> None:
-        """Set the whole content. Of `tasks`, those that are no training tasks or batched already are skipped."""
+        """Set the whole content. Evaluation tasks and tasks that are already batched or over are skipped."""
         open_ = [each for each in tasks if each.admission != EVALUATION and each.state not in _BATCHED_OR_OVER]
         self.tasks = {task.admission: task for task in sorted(open_, key=lambda task: task.admission)}
         self.head, self.tail, self._settled = head, tail, head

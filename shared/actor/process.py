@@ -44,7 +44,7 @@ def run_process(service_class: type[Service], module: str) -> int:
     """Run `service_class` until it stops and return the exit status.
 
     The status is 0 if it stopped, 1 if it failed, 2 for a bad command line, 75 (`PEER_LOST_STATUS`) if it ended because
-    another process is gone, and 78 (`UNUSABLE_STATUS`) if another start would not mend it.
+    another process is gone, and 78 (`UNUSABLE_STATUS`) if a restart would not help.
     """
     arguments = parse_arguments(module)
     if arguments.supervisor:

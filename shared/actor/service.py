@@ -48,7 +48,7 @@ FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
-"""Exit status (78) of a process that another start would not mend: its start was refused (`bad_request`), or it found
+"""Exit status (78) of a process for which a restart would not help: its start was refused (`bad_request`), or it found
 that its work cannot go on."""
 
 
@@ -346,7 +346,7 @@ class Service:
             await asyncio.gather(self._reporter, return_exceptions=True)
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
-        """Fail the service when a background task fails. Without its heartbeats, for one, it would be given up."""
+        """Fail the service when a background task fails. Without heartbeats, for example, it would be given up."""
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
             self.stopping.set()

@@ -4,7 +4,7 @@ A store lends the pages of a collected file to the next put of about its size. A
 written, or per 64 KiB read, and as much again to unmap. Per GiB, a put with checksums takes 0.13 s through a kept
 mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0.24 s, checking a kept mapping 0.015 s.
 
-The interface is `WriteMappingPool.of` and `ReadMappingPool.of`; both return None where a process does better without.
+The interface is `WriteMappingPool.of` and `ReadMappingPool.of`; both return None where a mapping would not pay off.
 Kept mappings do not pin a file's pages: a store truncates such a file before it deletes it, and the descriptors here
 hold no lock. They cost page tables (2 MiB per GiB) and two descriptors each, hence the limits.
 """

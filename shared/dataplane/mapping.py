@@ -34,7 +34,7 @@ take 1/512 of the mapped bytes."""
 DESCRIPTOR_SHARE = 4
 """Maximum number of mappings of a store: the descriptor limit divided by this."""
 AGAIN_S = 0.05
-"""Seconds before a file is located again that has left the name under which it was found."""
+"""Seconds before a file that no longer has the name under which it was found is located again."""
 TOUCH_BYTES = 64 << 10
 """Bytes that the kernel maps around a page that is read for the first time."""
 

@@ -49,7 +49,7 @@ class Architecture:
         return -(-self.vocab // unit) * unit
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError if a degree of `layout` does not divide what it splits."""
+        """Raise ValueError if a degree of `layout` does not divide what it splits."""
         for name, degree, what, count in (
             ("tp", layout.tp, "attention heads", self.heads),
             ("tp", layout.tp, "key-value heads", self.key_heads),

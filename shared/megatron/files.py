@@ -53,7 +53,7 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dt
     """Write configuration and safetensors as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError.
 
     A view of a larger buffer is copied first, such as a parameter of megatron-core on a rank that holds it whole,
-    because the writer takes tensors of one storage for one weight with several names.
+    because the writer treats tensors that share a storage as one weight with several names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}

@@ -28,7 +28,7 @@ def token_logprobs(
     requested, of logits / `temperature`, from the columns `logits_PV` of this rank. Both are float32, or float64 for
     such logits.
 
-    `vocab` is the number of tokens. Columns after them are padding, as good as -inf, and are cut off.
+    `vocab` is the number of tokens. Columns after them are padding, equivalent to -inf, and are cut off.
     """
     columns = logits_PV.shape[1]
     start = group.rank() * columns

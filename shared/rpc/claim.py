@@ -17,7 +17,7 @@ SCRATCH_BYTES = len(".ffff")
 
 
 def socket_path(endpoint: str) -> Path | None:
-    """The file of an ipc endpoint; None for other transports, wildcards and abstract names."""
+    """Return the socket file of an ipc endpoint, or None for other transports, wildcards and abstract names."""
     name = endpoint.removeprefix(IPC)
     return Path(name) if endpoint.startswith(IPC) and name[:1] not in ("", "*", "@") else None
 
@@ -32,7 +32,7 @@ class Claim:
 
     @classmethod
     def take(cls, path: Path) -> Claim | None:
-        """Lock `path` for this process; None when another live owner has it. Raises OSError for a missing folder."""
+        """Lock `path` for this process. Return None if a live owner has it. Raises OSError for a missing folder."""
         lock = Path(f"{path}{LOCK_SUFFIX}")
         while True:
             descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

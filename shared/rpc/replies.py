@@ -29,7 +29,8 @@ class Key(NamedTuple):
 def fingerprint(kind: int, parts: Sequence[Buffer]) -> int:
     """Return a digest of the type, body and tensor table of a request (the table has checksums of the tensors).
 
-    A retry has the same fingerprint; only the remaining time in its envelope differs."""
+    A retry has the same fingerprint; only the remaining time in its envelope differs.
+    """
     digest = xxhash.xxh3_64_intdigest(parts[1], kind)
     return digest if len(parts) == 2 else digest ^ xxhash.xxh3_64_intdigest(parts[2], kind + 1)
 
@@ -46,7 +47,7 @@ class Replies:
         return len(self._kept)
 
     def get(self, key: Key) -> tuple[int, list[Buffer]] | None:
-        """`(fingerprint of the request, frames of the answer)`."""
+        """Return `(fingerprint of the request, frames of the answer)`, or None if no answer is kept."""
         return self._kept.get(key)
 
     def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:

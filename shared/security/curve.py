@@ -11,7 +11,7 @@ from shared.security.roles import Role
 
 TCP = "tcp://"
 MAX_PORT = 65_535
-_EVERYWHERE = frozenset({"", "*", "0.0.0.0", "[::]"})  # noqa: S104  # refused: nobody can connect to "everywhere"
+_EVERYWHERE = frozenset({"", "*", "0.0.0.0", "[::]"})  # noqa: S104  # refused: no peer can connect to "everywhere"
 HANDSHAKE_MS = 10_000
 """A peer that has not finished its handshake by then is disconnected."""
 

@@ -37,7 +37,7 @@ class Role(enum.IntEnum):
 
     @classmethod
     def of_label(cls, label: str) -> Role:
-        """Raises ValueError for any other text."""
+        """Return the role called `label`. Raises ValueError if there is none."""
         for role in cls:
             if role.label == label:
                 return role

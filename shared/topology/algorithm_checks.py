@@ -142,7 +142,9 @@ def _mismatch(topology: Topology) -> Found:
 
 
 def _refresh(topology: Topology) -> Found:
-    """The weights of a refresh are published and kept as a checkpoint, which restores them if a store is lost."""
+    """Check `refresh_every`. The weights of a refresh are published and kept as a checkpoint, which restores them if a
+    store is lost.
+    """
     kl, checkpoint = topology.algorithm.kl, topology.checkpoint
     if kl is None or kl.refresh_every is None:
         return
@@ -170,7 +172,7 @@ def _kl(topology: Topology) -> Found:
 
 
 def _cross_entropy(topology: Topology) -> Found:
-    """The gradient of this loss uses no advantage, hence no reward, so options that shape either can have no effect."""
+    """Find options that shape advantages or rewards. The gradient of this loss uses neither, so they have no effect."""
     algorithm = topology.algorithm
     kl = algorithm.kl
     none_given = Advantage()

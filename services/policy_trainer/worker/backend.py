@@ -173,7 +173,7 @@ def refused_gradient(step: int, grad_norm: float) -> RpcError:
 
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:
-    """Raises RpcError(conflict) if `weights` do not have the names and `shapes` of the model of folder `source`."""
+    """Raise RpcError(conflict) if `weights` do not have the names and `shapes` of the model of folder `source`."""
     wrong = mismatched_weights(shapes, {name: each.shape for name, each in weights.items()})
     if wrong:
         raise RpcError(ErrorCode.CONFLICT, f"weights of another model: {', '.join(wrong[:3])} do not fit {source}")

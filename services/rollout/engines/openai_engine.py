@@ -1,6 +1,6 @@
 """An inference server with OpenAI's completions interface as the rollout's engine.
 
-Nothing is sampled from a server whose log-probs or weights were not proved, or that somebody else has given other
+Nothing is sampled from a server whose log-probs or weights were not proved, or to which another client has given other
 weights since.
 
 Beyond the interface itself, the server must offer the following; `start` and the drill name what is missing:
@@ -220,7 +220,7 @@ class OpenAIEngine:
                     task.result()
         finally:
             for task in tasks:
-                task.cancel()  # closes its connection, whereupon the server abandons the request
+                task.cancel()  # closes its connection, so the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
         # This is checked afterwards: whatever replaced the weights before or meanwhile removed the mark.

@@ -1,6 +1,6 @@
 """Translates a trainer's offer for vLLM's weight-transfer API, and makes the calls that take it.
 
-It does not import vLLM. A model that a transfer left half done is not sampled from.
+It does not import vLLM. A model that a transfer has replaced only in part is not sampled from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.weights.table import nbytes
 
 
 class HalfTaken(Exception):
-    """A transfer broke off in the middle of the model, which is of no use now. The message is one line."""
+    """A transfer broke off in the middle of the model, which has become unusable. The message is one line."""
 
 
 class OfferTaker:

@@ -1,7 +1,7 @@
 """Reads what vLLM sampled, for finished and unfinished requests. It changes nothing in vLLM.
 
-Only this module knows how version 0.32 keeps unfinished requests, for which it has no call. Having the outputs of each
-step handed over instead would cost for every token what a note costs now and then.
+Only this module knows how version 0.32 keeps unfinished requests, for which it has no call. Asking for the outputs
+of each step instead would cost for every token what a note costs only now and then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def under_way(
 ) -> list[list[Generation]]:
     """Return what the requests in `names` have so far, `samples` each.
 
-    `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has let go.
+    `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has dropped.
     `began` is the number of swaps when the block began. Tokens sampled after more than `proved` swaps are left out.
     """
     found: dict[tuple[str, int], Generation] = {}

@@ -148,7 +148,7 @@ class TransferredWeights(PolicyWeights):
         return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
-        """Run `work`, and abort its communicator after `within_s` seconds (0: it ends by itself), which ends it.
+        """Run `work`. After `within_s` seconds (0: it ends by itself), abort its communicator, which ends it.
 
         If the process cannot be freed, because NCCL has not made the communicator yet, it exits and is started again.
         """

@@ -41,7 +41,7 @@ class RewardCall:
 
     An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
     its judge answers again. `broken` counts the processes that ended during the call. For the other fields see
-    `judge.Held`.
+    `judge.HeldCall`.
     """
 
     function: int

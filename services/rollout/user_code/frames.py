@@ -178,7 +178,7 @@ class NoMemory(msgspec.Struct, array_like=True, tag=7):
 
 
 class LoopRuns(msgspec.Struct, array_like=True, tag=8):
-    """Process -> service: the answer to a Ping."""
+    """Process -> service: the answer to a `CheckLoop`."""
 
 
 ToProcess = BeginSample | RateSamples | Answered | Captured | GiveUp | CheckLoop

@@ -86,7 +86,7 @@ class UserHost:
         self._marks = marks
         self._setup = setup
         self._stall_s = setup.timeout_s + GRACE_S
-        if setup.purpose is Purpose.WORKFLOW:  # its code is to leave the loop to the other samples
+        if setup.purpose is Purpose.WORKFLOW:  # its code must not block the loop, which other samples share
             self._stall_s = min(STALL_S, setup.timeout_s)
         self._live: dict[int, _Live] = {}
         self._slot = 0
@@ -205,7 +205,7 @@ class UserHost:
                 why = f"kept the loop of its process for {self._stall_s:g} s; {remedy}"
             return Broken(why, LossReason.TIMEOUT, suspect, certain, hangs_at(stack, home), stack)
         why = f"took its process down: it {status}"
-        # A plain function is alone with its process, but for what earlier calls have left behind.
+        # A plain function is alone in its process, except for what earlier calls have left behind.
         certain = certain and not self.ready.is_async[live.work.function]
         return Broken(why, LossReason.CRASHED, suspect, certain, hangs_at("", home))
 

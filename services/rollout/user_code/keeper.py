@@ -1,6 +1,6 @@
 """The parent of a process that runs users' code. It kills all descendants when that process or the service ends.
 
-This includes descendants in sessions of their own and those that were forked twice. The keeper runs no user's code and
+This includes descendants in sessions of their own and those that were forked twice. The keeper runs no user code and
 ends with its child. As a subreaper (prctl(2)) it adopts descendants whose parents are gone, so none can leave its tree.
 """
 

@@ -48,7 +48,7 @@ class SampleCalls:
         self._calls = 0
         self._giving_up: set[asyncio.Task[None]] = set()
         self.closed = ""
-        """Why no more calls are accepted. Empty while they are."""
+        """The reason why calls are no longer accepted, or empty while they are."""
 
     @property
     def temperature(self) -> float:

@@ -50,7 +50,7 @@ class Drill:
 def make_drill(
     model_dir: Path, dtype: str, text: Sequences, seed: int, *, tolerance: float, with_digests: bool
 ) -> Drill:
-    """Return the drill of a model. `tolerance` is the narrowest one by which its log-probs may be judged."""
+    """Return the drill of a model. `tolerance` is the narrowest tolerance by which its log-probs may be judged."""
     model = load_model(model_dir, dtype)
     began = time.perf_counter()
     true_logprobs = _logprobs(model, text)
