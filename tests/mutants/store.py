@@ -44,7 +44,7 @@ STORE = [
         STATE,
         "            if self.tombstones.get(task_id, -1) < fence\n",
         "",
-        f"{UNIT}::test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered",
+        f"{UNIT}::test_recovery_of_a_file_skips_the_tasks_that_were_cleared",
     ),
     Mutation(
         "recovery brings back what was cleared",
