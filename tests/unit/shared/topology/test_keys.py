@@ -142,7 +142,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
         "topology.run.on_bad_step",
-        "unit/policy_trainer/test_numbers.py::test_bad_data_is_skipped_when_the_run_may_and_anything_else_never",
+        "unit/policy_trainer/test_numbers.py::test_only_bad_data_is_skipped_and_only_when_the_run_allows_it",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
