@@ -131,7 +131,7 @@ ROLLOUT = [
         SCORE,
         '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
         '    if abs(value) > LIMIT:\n        return Score(None, f"answered',
-        f"{REWARDS}::test_what_a_function_answers_becomes_one_number_or_a_failure",
+        f"{REWARDS}::test_the_result_of_a_function_becomes_one_number_or_a_failure",
     ),
     Mutation(
         "rewards are added up without their weights",

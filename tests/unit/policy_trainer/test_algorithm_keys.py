@@ -241,7 +241,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
 
 
 def changes(setting: str) -> Iterator[tuple[str, str]]:
-    """Yield keys and values to try, without loss keys under advantage settings and advantage keys under loss settings."""
+    """Yield keys and values to try, without loss keys under advantage settings and advantage keys under loss ones."""
     skipped = {"advantage": ("loss.", "kl."), "loss": ("advantage.",)}.get(setting.partition(" ")[0], ())
     for key, values in CHANGES.items():
         if not key.startswith(tuple(skipped)):
