@@ -116,7 +116,7 @@ def test_a_block_counts_swaps_from_the_start_of_the_engine(prompts: list[Prompt]
 
 
 @pytest.mark.parametrize("swaps", [1, 4], ids=["set before", "not proved"])
-def test_a_token_of_weights_without_a_version_has_no_version(swaps: int) -> None:
+def test_a_token_of_weights_without_a_version_is_refused(swaps: int) -> None:
     versions = BlockVersions(7, 2)
     versions.replaced(8, 3)
     with pytest.raises(ValueError, match=f"after {swaps} to {swaps} swaps"):
