@@ -102,7 +102,7 @@ BUS = [
         "shared/security/roles.py",
         "LEAST_ROLE.get(kind, Role.SERVICE)",
         "LEAST_ROLE.get(kind, Role.OBSERVER)",
-        f"{SECURITY}::test_what_is_not_listed_is_for_services_and_rights_grow_with_the_role",
+        f"{SECURITY}::test_unlisted_messages_are_for_services_and_rights_grow_with_the_role",
     ),
     Mutation(
         "a key that is not of the run is admitted",

@@ -96,7 +96,7 @@ ROLLOUT = [
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
-        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_moves_too",
+        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_changes_too",
     ),
     Mutation(
         "the prompt is trained on",

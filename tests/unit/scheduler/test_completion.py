@@ -1,4 +1,4 @@
-"""`consume: completion` on the state machine: a step takes the tasks that finish first and drops those that are too old."""
+"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those that are too old."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def begun() -> Bench:
 
 
 def complete(bench: Bench, grant: LeaseGrant, versions: tuple[int, int] | None, tasks: slice = slice(None)) -> None:
-    """Complete tasks whose samples' oldest tokens alternate between two versions. With None, results carry no versions."""
+    """Complete tasks whose samples' oldest tokens alternate between two versions; None leaves the versions out."""
     results = [
         TaskResult(task.task_id, task.fence, Outcome.DONE, STORE, 5, 2, 20, 50) for task in grant.batch.tasks[tasks]
     ]

@@ -234,7 +234,7 @@ def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written
 
 
 def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores() -> None:
-    """The evaluation of version 2 is partly scored and that of version 4 done when both versions are undone and retrained."""
+    """The evaluation of version 2 is partly scored and that of version 4 done when both versions are undone."""
     made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))
     bench = Bench(made, Configure(5, 3, 2, True)).start()
 

@@ -1,4 +1,4 @@
-"""The policy version of a refreshed reference, which the scheduler names with each lease; on the state machine alone."""
+"""The policy version of a refreshed reference, which the scheduler names with each lease, on the state machine."""
 
 from __future__ import annotations
 
