@@ -41,7 +41,7 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Return a folder in shared memory."""
+    """Yield a folder in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 

@@ -127,7 +127,7 @@ services: {batch-store: {memory: 64MiB}}
 
 
 def leaves(section: type[Section], above: str = "") -> set[str]:
-    """Yield the paths of all keys that hold a value rather than a section."""
+    """Return the paths of all keys that hold a value rather than a section."""
     found: set[str] = set()
     for name, field in section.model_fields.items():
         path = above + (field.alias or name)

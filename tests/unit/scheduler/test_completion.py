@@ -1,4 +1,4 @@
-"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those that are too old."""
+"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those too old."""
 
 from __future__ import annotations
 

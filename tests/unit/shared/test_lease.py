@@ -29,7 +29,7 @@ def test_a_waiting_lease_is_renewed_by_the_block_before_it_and_a_computed_one_is
     assert lease.progress == 16
 
 
-def test_a_cancelled_lease_reports_it() -> None:
+def test_checking_a_cancelled_lease_raises() -> None:
     lease = Lease(grant(), lambda: 0)
     lease.check()
     lease.cancel.set()

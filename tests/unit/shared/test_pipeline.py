@@ -109,7 +109,7 @@ def test_leases_are_computed_side_by_side_and_one_is_held_ahead(side_by_side: in
 
 
 async def full(made: Rig) -> asyncio.Task[None]:
-    """Return a running pipeline: two leases are being finished, one waits for that, and one waits for its computation."""
+    """Return a running pipeline: two leases are being finished, one waits for that, one waits to be computed."""
     made.may_finish.clear()
     running = asyncio.create_task(made.pipeline.run())
     for number in (1, 2, 3):

@@ -70,7 +70,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ring: Keyring
 
 
 def stranger() -> Keyring:
-    """Yield a client that made its own key and knows the server's public one."""
+    """Return the keys of a client that made its own and knows the server's public one."""
     public, secret = zmq.curve_keypair()
     return Keyring(Role.SERVICE, public, secret, keyring().known)
 
@@ -436,6 +436,6 @@ def test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afte
     asyncio.run(main())
 
 
-def test_key_files_must_belong_to_the_user(tmp_path: Path) -> None:
+def test_key_files_belong_to_the_user_who_made_them(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     assert {path.stat().st_uid for path in (tmp_path / "keys").iterdir()} == {os.geteuid()}
