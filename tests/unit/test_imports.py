@@ -21,7 +21,7 @@ PACKAGES = ("proto", "shared", "services", "launch")
 # Data shipped with the product: topologies, models and the scripts that made them.
 TOPOLOGIES = Path("launch", "topologies")
 
-# Modules that turn bytes into objects by running them.
+# Modules that can execute the bytes they deserialise.
 FORBIDDEN_MODULES = frozenset(
     {
         "pickle",
@@ -276,7 +276,7 @@ def test_probe_detects_an_import_of_torch() -> None:
 
 
 def test_project_comes_before_installed_packages_on_the_path(tmp_path: Path) -> None:
-    """proto-plus installs a top-level `proto` too; from any folder ours must be the one that is found."""
+    """proto-plus also installs a top-level `proto`; from any folder, ours is the one that is found."""
     path = run_python("-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path).splitlines()
     assert str(ROOT) in path, "the project is not on the path of a fresh interpreter; run `make setup`"
     assert path.index(str(ROOT)) < path.index(sysconfig.get_path("purelib"))

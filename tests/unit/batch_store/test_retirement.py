@@ -78,7 +78,7 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
     files.close()
 
 
-def test_a_file_whose_mapping_is_kept_for_streams_goes_without_another_descriptor(tmp_path: Path) -> None:
+def test_a_file_with_a_mapping_kept_for_streams_is_deleted_without_another_descriptor(tmp_path: Path) -> None:
     index, cache = StoreState("store", 1 << 24, 1), MappingCache()
     files = StoreFiles("store", tmp_path / "store", on_retire=cache.drop)
     ended = Retirement("store", index.room, files, lambda: 0.0)

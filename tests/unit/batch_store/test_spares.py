@@ -153,7 +153,7 @@ def test_only_as_many_spares_as_needed_are_given_up_longest_idle_first(tmp_path:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_file_collected_while_it_is_copied_to_disk_is_copied_whole(
+def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     store = Store(tmp_path / "s", spill=tmp_path / "disk")

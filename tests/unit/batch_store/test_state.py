@@ -36,7 +36,7 @@ def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
     for first in range(0, 2 * MAX_TOMBSTONES, 8192):
         state.clear([PutTask(f"old/0/{first + i}", 1) for i in range(8192)])
     assert len(state.tombstones) <= MAX_TOMBSTONES
-    assert state.tombstones["t/0/0"] == 1  # a restart would find it in the file beside t/0/1
+    assert state.tombstones["t/0/0"] == 1  # after a restart it would still be in the file with t/0/1
     assert f"old/0/{2 * MAX_TOMBSTONES - 1}" in state.tombstones
     assert "old/0/0" not in state.tombstones
 

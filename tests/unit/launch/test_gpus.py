@@ -29,7 +29,7 @@ def topology(folder: Path, *overrides: str) -> Topology:
     return load(folder / "t.yaml", [*gpus, *overrides], check_supported=False)
 
 
-def test_services_that_share_nothing_see_gpus_of_their_own(folder: Path) -> None:
+def test_services_that_do_not_share_see_their_own_gpus(folder: Path) -> None:
     pieces = ["services.reference.backend=megatron", "services.reference.parallel.tp=2"]
     made = topology(folder, *pieces, *TP)
     seen = visible_gpus(made)

@@ -140,7 +140,7 @@ def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
     run.remove_volatile()
 
 
-def test_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_removes_only_what_killed_runs_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tempfile.mkdtemp()  # ipc paths end at 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", short)
     shm = tmp_path / "shm"

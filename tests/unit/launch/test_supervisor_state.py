@@ -1,4 +1,4 @@
-"""The supervisor's decisions, without a process: start order, restarts, draining, failing. Never sleeps."""
+"""The supervisor's decisions, without a process or sleeps: start order, restarts, draining, failing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
-def test_a_process_that_ends_because_a_peer_died_has_not_failed_itself() -> None:
+def test_a_process_that_ends_because_a_peer_died_does_not_count_as_failed() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.report(WORKER, ProcessState.FAILED, "the group has ended: policy-trainer-worker/1 was restarted")
@@ -355,7 +355,7 @@ def test_report_of_an_unknown_service_is_ignored() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_process_that_never_gets_ready_is_killed_and_counts_as_failed() -> None:
+def test_process_that_never_becomes_ready_is_killed_and_counts_as_failed() -> None:
     world = World()
     world.feed(s.TimePassed())
     world.wait(s.START_LIMIT_S)

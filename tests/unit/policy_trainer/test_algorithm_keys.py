@@ -252,7 +252,7 @@ def another_name(first: Topology, second: Topology) -> bool:
     """Return whether the two topologies are known to be equivalent."""
     one, other = first.algorithm, second.algorithm
     undivided = all(each.advantage.name == "dr_grpo" or each.advantage.scale == "none" for each in (one, other))
-    # at a ratio of 1 every loss is the policy gradient
+    # at a ratio of 1 every loss has the plain policy gradient
     gradient = one.ratio_is_one and other.ratio_is_one and one.loss.name != other.loss.name
     return undivided or gradient
 

@@ -115,7 +115,8 @@ def test_memory_falls_by_the_offloaded_bytes_and_the_next_update_is_the_same(tmp
         made = one_rank(tmp_path / "model", dtype, Optimizer(lr=1e-2), max_tokens=4096)
         gradient(made)
         made.step(1)
-        lent = made.weights()["model.norm.weight"].float().numpy()  # as publishing lends weights to numpy
+        # publishing shares weights with numpy in the same way
+        lent = made.weights()["model.norm.weight"].float().numpy()
         gradient(made)
         if moves:
             process = psutil.Process()

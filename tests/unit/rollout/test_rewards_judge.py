@@ -169,7 +169,7 @@ def test_a_judge_that_returns_5xx_is_probed_by_one_call_at_a_time_until_it_answe
     asyncio.run(scenario())
 
 
-def test_tries_are_as_far_apart_as_the_topology_says() -> None:
+def test_pauses_between_tries_follow_the_topology() -> None:
     """The pause doubles from `backoff_s` up to `max_backoff_s`."""
     call = Refused()
     judge: Judge[Refused] = Judge(RewardRetry(limit_s=60.0, backoff_s=0.5, max_backoff_s=3.0))
@@ -237,7 +237,7 @@ def test_waiting_beyond_its_limit_asks_for_the_end_of_the_run(port: int) -> None
     assert "\n" not in told.text
 
 
-def test_without_a_time_to_wait_its_samples_are_lost_at_once(port: int) -> None:
+def test_with_a_wait_limit_of_zero_samples_are_lost_at_once(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=RewardRetry(limit_s=0)) as made:
             ((only,),) = await made.score([[sample("a")]], lambda: None)

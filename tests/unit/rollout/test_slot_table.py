@@ -136,7 +136,7 @@ def test_finished_rows_are_reused_and_every_sample_is_as_if_alone(table: Watched
         assert table.steps < waves
 
 
-def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watched) -> None:
+def test_a_later_short_call_ends_while_a_long_one_continues(table: Watched) -> None:
     long, short = sampling(2, 50.0, 60), sampling(3, HOT, 4, seed=1)
     ended: list[str] = []
 
@@ -188,7 +188,7 @@ def test_a_cancelled_call_shows_its_tokens_and_leaves_the_others_unchanged() -> 
     assert not made.table._waiting
 
 
-def test_every_token_says_how_often_the_weights_had_been_set() -> None:
+def test_every_token_has_the_number_of_weight_swaps_before_it() -> None:
     made = Watched(slots=4)  # its swap count is the number of its step
     groups = asyncio.run(made.generate(PROMPTS[:3], sampling(4, HOT, 48)))
     asyncio.run(made.compute.stop(lambda: None, 5))

@@ -93,7 +93,7 @@ def test_samples_of_a_group_differ_and_the_same_seed_reproduces_them(bench: Benc
     again = bench.run("two_turns", tasks=1, samples=6)
     texts = [each.sample.state["texts"] for each in once[0]]
     assert len({tuple(each) for each in texts}) > 1
-    # Blocks may differ in shape from run to run, so the last bits may; the draws may not.
+    # Block shapes may vary between runs and change the last bits, but not the draws.
     same = sum(left == right for left, right in zip(texts, (e.sample.state["texts"] for e in again[0]), strict=True))
     assert same >= 5
 
@@ -227,7 +227,7 @@ def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_su
     assert not failures(made)
     assert len(list(tmp_path.iterdir())) == 3
     assert bench.rig.lost_processes >= 1
-    # An attempt that broke is not trained on: one call, one sequence.
+    # A broken attempt is not trained on: one call, one sequence.
     assert all(len(each.rolled.sequences) == 1 for each in made[0])
 
 

@@ -36,7 +36,7 @@ def test_an_engine_that_holds_the_newest_version_is_told_nothing(bench: Bench, s
     assert told(bench, "rollout", 0, step) is None
 
 
-def test_an_engine_without_weights_gets_its_first_with_a_lease(bench: Bench) -> None:
+def test_an_engine_without_weights_gets_its_first_version_with_a_lease(bench: Bench) -> None:
     assert told(bench, "rollout", 0, -1) is None
 
 

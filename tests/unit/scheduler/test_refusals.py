@@ -97,7 +97,7 @@ def test_one_set_of_scalars_too_many_is_refused_and_its_lease_stays_open() -> No
 
 
 @pytest.mark.parametrize("rewards", [[float("inf"), float("-inf")], [math.nan, math.inf]])
-def test_evaluation_with_rewards_that_have_no_mean_ends(rewards: list[float]) -> None:
+def test_evaluation_whose_rewards_have_no_mean_ends(rewards: list[float]) -> None:
     bench = Bench(plan=plan(evals=(EvalPlan("held", range(4), 1, 1),))).start()
     bench.register("rollout", 0, 7)
     for _ in range(20):

@@ -365,7 +365,7 @@ def test_expired_leases_count_as_attempts_unless_their_tasks_are_untouched(untou
     assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
 
 
-def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_it() -> None:
+def test_a_task_is_dropped_after_its_attempts_and_the_next_step_continues_without_it() -> None:
     bench = Bench().start()
     for attempt in range(3):
         grant = bench.granted(most=1)
@@ -632,7 +632,7 @@ def test_reconciliation_clears_only_shards_that_no_peer_may_read() -> None:
         PutTask(ids(lost)[0], 1),
         PutTask("train/0/77", 1),
         PutTask("weights/0/0", 1),
-        PutTask("weights/0/1", 1),  # put, about to be published
+        PutTask("weights/0/1", 1),  # put and about to be published
     ]
     cleared = [
         effect for effect in bench.event(Listed(STORE, held)) if isinstance(effect, SendClear) and not effect.tracked

@@ -119,7 +119,7 @@ def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them()
     assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
     bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 4
-    bench.step(2, AWAY)  # the trainer's log-probs may lie at home
+    bench.step(2, AWAY)  # the trainer's log-probs may be in the store at home
     bench.acknowledges(AWAY)
     assert bench.counts()["COLLECTED"] == 4
     bench.acknowledges(STORE)
@@ -271,7 +271,7 @@ def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_continues(
     assert replays_alike(bench)
 
 
-def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
+def test_a_trainer_that_reloads_before_that_checkpoint_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))

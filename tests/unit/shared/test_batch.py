@@ -34,7 +34,7 @@ def test_status_tells_where_the_data_is() -> None:
     assert Batch(meta([])).status is BatchStatus.EMPTY
 
 
-def test_item_of_a_remote_batch_says_to_fetch_first() -> None:
+def test_item_of_a_remote_batch_is_refused_until_it_is_fetched() -> None:
     with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
         Batch(meta([1]))["a"]
 

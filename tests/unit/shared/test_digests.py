@@ -1,4 +1,4 @@
-"""Digests of weights: they add up over slices, and every change of a byte is seen."""
+"""Digests of weights add up over slices and change with every byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40, 24), (5, 3), (77,), (6, 4, 5), (3, 70000), ()])
-def test_the_digests_of_slices_add_up_to_that_of_the_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_digests_of_slices_add_up_to_the_digest_of_the_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = weight(*shape, dtype=dtype)
     rows, columns = matrix_shape(shape)
     matrix = tensor.reshape(rows, columns)

@@ -26,7 +26,7 @@ def test_a_tied_weight_is_named_once(folder: Path) -> None:
     assert set(weights) == set(load_file(folder / "model.safetensors"))
 
 
-def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
+def test_an_untied_head_is_a_separate_weight(tmp_path: Path) -> None:
     make_model("qwen3", head_dim=12, tie_word_embeddings=False).save_pretrained(tmp_path)
     assert "lm_head.weight" in named_weights(load_model(tmp_path, "float32"))
 

@@ -17,7 +17,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Rig:
-    """A pipeline over leases that compute until they are told to end."""
+    """A pipeline over leases that compute until the test ends them."""
 
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0

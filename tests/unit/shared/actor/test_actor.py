@@ -135,7 +135,7 @@ def test_missing_supervisor_and_unclosed_socket_do_not_delay_the_end(run: RunDir
     asyncio.run(main())
 
 
-def test_supervisor_restarting_in_between_gets_the_states_it_missed(run: RunDir) -> None:
+def test_restarted_supervisor_gets_the_states_it_missed(run: RunDir) -> None:
     async def main() -> None:
         seen: list[ServiceReport] = []
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
@@ -280,7 +280,7 @@ def test_process_raises_its_descriptor_limit_to_the_maximum(run: RunDir) -> None
         assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_goes_on(run: RunDir) -> None:
+def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_continues(run: RunDir) -> None:
     with process(*arguments(run)) as first:
         line_of(first)
         with process(*arguments(run)) as second:
@@ -295,7 +295,7 @@ def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_goes_
         assert asyncio.run(ask()) == 8
 
 
-def test_process_killed_with_9_can_be_started_again_at_once(run: RunDir) -> None:
+def test_process_killed_with_sigkill_can_be_restarted_at_once(run: RunDir) -> None:
     with process(*arguments(run)) as first:
         line_of(first)
         first.kill()
@@ -305,7 +305,7 @@ def test_process_killed_with_9_can_be_started_again_at_once(run: RunDir) -> None
         assert line_of(second) == f"serving {second.pid}"
 
 
-def test_process_that_fails_says_why_and_exits_1(run: RunDir) -> None:
+def test_process_that_fails_prints_its_cause_and_exits_1(run: RunDir) -> None:
     with process(*arguments(run), env={"ECHO_FAIL": "no cheese"}) as child:
         _, complaint = child.communicate(timeout=20)
         assert child.returncode == 1

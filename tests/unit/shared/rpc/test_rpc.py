@@ -187,7 +187,7 @@ def test_request_to_an_absent_peer_is_sent_when_the_peer_starts(ipc: str) -> Non
     asyncio.run(main())
 
 
-def test_request_given_up_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
+def test_request_abandoned_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
     async def main() -> None:
         seen: list[int] = []
 
@@ -418,7 +418,7 @@ def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_deferred_answer_goes_out_once_when_it_is_given(ipc: str) -> None:
+def test_deferred_answer_is_sent_once_when_it_is_given(ipc: str) -> None:
     async def main() -> None:
         held: list[Call] = []
 

@@ -167,17 +167,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.retry.limit_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
+        "unit/rollout/test_rewards_judge.py::test_with_a_wait_limit_of_zero_samples_are_lost_at_once",
     ),
     "reward.retry.backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_pauses_between_tries_follow_the_topology",
     ),
     "reward.retry.max_backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_pauses_between_tries_follow_the_topology",
     ),
     "workflow.function": (
         ROLLOUT,
