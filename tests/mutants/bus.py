@@ -7,7 +7,7 @@ from tests.mutants.mutation import Mutation
 ENVELOPE = "proto/envelope.py"
 CODEC = "proto/codec.py"
 MAILBOX = "shared/rpc/mailbox.py"
-NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise"
+NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_named_even_with_another_kind_of_checksum"
 HEADER = "tests/unit/proto/test_codec.py::test_header_is_refused"
 RPC = "tests/unit/shared/rpc/test_rpc.py"
 SECURITY = "tests/unit/shared/test_security.py"
@@ -102,7 +102,7 @@ BUS = [
         "shared/security/roles.py",
         "LEAST_ROLE.get(kind, Role.SERVICE)",
         "LEAST_ROLE.get(kind, Role.OBSERVER)",
-        f"{SECURITY}::test_what_is_not_listed_is_for_services_and_rights_grow_with_the_role",
+        f"{SECURITY}::test_unlisted_messages_are_for_services_and_rights_grow_with_the_role",
     ),
     Mutation(
         "a key that is not of the run is admitted",

@@ -18,7 +18,7 @@ ROLLOUT = [
         SYNC,
         "        error = await self._prove(ref.drill, ref.drill.tolerance",
         "        self._drilled.add(loaded.entry)\n        error = await self._prove(ref.drill, ref.drill.tolerance",
-        f"{WEIGHTS}::test_a_way_in_counts_as_drilled_only_once_the_drills_canary_was_matched",
+        f"{WEIGHTS}::test_an_entry_counts_as_drilled_only_once_the_drills_canary_was_matched",
     ),
     Mutation(
         "the start-up drill is left out",
@@ -33,14 +33,14 @@ ROLLOUT = [
         "        error = await self._prove(ref.canary, self._tolerance",
         "        self.holds = Version(ref.lineage, ref.step)\n"
         "        error = await self._prove(ref.canary, self._tolerance",
-        f"{WEIGHTS}::test_an_engine_that_holds_the_weights_and_computes_something_else_fails_the_canary",
+        f"{WEIGHTS}::test_an_engine_with_the_right_weights_and_a_wrong_computation_fails_the_canary",
     ),
     Mutation(
         "what the engine holds is not compared with what it was given",
         SYNC,
         "            await self._engine.verify(loaded.given, announced)\n",
         "            pass\n",
-        f"{WEIGHTS}::test_a_version_that_differs_from_the_announced_one_in_a_bit_is_refused",
+        f"{WEIGHTS}::test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused",
     ),
     Mutation(
         "the canary's tolerance is a thousand times wider",
@@ -54,7 +54,7 @@ ROLLOUT = [
         SYNC,
         "        if not error <= tolerance:",
         "        if error > tolerance:",
-        f"{WEIGHTS}::test_no_number_in_the_trainers_canary_is_no_match",
+        f"{WEIGHTS}::test_a_nan_in_the_trainers_canary_is_a_mismatch",
     ),
     Mutation(
         "an engine that is behind its lease samples with what it has",
@@ -89,14 +89,14 @@ ROLLOUT = [
         "services/rollout/versions.py",
         "if (known[at] != swaps).any():",
         "if False:",
-        f"{VERSIONS}::test_weights_that_are_not_proved_let_no_token_out",
+        f"{VERSIONS}::test_weights_that_fail_verification_sample_no_token",
     ),
     Mutation(
         "the drill leaves parameters of zeros as they are",
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
-        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_moves_too",
+        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_changes_too",
     ),
     Mutation(
         "the prompt is trained on",
@@ -131,7 +131,7 @@ ROLLOUT = [
         SCORE,
         '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
         '    if abs(value) > LIMIT:\n        return Score(None, f"answered',
-        f"{REWARDS}::test_what_a_function_answers_becomes_one_number_or_a_failure",
+        f"{REWARDS}::test_the_result_of_a_function_becomes_one_number_or_a_failure",
     ),
     Mutation(
         "rewards are added up without their weights",

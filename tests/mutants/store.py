@@ -44,7 +44,7 @@ STORE = [
         STATE,
         "            if self.tombstones.get(task_id, -1) < fence\n",
         "",
-        f"{UNIT}::test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered",
+        f"{UNIT}::test_recovery_of_a_file_skips_the_tasks_that_were_cleared",
     ),
     Mutation(
         "recovery brings back what was cleared",
@@ -121,21 +121,21 @@ STORE = [
         "shared/dataplane/stream_arrival.py",
         "if found != checksums[mine]:",
         "if False:",
-        f"{WIRE}::test_one_wrong_bit_anywhere_in_what_was_put_is_found",
+        f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
     ),
     Mutation(
         "a reader takes a large row whose checksum is wrong",
         "shared/dataplane/stream_arrival.py",
         "if self._partial.intdigest() != checksum:",
         "if False:",
-        f"{WIRE}::test_one_wrong_bit_anywhere_in_what_was_put_is_found",
+        f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
     ),
     Mutation(
         "a reader takes shards of other tasks than it asked for",
         "shared/dataplane/stream_arrival.py",
         "            self._check_content(table)\n",
         "",
-        f"{WIRE}::test_stream_of_something_else_than_was_asked_for_is_refused",
+        f"{WIRE}::test_stream_of_other_shards_than_requested_is_refused",
     ),
     Mutation(
         "nonces are used again: the counter of a line stands still",

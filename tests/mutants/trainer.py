@@ -73,7 +73,7 @@ TRAINER = [
         f"{WORKER}/losses/tokens.py",
         "return self.add_up(values.new_zeros",
         "return _alone(values.new_zeros",
-        f"{LOSSES}::test_gspo_sees_the_parts_of_a_sequence_that_other_ranks_hold",
+        f"{LOSSES}::test_gspo_includes_the_parts_of_a_sequence_on_other_ranks",
     ),
     Mutation(
         "an extreme log-ratio is not cut",
@@ -115,7 +115,7 @@ TRAINER = [
         f"{WORKER}/backend_torch.py",
         "if not math.isfinite(grad_norm):",
         "if False:",
-        f"{STATE}::test_a_gradient_that_is_not_finite_leaves_everything_untouched",
+        f"{STATE}::test_a_non_finite_gradient_leaves_everything_untouched",
     ),
     Mutation(
         "the gradient of an update is left for the next",
@@ -136,7 +136,7 @@ TRAINER = [
         "services/policy_trainer/batch_checks.py",
         "wrong = ~np.isfinite(values)",
         "wrong = np.isinf(values)",
-        f"{NUMBERS}::test_a_number_that_is_not_finite_names_its_task",
+        f"{NUMBERS}::test_a_non_finite_number_is_refused_with_its_task",
     ),
     Mutation(
         "an update runs while parts of its state are on the host",
@@ -150,7 +150,7 @@ TRAINER = [
         f"{WORKER}/call_queue.py",
         "if request.driver != self.driver:",
         "if False:",
-        f"{STATE}::test_a_worker_refuses_an_older_driver_and_one_it_does_not_know",
+        f"{STATE}::test_a_worker_refuses_an_older_driver_and_an_unknown_one",
     ),
     Mutation(
         "a checkpoint is visible before it is written",

@@ -1,7 +1,6 @@
-"""What the product may import and call: nothing that runs bytes as code, and no torch on the light side.
+"""Imports and calls of the product: none runs bytes as code, and the light modules do not import torch.
 
-It must never import the product's modules into the test process: the light side is judged in processes of its
-own.
+The product's modules are not imported into the test process: the light modules are checked in separate processes.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
-# Data that travels with the product: topologies, models and the scripts that made them.
+# Data shipped with the product: topologies, models and the scripts that made them.
 TOPOLOGIES = Path("launch", "topologies")
 
-# Modules that turn bytes into objects by running them.
+# Modules that can execute the bytes they deserialise.
 FORBIDDEN_MODULES = frozenset(
     {
         "pickle",
@@ -37,7 +36,7 @@ FORBIDDEN_MODULES = frozenset(
         "multiprocessing",  # its queues, pipes and pools pickle
     }
 )
-# Functions by the full name that the file's own imports give them.
+# Functions by the full names that the imports of a file give them.
 FORBIDDEN_FUNCTIONS = frozenset(
     {
         "torch.load",
@@ -59,7 +58,7 @@ FORBIDDEN_FUNCTIONS = frozenset(
         "pandas.read_pickle",
     }
 )
-# Names that pickle whatever object they hang on (a socket, a process group).
+# Methods that pickle, whatever the object (a socket, a process group).
 FORBIDDEN_NAMES = frozenset(
     {
         "recv_pyobj",
@@ -97,7 +96,7 @@ print(*sorted(set(sys.argv[2:]) & set(sys.modules)))
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """Maps each name that an import binds in this file to the full name it stands for."""
+    """Map each name that an import binds in this file to its full name."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -111,7 +110,7 @@ def aliases(tree: ast.AST) -> dict[str, str]:
 
 
 def full_name(node: ast.AST, bound: dict[str, str]) -> str:
-    """The dotted name of an expression with imports resolved, or '' if it is not a dotted name."""
+    """Return the dotted name of an expression with imports resolved, or '' if it is not one."""
     if isinstance(node, ast.Name):
         return bound.get(node.id, node.id)
     if isinstance(node, ast.Attribute) and (owner := full_name(node.value, bound)):
@@ -120,7 +119,7 @@ def full_name(node: ast.AST, bound: dict[str, str]) -> str:
 
 
 def faults_of(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
-    """Yields the forbidden things that this one node does."""
+    """Yield the forbidden uses in this one node."""
     if isinstance(node, ast.Import):
         yield from (a.name for a in node.names if a.name.partition(".")[0] in FORBIDDEN_MODULES)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -135,7 +134,7 @@ def faults_of(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
         if node.attr in FORBIDDEN_NAMES or name in FORBIDDEN_FUNCTIONS:
             yield name or node.attr
     elif isinstance(node, ast.Name):
-        # A field may be called `eval`; only reading the name reaches the builtin.
+        # A field may be called `eval`; only a read of the name refers to the builtin.
         if node.id in FORBIDDEN_BUILTINS and node.id not in bound and isinstance(node.ctx, ast.Load):
             yield node.id
     elif isinstance(node, ast.Call):
@@ -159,7 +158,7 @@ def faults_of(node: ast.AST, bound: dict[str, str]) -> Iterator[str]:
 
 
 def faults_in(source: str) -> list[str]:
-    """Returns `line: what` for each forbidden import, call or mention in a Python source text."""
+    """Return `line: what` for each forbidden import, call or mention in a Python source text."""
     tree = ast.parse(source)
     bound = aliases(tree)
     return [
@@ -171,7 +170,7 @@ def faults_in(source: str) -> list[str]:
 
 
 def run_python(*argv: str, cwd: Path) -> str:
-    """Runs a fresh interpreter and returns its standard output without the last newline."""
+    """Run a fresh interpreter and return its standard output without the last newline."""
     done = subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.rstrip("\n")
@@ -187,7 +186,7 @@ def test_product_never_runs_bytes_as_code(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_code_folder_is_a_package(package: str) -> None:
-    """A folder without `__init__.py` would be missing from a wheel and unseen by the import contracts."""
+    """A folder without `__init__.py` would be missing from wheels and ignored by the import contracts."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
     code = {folder for folder in folders if not folder.is_relative_to(TOPOLOGIES)}
     assert not [str(folder) for folder in sorted(code) if not (ROOT / folder / "__init__.py").is_file()]
@@ -272,12 +271,12 @@ def test_light_module_imports_no_model_library(module: str) -> None:
     assert run_python("-c", PROBE, module, *HEAVY_MODULES, cwd=ROOT) == ""
 
 
-def test_probe_sees_torch_when_it_is_imported() -> None:
+def test_probe_detects_an_import_of_torch() -> None:
     assert run_python("-c", PROBE, "torch.version", *HEAVY_MODULES, cwd=ROOT) == "torch"
 
 
 def test_project_comes_before_installed_packages_on_the_path(tmp_path: Path) -> None:
-    """proto-plus installs a top-level `proto` too; from any folder ours must be the one that is found."""
+    """proto-plus also installs a top-level `proto`; from any folder, ours is the one that is found."""
     path = run_python("-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path).splitlines()
     assert str(ROOT) in path, "the project is not on the path of a fresh interpreter; run `make setup`"
     assert path.index(str(ROOT)) < path.index(sysconfig.get_path("purelib"))

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every name that a row of metrics.jsonl may have, and none that no row has."""
+"""docs/metrics.md lists exactly the names that rows of metrics.jsonl may have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.scheduler.test_scheduler import Bench, plan
 
 
 def everything() -> set[str]:
-    """Every name, from the code that makes it; the scheduler's service adds what its stores hold."""
+    """Return every name, from the code that makes it. The scheduler's service adds those of its stores."""
     extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
     batch = step_batch([1, 0, 0, 1])
     batch = replace(
@@ -44,9 +44,9 @@ def test_every_name_is_documented_and_every_documented_name_exists() -> None:
 
 def test_every_reason_is_documented() -> None:
     reasons = DOCUMENT.read_text().split("## Reasons")[1]
-    listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # of evaluations only
+    listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # for evaluations only
     assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()
 
 
-def test_a_name_that_is_not_listed_is_found() -> None:
+def test_an_undocumented_name_is_found() -> None:
     assert undocumented({"reward/mean", "reward/median", "reward/part/any thing"}) == {"reward/median"}

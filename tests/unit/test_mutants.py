@@ -1,4 +1,4 @@
-"""The list of mutations stays true to the code: `make mutants` runs them, which takes minutes."""
+"""The list of mutations matches the code. `make mutants` runs them, which takes minutes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def test_a_mutation_changes_the_code_as_it_is_now(mutation: Mutation) -> None:
 
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if "::" in each.test], ids=lambda each: each.name)
-def test_the_test_of_a_mutation_is_there(mutation: Mutation) -> None:
+def test_the_test_of_a_mutation_exists(mutation: Mutation) -> None:
     file, _, name = mutation.test.partition("::")
     name = name.partition("[")[0]
     assert re.search(rf"^(def {name}\(|{name} = )", (ROOT / file).read_text(), re.MULTILINE), mutation.test
 
 
-def test_names_are_told_apart() -> None:
+def test_names_are_unique() -> None:
     assert [name for name, count in Counter(each.name for each in MUTATIONS).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("text", ["nothing of it", "old old"])
-def test_a_mutation_whose_place_is_gone_or_not_the_only_one_is_refused(text: str) -> None:
+def test_a_mutation_whose_text_is_missing_or_ambiguous_is_refused(text: str) -> None:
     mutation = Mutation("a defect", "module.py", "old", "new", "tests/unit/test_x.py")
     with pytest.raises(ValueError, match=r"module\.py: 'old' occurs"):
         mutation.apply(text)

@@ -1,4 +1,4 @@
-"""What a machine cannot do is left out of the tests with the reason, and fails them in CI."""
+"""Tests that a machine cannot run are skipped with the reason, and fail in CI."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def test_runs(): ...
 
 
 @pytest.mark.parametrize("made", [netns.two_hosts, two_hosts.two_hosts, contextmanager(small_mount)])
-def test_what_cannot_be_made_is_skipped_with_what_is_missing(
+def test_an_impossible_environment_is_skipped_with_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: Callable[..., AbstractContextManager[Any]]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no ip, no mount
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # neither `ip` nor `mount` is found
     arguments = () if "two_hosts" in made.__name__ else (tmp_path / "mount", 1 << 20)
     with pytest.raises(pytest.skip.Exception, match=r"\b(ip|mount)\b"), made(*arguments):
         raise AssertionError("it was made")
 
 
-def test_nothing_but_a_gpu_test_is_left_out_in_ci(tmp_path: Path) -> None:
+def test_only_gpu_tests_are_skipped_in_ci(tmp_path: Path) -> None:
     (tmp_path / "test_every_way.py").write_text(EVERY_WAY)
     (tmp_path / "test_module.py").write_text('import pytest\npytest.importorskip("no_such_package")\n')
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "pyproject.toml", "-rA"]

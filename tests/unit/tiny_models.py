@@ -1,4 +1,4 @@
-"""Small randomly initialised models of several architectures, and a plain scoring of one sequence at a time."""
+"""Small randomly initialised models of several architectures, and a plain function that scores sequences one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """RMSNorm in the dtype of its input: the library's always goes through float32, which hides errors below 1e-7."""
+    """RMSNorm in the dtype of its input. The library's always computes in float32, which hides errors below 1e-7."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ExactRMSNorm(torch.nn.Module):
 
 
 def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
-    """A model of `kind` with weights large enough that its predictions differ."""
+    """Return a model of `kind` with weights large enough that its predictions differ."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array, Array]:
-    """Groups with a common prompt; some answers are equal, some begin alike."""
+    """Return groups with a common prompt, in which some answers are equal and some share a prefix."""
     rng = np.random.default_rng(seed)
     ids: list[int] = []
     lengths: list[int] = []
@@ -72,7 +72,7 @@ def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array,
 
 
 def plain_logprobs(model: Any, ids: Array, lengths: Array, mask: Array, temperature: float) -> torch.Tensor:
-    """[T], one sequence at a time through the model's own forward."""
+    """Return log-probs [T], scored one sequence at a time by the model's own forward."""
     parts: list[torch.Tensor] = []
     start = 0
     for length in lengths.tolist():

@@ -1,5 +1,5 @@
-"""Files that must go while no descriptor is left, or that the file system refuses to move: none is lost, and their
-bytes count until they are gone.
+"""Deletion of files when no descriptor is free or the file system refuses a rename: no file is leaked, and its bytes
+count until it is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
     return put_id
 
 
-def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> None:
+def test_files_that_find_no_descriptor_stay_due_and_are_deleted_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -50,7 +50,7 @@ def test_what_finds_no_descriptor_stays_due_and_goes_later(tmp_path: Path) -> No
         assert ended.is_due(f"{put_ids[0]}.blk")
         ended.settle()
         assert index.stats().zombie_bytes == index.stats().bytes == 4096 * len(names)
-    with descriptors_left(3):  # one at a time will do
+    with descriptors_left(3):  # enough to delete one file at a time
         ended.settle()
     assert index.stats().bytes == 0
     assert not ended.is_due(f"{put_ids[0]}.blk")
@@ -78,7 +78,7 @@ def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> Non
     files.close()
 
 
-def test_a_file_whose_mapping_is_kept_for_streams_goes_without_another_descriptor(tmp_path: Path) -> None:
+def test_a_file_with_a_mapping_kept_for_streams_is_deleted_without_another_descriptor(tmp_path: Path) -> None:
     index, cache = StoreState("store", 1 << 24, 1), MappingCache()
     files = StoreFiles("store", tmp_path / "store", on_retire=cache.drop)
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -101,10 +101,10 @@ def test_a_producer_counts_as_alive_while_no_descriptor_is_left_to_find_out(tmp_
     files.close()
 
 
-def test_mapped_zombies_take_a_share_of_the_descriptors_and_keep_no_others_up(
+def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # three
+    monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # three descriptors
     monkeypatch.setattr(retirement, "AT_ONCE", 2)
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
@@ -116,7 +116,8 @@ def test_mapped_zombies_take_a_share_of_the_descriptors_and_keep_no_others_up(
     for _ in range(12):
         ended.settle()
         assert descriptors() <= before + 3
-    assert not any(ended.is_due(f"{put_id}.blk") for put_id in put_ids)  # nobody finds them any more
+    # all of them were renamed, so no lookup finds them
+    assert not any(ended.is_due(f"{put_id}.blk") for put_id in put_ids)
     left = 12
     for number in (11, 5, 0, 6):
         reader = readers[number]
@@ -145,7 +146,7 @@ def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
     assert first.covered == 4
     cache.most_files = 6
     for at in (4, 5, 6):
-        cache.get(kept[at].path)  # what no stream sends makes room
+        cache.get(kept[at].path)  # an entry that no stream is sending is evicted
     cache.most_files = 4
     with pytest.raises(OSError, match="mapped for streams") as caught:
         cache.get(kept[7].path)
@@ -159,7 +160,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_cannot_be_renamed_stays_due_and_keeps_nobody_up(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_renamed_stays_due_and_delays_no_other(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -197,7 +198,7 @@ def test_a_zombie_that_cannot_be_deleted_counts_until_it_is(tmp_path: Path, monk
     files.close()
 
 
-def test_a_file_that_somebody_deleted_is_let_go(tmp_path: Path) -> None:
+def test_a_file_deleted_by_another_process_is_released(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -208,7 +209,7 @@ def test_a_file_that_somebody_deleted_is_let_go(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_spare_that_cannot_become_a_put_s_file_is_gone_and_so_are_its_bytes(tmp_path: Path) -> None:
+def test_a_spare_that_cannot_become_the_file_of_a_put_is_deleted_with_its_bytes(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -230,7 +231,7 @@ def test_a_spare_that_cannot_become_a_put_s_file_is_gone_and_so_are_its_bytes(tm
     files.close()
 
 
-def test_a_copy_on_disk_that_cannot_have_its_name_takes_no_room_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_copy_on_disk_that_cannot_be_renamed_takes_no_room_and_is_retried(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 20, 1, 1 << 20)
     files = StoreFiles("store", tmp_path / "store", tmp_path / "disk")
     ended = Retirement("store", index.room, files, lambda: 0.0)

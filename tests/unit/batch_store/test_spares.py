@@ -1,4 +1,6 @@
-"""Pages of collected files are lent to the next put of about their size: counted, given up for room, never readable."""
+"""Spares: pages of collected files are lent to the next put of similar size. They are counted, can be given up, and
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder of shared memory."""
+    """Yield a folder in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 
 
 class Store:
-    """The index and its files, moved as the server moves them."""
+    """An index and its files, driven as the server drives them."""
 
     def __init__(self, folder: Path, limit: int = 1 << 20, spill: Path | None = None) -> None:
         self.index = StoreState("store", limit, 1)
@@ -87,7 +89,7 @@ class Store:
         self.ended.settle()
 
     def delete(self, names: list[str]) -> None:
-        """Spares that the index gave up."""
+        """Delete the files of spares that the index gave up."""
         self.ended.free(names)
 
 
@@ -98,7 +100,7 @@ def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) 
     used = store.index.room.used[Tier.MEMORY]
     store.clear("weights/0/0")
     assert not os.path.exists(path)
-    assert store.index.room.used[Tier.MEMORY] == used  # kept, and counted
+    assert store.index.room.used[Tier.MEMORY] == used  # the spare is kept and counted
     again = store.put("weights/0/1", VALUES * 2)
     assert os.stat(again).st_ino == inode
     assert again != path
@@ -107,7 +109,7 @@ def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) 
     assert np.array_equal(found["w"], VALUES * 2)
 
 
-def test_weights_that_somebody_maps_are_not_lent(tmp_path: Path) -> None:
+def test_weights_that_a_reader_maps_are_not_lent(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     reader = BlockMapping(path, TableCache()).arrays([0], None)[0]
@@ -121,7 +123,7 @@ def test_weights_that_somebody_maps_are_not_lent(tmp_path: Path) -> None:
     assert np.array_equal(BlockMapping(other, TableCache()).arrays([0], None)[0]["w"], VALUES * 2)
 
 
-def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> None:
+def test_a_lent_file_is_not_a_block_file_until_it_is_written(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     store.put("weights/0/0", VALUES)
     store.clear("weights/0/0")
@@ -132,7 +134,7 @@ def test_a_lent_file_is_no_block_file_until_it_is_written(tmp_path: Path) -> Non
         parse(data, len(data))
 
 
-def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_needed(tmp_path: Path) -> None:
+def test_only_as_many_spares_as_needed_are_given_up_longest_idle_first(tmp_path: Path) -> None:
     nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(3):
@@ -142,7 +144,7 @@ def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_ne
     stats = store.index.stats()
     assert (stats.bytes, stats.spare_bytes, stats.files, stats.lent) == (3 * nbytes, 3 * nbytes, 0, 0)
     larger = BlockLayout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
-    store.begin(larger, "train/0/3")  # four times as large: no spare serves it, and one of the three is in its way
+    store.begin(larger, "train/0/3")  # four times as large: no spare fits, and one of three has to make room
     stats = store.index.stats()
     assert stats.spare_bytes == 2 * nbytes
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
@@ -151,7 +153,7 @@ def test_spares_are_given_up_for_room_the_longest_idle_first_and_no_more_than_ne
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_file_collected_while_it_is_copied_to_disk_is_copied_whole(
+def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     store = Store(tmp_path / "s", spill=tmp_path / "disk")
@@ -162,7 +164,7 @@ def test_a_file_collected_while_it_is_copied_to_disk_is_copied_whole(
 
     def collected_first(target: int, source: int, at: int, count: int) -> int:
         store.clear("train/0/0")
-        assert store.index.stats().zombie_bytes > VALUES.nbytes  # in use: neither cut nor lent
+        assert store.index.stats().zombie_bytes > VALUES.nbytes  # in use, so it is neither truncated nor lent
         return send(target, source, at, count)
 
     monkeypatch.setattr(os, "sendfile", collected_first)
@@ -189,7 +191,7 @@ def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: P
     assert caught.value.code == ErrorCode.BUSY
 
 
-def test_a_spare_becomes_as_long_as_the_put_that_takes_it(tmp_path: Path) -> None:
+def test_a_spare_is_resized_to_the_put_that_takes_it(tmp_path: Path) -> None:
     store = Store(tmp_path / "s", limit=1 << 22)
     inodes = set()
     for number, length in enumerate((40_000, 25_000, 45_000, 31_234, 31_000)):
@@ -202,7 +204,7 @@ def test_a_spare_becomes_as_long_as_the_put_that_takes_it(tmp_path: Path) -> Non
     assert len(inodes) == 1
 
 
-def test_of_several_spares_the_nearest_in_size_serves_and_none_of_another_order() -> None:
+def test_a_put_takes_the_spare_nearest_in_size_and_none_of_another_magnitude() -> None:
     spares = Spares(1 << 40)
     for name, nbytes in (("a", 100), ("b", 130), ("c", 130), ("d", 400)):
         spares.add(name, nbytes, 0.0)
@@ -211,7 +213,7 @@ def test_of_several_spares_the_nearest_in_size_serves_and_none_of_another_order(
     assert (spares.take("c"), spares.nearest(130)) == (130, "b")
 
 
-def test_spares_that_nobody_takes_and_those_that_are_too_many_are_deleted(tmp_path: Path) -> None:
+def test_idle_and_surplus_spares_are_deleted(tmp_path: Path) -> None:
     nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(4):
@@ -234,7 +236,8 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: 
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
     landings = WriteMappingPool()
-    assert landings.of(descriptor, layout.file_bytes) is None  # sparse: a full mount would be a SIGBUS
+    # the file is sparse: on a full mount a write would raise SIGBUS
+    assert landings.of(descriptor, layout.file_bytes) is None
     sums = write_block(descriptor, layout)
     written = path.read_bytes()
     os.close(descriptor)
@@ -269,7 +272,7 @@ def test_other_threads_run_while_a_large_file_is_made_writable(memory: Path, mon
     landings = WriteMappingPool()
     locked = lock_named(str(path), os.O_RDWR)
     assert locked is not None
-    for _ in range(2):  # the second time all of it is there
+    for _ in range(2):  # in the second round all pages are allocated
         assert landings.of(locked, nbytes) is not None
     assert done == [(0, POPULATE_BYTES), (POPULATE_BYTES, POPULATE_BYTES), (2 * POPULATE_BYTES, 1234)]
     os.close(locked)
@@ -282,7 +285,7 @@ def test_a_file_on_a_disk_is_written_without_a_mapping(tmp_path: Path, memory: P
     for folder in (tmp_path, memory):
         (folder / "block").write_bytes(bytes(1 << 16))
         with (folder / "block").open("r+b") as file:
-            os.fsync(file.fileno())  # all its blocks are there
+            os.fsync(file.fileno())  # allocates all blocks
             mapped.append(landings.of(file.fileno(), 1 << 16) is not None)
     landings.close()
     kinds = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path, memory], text=True).split()
@@ -307,20 +310,20 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(mem
     store.reap()
     store.delete(store.index.room.surplus(IDLE_S + 1))
     assert store.index.room.used[Tier.MEMORY] == 0
-    assert os.fstat(watch).st_blocks == 0  # freed although `landings` maps the file
+    assert os.fstat(watch).st_blocks == 0  # freed, although `landings` maps the file
     os.close(watch)
     landings.close()
 
 
 @pytest.fixture
 def kept() -> Iterator[ReadMappingPool]:
-    """A reader's mappings."""
+    """Yield the mapping pool of a reader."""
     with ThreadPoolExecutor(1) as helper:
         yield ReadMappingPool(helper)
 
 
 def read(path: str, kept: ReadMappingPool) -> np.ndarray:  # type: ignore[type-arg]
-    """The shard of a file, as a service reads weights."""
+    """Return the shard of a file, read as a service reads weights."""
     return BlockMapping(path, TableCache(), kept).arrays([0], None)[0]["w"]
 
 
@@ -337,14 +340,14 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
         places.add(address(found))
         store.clear(f"weights/0/{step}")
         held = store.index.room.used[Tier.MEMORY]
-        assert np.array_equal(found, VALUES * step)  # in use: retired, counted, lent to nobody
+        assert np.array_equal(found, VALUES * step)  # in use: retired and counted, but not lent
         del found
         store.reap()
-        assert store.index.room.used[Tier.MEMORY] == held  # a spare, nobody's
+        assert store.index.room.used[Tier.MEMORY] == held  # a spare that is not lent
     assert len(places) == 1
 
 
-def test_what_a_reader_wrote_is_in_no_later_version_and_in_no_other_array(
+def test_writes_of_a_reader_reach_neither_later_versions_nor_other_arrays(
     tmp_path: Path, kept: ReadMappingPool
 ) -> None:
     store = Store(tmp_path / "s")
@@ -377,9 +380,7 @@ def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path
     kept.close()
 
 
-def test_a_reader_that_has_no_descriptor_left_gives_up_the_mappings_it_kept(
-    tmp_path: Path, kept: ReadMappingPool
-) -> None:
+def test_a_reader_without_free_descriptors_gives_up_its_kept_mappings(tmp_path: Path, kept: ReadMappingPool) -> None:
     store = Store(tmp_path / "s", limit=1 << 22)
     paths = [store.put(f"train/0/{number}", VALUES + number) for number in range(6)]
     for path in paths[:5]:
@@ -387,7 +388,7 @@ def test_a_reader_that_has_no_descriptor_left_gives_up_the_mappings_it_kept(
     lowest = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))  # two more; a mapping that is kept takes three
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))  # two more; a kept mapping needs three
     try:
         found = read(paths[5], kept)
     finally:

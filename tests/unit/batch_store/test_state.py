@@ -1,4 +1,4 @@
-"""The store's index and its files, without a bus: bounds, pages, and what a torn list of tombstones leaves."""
+"""The store's index and its files, without a bus: bounds, paging, recovery and torn tombstone lists."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
     for first in range(0, 2 * MAX_TOMBSTONES, 8192):
         state.clear([PutTask(f"old/0/{first + i}", 1) for i in range(8192)])
     assert len(state.tombstones) <= MAX_TOMBSTONES
-    assert state.tombstones["t/0/0"] == 1  # a restart would find it in the file beside t/0/1
+    assert state.tombstones["t/0/0"] == 1  # after a restart it would still be in the file with t/0/1
     assert f"old/0/{2 * MAX_TOMBSTONES - 1}" in state.tombstones
     assert "old/0/0" not in state.tombstones
 
 
-def test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered() -> None:
+def test_recovery_of_a_file_skips_the_tasks_that_were_cleared() -> None:
     before = StoreState("store", 1 << 30, 1)
     partly, wholly = "0" * 32, "1" * 32
     sealed(before, partly, ["t/0/0", "t/0/1"])
@@ -60,7 +60,7 @@ def test_of_a_file_that_outlived_a_clear_only_what_was_not_cleared_is_recovered(
     assert (again.stats().shards, again.stats().tasks, again.stats().files) == (1, 1, 1)
 
 
-def test_inventory_comes_in_pages_that_hold_every_task_once() -> None:
+def test_inventory_pages_contain_every_task_once() -> None:
     state = StoreState("store", 1 << 30, 1)
     names = [f"t/0/{i}" for i in range(2 * PAGE_TASKS + 5)]
     sealed(state, "0" * 32, names)
@@ -76,7 +76,7 @@ def test_inventory_comes_in_pages_that_hold_every_task_once() -> None:
     assert pages == 3
 
 
-def test_put_that_holds_other_tasks_than_were_granted_is_refused() -> None:
+def test_put_of_tasks_other_than_the_granted_ones_is_refused() -> None:
     state = StoreState("store", 1 << 30, 1)
     layout = BlockLayout([("t/0/1", 1, {"a": np.zeros(1)})])
     state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
@@ -113,7 +113,7 @@ def test_torn_last_tombstone_is_dropped_and_the_list_stays_usable(tmp_path: Path
     files.close()
 
 
-def test_list_of_tombstones_is_rewritten_when_it_has_grown_out_of_date(tmp_path: Path) -> None:
+def test_list_of_tombstones_is_rewritten_when_it_is_mostly_stale(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path)
     for fence in range(6000):
         files.entomb([PutTask("t/0/1", fence)])
@@ -138,7 +138,7 @@ def test_directory_has_one_owner(tmp_path: Path) -> None:
     StoreFiles("store", tmp_path).close()
 
 
-def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() -> None:
+def test_a_new_revision_replaces_only_the_previous_one() -> None:
     state = StoreState("store", 1 << 30, 1)
     files: dict[str, Table] = {}
 
@@ -152,7 +152,7 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
         gone = [effect.source for effect in state.supersede(put_id)]
         for name in gone:
             del files[name]
-        again = StoreState("store", 1 << 30, 2)  # the same after a restart, from the files that are left
+        again = StoreState("store", 1 << 30, 2)  # a restart finds the same in the remaining files
         for name, table in files.items():
             assert again.recover(name.removesuffix(".blk"), table.file_bytes, table) == []
         assert again.stats().shards == state.stats().shards
@@ -160,8 +160,8 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
 
     both = ["train/0/0", "train/0/1"]
     assert put(1, both, ["a", "p:1"]) == []
-    assert put(2, both, ["p:2"]) == []  # the file of the first has more than former revisions
-    assert put(3, both[:1], ["p:3"]) == []  # that of the second still has the other task's
+    assert put(2, both, ["p:2"]) == []  # the first file still has a current revision
+    assert put(3, both[:1], ["p:3"]) == []  # the second file still has the other task's revision
     assert put(4, both[1:], ["q:3"]) == []
     assert state.stats().shards == 4 + 1 + 1 + 1
     assert put(5, both[1:], ["p:3"]) == [f"{2:032x}.blk"]
@@ -169,7 +169,7 @@ def test_a_new_revision_takes_the_place_of_the_former_one_and_of_nothing_else() 
     assert put(6, ["weights/0/1"], ["w:1"]) == put(7, ["weights/0/1"], ["w:2"]) == []
 
 
-def test_files_are_found_again_in_the_order_of_their_seals_whatever_the_clock_says(
+def test_files_are_recovered_in_seal_order_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path)
@@ -187,7 +187,7 @@ def test_files_are_found_again_in_the_order_of_their_seals_whatever_the_clock_sa
     again.close()
 
 
-def test_nobody_else_may_read_any_file_of_a_store_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_of_a_store_are_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         memory, disk = tmp_path / "memory", tmp_path / "disk"
@@ -240,7 +240,7 @@ def test_a_shard_that_was_put_twice_is_counted_once(tmp_path: Path) -> None:
     assert (state.stats().shards, state.stats().tasks, state.stats().files) == (0, 0, 0)
 
 
-def test_line_that_is_no_tombstone_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+def test_invalid_line_in_the_list_of_tombstones_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "tombstones").write_bytes(b"1 train/0/1\n1 x\n\xff\xfe\n-3 \n2 train/0/2\n3 train/0/")
     files = StoreFiles("store", tmp_path / "store")
@@ -248,7 +248,7 @@ def test_line_that_is_no_tombstone_is_left_out_and_the_others_are_read(tmp_path:
     files.close()
 
 
-def test_file_that_the_disk_does_not_give_is_left_alone_and_the_others_are_found(
+def test_unreadable_file_is_left_alone_and_the_others_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")
@@ -273,11 +273,13 @@ def test_file_that_the_disk_does_not_give_is_left_alone_and_the_others_are_found
     assert bad.table is None
     assert all(each.table is not None for each in found.values())
     assert len(found) == 2
-    assert all(each.table is not None for each in files.scan())  # the next life reads it
+    assert all(each.table is not None for each in files.scan())  # the next process can read it
     files.close()
 
 
-def test_list_that_finds_no_room_to_be_written_anew_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_that_cannot_be_rewritten_for_lack_of_room_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = StoreFiles("store", tmp_path / "store")
     files.entomb([PutTask("train/0/0", 1)])
 

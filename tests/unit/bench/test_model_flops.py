@@ -1,4 +1,4 @@
-"""The formula behind MFU counts what torch counts."""
+"""The FLOP formula behind MFU agrees with torch's counter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_the_formula_counts_every_matrix_product(tied: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     found = training_flops(model, model.config, [24, 24])
-    # the rotary angles are a product too, and no gradient goes into the first look-up
+    # torch also counts the rotary angles, and the embedding lookup has no gradient product
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_a_device_is_known_by_a_part_of_its_name() -> None:
+def test_a_device_is_recognised_by_part_of_its_name() -> None:
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("Something Else 9000") is None

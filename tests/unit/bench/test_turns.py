@@ -1,4 +1,4 @@
-"""How benchmarks take turns, what they print of several runs, and which recorded settings of a peer they use."""
+"""Benchmark order, summaries of several runs, and the choice among recorded settings of a peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_second_turn_is_in_the_reverse_order() -> None:
     assert results == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
 
 
-def test_a_figure_is_the_median_with_both_ends_and_a_ratio_belongs_to_one_turn() -> None:
+def test_a_figure_is_a_median_with_its_range_and_a_ratio_is_taken_within_a_turn() -> None:
     assert spread([30, 10, 20]).text(".0f") == "20 [10, 30]"
     assert spread([1.5]).text(".1f") == "1.5"
     assert ratios([10, 20, 40], [10, 10, 10]).values == (1, 2, 4)
@@ -38,11 +38,11 @@ def test_a_figure_is_the_median_with_both_ends_and_a_ratio_belongs_to_one_turn()
 
 
 def rate_of(settings: Settings) -> float:
-    """Fastest in two halves of a step, and faster still two steps at once."""
+    """Return a rate that is higher with two micro-batches per step, and higher again with two steps per generation."""
     return 100.0 + 50 * (settings.micro_batch == 256) + 30 * (settings.generation_batch == 1024)
 
 
-def test_a_sweep_tries_every_setting_and_the_fastest_of_each_staleness_is_used(
+def test_a_sweep_tries_every_setting_and_the_fastest_per_staleness_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = list(grid(QUICKSTART, cores=2))
@@ -68,11 +68,11 @@ def looks(*, late: int, replaced: bool = False) -> list[tuple[int, dict[int, int
     return found
 
 
-def test_growth_is_that_of_the_process_that_grew_and_no_process_may_be_replaced() -> None:
+def test_growth_is_reported_per_process_and_no_process_may_be_replaced() -> None:
     watch = Watch()
     watch.names = {1: "launch.cluster", 2: "services.rollout/0", 3: "services.rollout/0"}
     watch.looks = looks(late=103 * MIB)
-    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # one look is not a figure
+    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # a single outlier does not change the figure
     growth: dict[str, Any] = watch.growth(100, 300)
     assert {name: each.share for name, each in growth.items()} == pytest.approx(
         {"launch.cluster": 0.0, "services.rollout/0": 0.03}

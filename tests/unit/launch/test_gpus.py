@@ -1,4 +1,4 @@
-"""Which GPUs a process sees: its own, or the same as those it takes turns with."""
+"""The GPUs that a process sees: its own, or those it shares with the processes it takes turns with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def topology(folder: Path, *overrides: str) -> Topology:
     return load(folder / "t.yaml", [*gpus, *overrides], check_supported=False)
 
 
-def test_services_that_share_nothing_see_gpus_of_their_own(folder: Path) -> None:
+def test_services_that_do_not_share_see_their_own_gpus(folder: Path) -> None:
     pieces = ["services.reference.backend=megatron", "services.reference.parallel.tp=2"]
     made = topology(folder, *pieces, *TP)
     seen = visible_gpus(made)
@@ -50,7 +50,7 @@ def test_colocated_services_see_the_same_gpus_and_engines_divide_them(folder: Pa
     assert described(made) == "policy-trainer 4, reference 4 (the same), rollout 4 (the same)"
 
 
-def test_what_is_handed_out_is_a_part_of_what_the_launcher_sees(folder: Path) -> None:
+def test_only_gpus_that_the_launcher_sees_are_handed_out(folder: Path) -> None:
     made = topology(folder, "placement.colocate=[policy-trainer, reference]", *TP)
     seen = visible_gpus(made, gpu_names("7,6,5,4,3,2,1,0"))
     assert seen["policy-trainer-worker", 3] == "4"
@@ -79,7 +79,7 @@ def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> Non
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
     assert [seen["reference", i] for i in range(8)] == list("01234567")
-    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # of the other host
+    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # GPUs of the second host
     assert wanted(made) == 8
 
 
@@ -93,7 +93,7 @@ def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
     folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]
 ) -> None:
     gpus, instances = rollout
-    if len({trainer, reference, gpus * instances}) > 1:  # services that share take equally many
+    if len({trainer, reference, gpus * instances}) > 1:  # services that share GPUs use the same number of them
         colocate = set()
     made = _placed(folder, trainer, reference, rollout, colocate)
     seen = {key: text.split(",") for key, text in visible_gpus(made, list("abcdefghijklmnopq")).items() if text}
@@ -109,7 +109,7 @@ def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
 
 
 def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]) -> Topology:
-    """Past the checks of what an engine can do."""
+    """Return the topology with these GPU counts, bypassing the checks of engine capabilities."""
     made = load(folder / "t.yaml", check_supported=False)
     services = made.services
     assert services.reference is not None
@@ -128,11 +128,11 @@ def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int]
     ("visible", "names"),
     [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,1", ["0"]), ("GPU-8a, MIG-b", ["GPU-8a", "MIG-b"])],
 )
-def test_gpus_are_those_that_cuda_would_show(visible: str, names: list[str], tmp_path: Path) -> None:
+def test_gpus_are_those_that_cuda_shows(visible: str, names: list[str], tmp_path: Path) -> None:
     assert gpu_names(visible, tmp_path) == names
 
 
-def test_without_a_choice_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
+def test_without_a_selection_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert gpu_names(None, tmp_path) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""Small parts of the launcher: progress, logs, sweeping what killed runs left, merging two views of a run."""
+"""Small parts of the launcher: progress, logs, the sweep of killed runs, and the merge of two views of a run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_progress_is_read_as_rows_are_written(tmp_path: Path) -> None:
     write_row(path, **{"step": 3, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
     metrics.poll(5.0)
     assert metrics.text() == "step 3/10  ETA 14s  reward 0.750  heldout 0.250 (0)  1,234 tok/s"
-    assert metrics.eta_s() == pytest.approx(14.0)  # 2 s a step
+    assert metrics.eta_s() == pytest.approx(14.0)  # 2 s per step
 
 
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = Follower(path)
     path.write_text('{"step": 1}\n{"st')
@@ -67,7 +67,7 @@ def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
     assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
 
 
-def test_progress_follows_a_run_that_went_back(tmp_path: Path) -> None:
+def test_progress_follows_a_run_that_was_rewound(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(8):
         write_row(path, **{"step": step, "eval/heldout/accuracy": step / 10})
@@ -87,7 +87,7 @@ def test_progress_follows_a_run_that_went_back(tmp_path: Path) -> None:
         (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with the same bits"),
     ],
 )
-def test_a_run_that_goes_back_says_what_was_lost(step: int, committed: int, text: str, *, deterministic: bool) -> None:
+def test_a_rewound_run_reports_what_was_lost(step: int, committed: int, text: str, *, deterministic: bool) -> None:
     assert rewind_text(step, committed, deterministic=deterministic) == text
 
 
@@ -102,13 +102,13 @@ def test_the_guard_gives_each_process_its_own_limit() -> None:
     }
     for process in processes.values():
         assert process.stdout is not None
-        process.stdout.readline()  # its trap is set
+        process.stdout.readline()  # the shell has set its trap
     guard.end(guard.watch(f"+{process.pid} {limit_s}\n" for limit_s, process in processes.items()))
     assert [process.wait(10) for process in processes.values()] == [-signal.SIGKILL, 7]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(9.6, "10s"), (192.4, "3m12s"), (7260.0, "2h01m")])
-def test_durations_are_short(seconds: float, text: str) -> None:
+def test_durations_are_printed_briefly(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -140,7 +140,7 @@ def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
     run.remove_volatile()
 
 
-def test_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_removes_only_what_killed_runs_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tempfile.mkdtemp()  # ipc paths end at 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", short)
     shm = tmp_path / "shm"
@@ -183,7 +183,7 @@ def test_threads_come_from_the_topology() -> None:
     assert preflight.threads_of(topology, "scheduler") == 1
 
 
-def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
+def test_a_missing_user_module_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_a_module_of_the_users_that_is_nowhere_is_found_before_anything_starts(
     assert not [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
 
 
-def test_nobody_reading_what_is_shown_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_output_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -207,7 +207,7 @@ def test_nobody_reading_what_is_shown_ends_nothing(monkeypatch: pytest.MonkeyPat
         screen.progress("step 1 of 3")
 
 
-def test_a_run_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+def test_an_impossible_run_directory_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RpcError, match="--run-dir") as caught:
         lock(tmp_path / "file" / "run")
@@ -233,7 +233,7 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
     )
 
 
-def test_a_trouble_is_a_notice_when_it_begins_and_when_it_is_over_and_on_the_line_between() -> None:
+def test_a_trouble_gives_a_notice_at_its_start_and_end_and_is_on_the_status_line_between() -> None:
     troubles = Troubles()
     assert (troubles.take(status()), troubles.text()) == ([], "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")
@@ -247,7 +247,7 @@ def test_a_trouble_is_a_notice_when_it_begins_and_when_it_is_over_and_on_the_lin
     assert troubles.text() == "dropped 15 (too_long 12, reward_failed 3)"
 
 
-def test_an_overridden_sampling_is_said_once_and_not_on_the_line() -> None:
+def test_overridden_sampling_is_reported_once_and_not_on_the_status_line() -> None:
     troubles = Troubles()
     told = status(TroubleRow("rollout", 0, TroubleKind.OVERRIDDEN, "an agent asks for temperature 0.1"))
     assert troubles.take(told) == ["rollout/0: an agent asks for temperature 0.1"]

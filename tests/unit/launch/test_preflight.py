@@ -1,4 +1,4 @@
-"""What a launcher finds before it starts anything: functions, tokenizers, model files; one line each, with a remedy."""
+"""Checks before the launch: functions, tokenizers and model files. Each error is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def model(tmp_path: Path) -> Path:
 
 
 def errors(*overrides: str) -> list[str]:
-    """What is said of the quickstart with `overrides`, without the file's name."""
+    """Return the errors of the quickstart with `overrides`, without the file name."""
     found = preflight.check(load(QUICKSTART, list(overrides)), "t.yaml").errors
     assert all("\n" not in line and line.startswith("t.yaml: ") for line in found)
     return [line.removeprefix("t.yaml: ") for line in found]
 
 
 @pytest.mark.parametrize("key", ["reward.function", "reward.functions[1].function"])
-def test_an_unknown_builtin_is_named_with_the_nearest(key: str) -> None:
+def test_an_unknown_builtin_is_named_with_the_nearest_match(key: str) -> None:
     wrong = "{function: builtin:exact_macth}"
     given = (
         f"reward={wrong}" if key == "reward.function" else f"reward.functions=[{{function: builtin:regex}}, {wrong}]"
@@ -73,9 +73,7 @@ def test_an_unknown_builtin_is_named_with_the_nearest(key: str) -> None:
     ]
 
 
-def test_functions_of_the_users_are_tried_in_a_process_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_functions_are_tried_in_a_separate_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_functions.py").write_text(MODULE + "import os; open('pid', 'w').write(str(os.getpid()))\n")
     (tmp_path / "my_broken.py").write_text("import a_module_that_is_nowhere\n")
     monkeypatch.chdir(tmp_path)
@@ -131,7 +129,7 @@ def test_a_module_that_hangs_or_dies_is_named_and_ended(
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_builtins_that_need_no_library_cost_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtins_without_a_library_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
@@ -141,7 +139,7 @@ def test_builtins_that_need_no_library_cost_no_process(monkeypatch: pytest.Monke
     assert "got an unexpected keyword argument 'tolerence'" in line
 
 
-def test_a_pattern_that_is_none_is_named() -> None:
+def test_an_invalid_pattern_is_named() -> None:
     [line] = errors("reward={function: builtin:regex, params: {pattern: '('}}")
     assert line.startswith("reward.function: reward function 'builtin:regex': params {'pattern': '('} cannot work (")
     assert errors("reward={function: builtin:regex, params: {pattern: 'a'}}") == []
@@ -167,7 +165,7 @@ def test_a_tokenizer_larger_than_the_model_is_named(where: str, model: Path) -> 
     assert f"its tokenizer has token {size}, its config.json a vocabulary of {size}; enlarge" in line
 
 
-def test_messages_need_a_chat_template_and_text_needs_none(model: Path, tmp_path: Path) -> None:
+def test_messages_need_a_chat_template_and_text_does_not(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     text, chat = {"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1+1="}]}
     rows.write_text("".join(json.dumps(row) + "\n" for row in (text, chat)))
@@ -189,7 +187,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_weights_that_were_not_copied_whole_are_named(folder: Path) -> None:
+def test_incompletely_copied_weights_are_named(folder: Path) -> None:
     file = folder / "model" / "model.safetensors"
     whole = file.read_bytes()
     for size in (len(whole) - 1, len(whole) // 2, len(whole) + 1):
@@ -198,7 +196,7 @@ def test_weights_that_were_not_copied_whole_are_named(folder: Path) -> None:
         assert f"{file} has {size} bytes and its header promises {len(whole)}: it was not copied whole" in line
 
 
-def test_a_file_that_the_index_names_and_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
     index = {"weight_map": {"w": "model.safetensors", "v": "model-00002-of-00002.safetensors"}}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     [line] = problems(write(folder))
@@ -214,7 +212,7 @@ def test_a_file_that_the_index_names_and_that_is_not_there_is_named(folder: Path
         ({"model_type": "gpt_neox"}, "the model is a gpt_neox"),
     ],
 )
-def test_models_whose_weights_vllm_does_not_take_are_refused_with_it(
+def test_models_whose_weights_vllm_does_not_accept_are_refused_with_vllm(
     config: dict[str, object], why: str, folder: Path
 ) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -225,7 +223,7 @@ def test_models_whose_weights_vllm_does_not_take_are_refused_with_it(
     assert line.endswith("; use engine transformers")
 
 
-def test_a_dry_run_and_a_start_refuse_the_same_in_one_line_and_leave_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_nothing(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").unlink()
     (tmp_path / "my_functions.py").write_text(MODULE)
     given = (f"policy.model={model}", "reward.function=my_functions:plain")

@@ -1,4 +1,4 @@
-"""A supervisor with processes of a line of shell: what happens when one cannot be started, or ends too early."""
+"""A supervisor whose processes are one-line shell scripts: failed starts and early exits."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def supervised(
     return asyncio.run(main())
 
 
-def test_a_service_whose_output_has_no_file_fails_the_run_aloud(run: RunDir) -> None:
+def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(run: RunDir) -> None:
     async def scene(made: Supervisor) -> None:
         await asyncio.sleep(0.2)
-        shutil.rmtree(run.logs)  # a disk that is read-only now, no inodes left
+        shutil.rmtree(run.logs)  # simulates a disk that became read-only or ran out of inodes
 
     ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
     assert ended.outcome == RunOutcome.FAILED
 
 
-def test_a_driver_that_was_told_to_end_has_not_done_its_run_though_the_scheduler_is_silent(
+def test_a_driver_that_was_told_to_end_has_not_finished_its_run_though_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
@@ -70,12 +70,12 @@ def test_a_driver_that_was_told_to_end_has_not_done_its_run_though_the_scheduler
         await asyncio.sleep(0.3)
         made._feed(Reported(SCHEDULER, made.state.processes[SCHEDULER].pid, 1, "READY"))
         async with asyncio.timeout(20):
-            while len(lives) < 2:  # it is started again
+            while len(lives) < 2:  # until the process is restarted
                 pid = made.state.processes[TRAINER].pid
                 if pid and pid not in lives:
                     lives.append(pid)
                     if len(lives) == 1:
-                        await asyncio.sleep(0.3)  # its shell sets its trap
+                        await asyncio.sleep(0.3)  # the shell needs time to set its trap
                         os.kill(pid, signal.SIGTERM)
                 await asyncio.sleep(0.05)
         made.stop("the test is over")

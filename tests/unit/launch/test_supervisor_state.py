@@ -1,4 +1,4 @@
-"""The supervisor's decisions, without a process: start order, restarts, draining, failing. Never sleeps."""
+"""The supervisor's decisions, without a process or sleeps: start order, restarts, draining, failing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGKILL = -9
 
 
 class World:
-    """Carries out effects like a machine on which starting always works; remembers what was done."""
+    """Carries out effects on a machine where every start succeeds, and records them."""
 
     def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
         self.state = RunLifecycle(plan, save_limit_s)
@@ -65,7 +65,7 @@ class World:
         self.feed(s.TimePassed())
 
     def run(self) -> World:
-        """Everything READY."""
+        """Bring every process to READY."""
         self.feed(s.TimePassed())
         for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
             self.report(key, ProcessState.READY)
@@ -149,7 +149,7 @@ def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
-def test_a_process_that_ends_because_a_peer_died_has_not_failed_itself() -> None:
+def test_a_process_that_ends_because_a_peer_died_does_not_count_as_failed() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.report(WORKER, ProcessState.FAILED, "the group has ended: policy-trainer-worker/1 was restarted")
@@ -199,7 +199,7 @@ def test_a_process_that_finds_its_work_impossible_fails_the_run_at_once() -> Non
     assert (world.died, world.spawned) == ([], [])
 
 
-def test_work_that_is_impossible_in_a_later_life_fails_the_run_but_a_refused_start_does_not() -> None:
+def test_impossible_work_after_a_restart_fails_the_run_but_a_refused_start_does_not() -> None:
     world = World().run()
     world.exit(DRIVER, SIGKILL)
     world.exit(DRIVER, UNUSABLE_STATUS)
@@ -225,7 +225,7 @@ def test_driver_exit_with_work_left_restarts_the_driver() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_other_service_that_ends_by_itself_starts_again() -> None:
+def test_other_service_that_exits_on_its_own_is_restarted() -> None:
     world = World().run()
     world.report(STORE, ProcessState.STOPPED)
     world.exit(STORE, 0)
@@ -267,7 +267,7 @@ def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
     assert world.killed == [DRIVER]
 
 
-def test_a_trainer_has_the_time_of_a_checkpoint_when_the_run_ends_and_only_then() -> None:
+def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
     for event, limit_s in (
         (s.StopAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
         (s.RestartAsked([DRIVER]), s.DRAIN_LIMIT_S),
@@ -293,7 +293,7 @@ def test_no_other_process_is_told_to_end_before_the_driver_has_saved() -> None:
     assert set(world.killed) == {ROLLOUT, REFERENCE}
 
 
-def test_second_interrupt_kills_all_that_are_left() -> None:
+def test_second_interrupt_kills_all_remaining_processes() -> None:
     world = World().run()
     world.feed(s.StopAsked("interrupted"))
     world.exit(DRIVER, 0)
@@ -304,7 +304,7 @@ def test_second_interrupt_kills_all_that_are_left() -> None:
     assert world.ended[0].outcome == RunOutcome.STOPPED
 
 
-def test_stop_while_starting_starts_nothing_more() -> None:
+def test_stop_during_start_starts_no_further_process() -> None:
     world = World()
     world.feed(s.TimePassed())
     world.feed(s.StopAsked("interrupted"))
@@ -314,7 +314,7 @@ def test_stop_while_starting_starts_nothing_more() -> None:
     assert world.ended[0].outcome == RunOutcome.STOPPED
 
 
-def test_operator_restart_drains_then_starts_again_without_counting_as_a_failure() -> None:
+def test_operator_restart_drains_and_restarts_without_counting_as_a_failure() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.feed(s.RestartAsked([ROLLOUT]))
@@ -325,7 +325,7 @@ def test_operator_restart_drains_then_starts_again_without_counting_as_a_failure
     assert world.died == []
 
 
-def test_restarted_driver_that_exits_well_does_not_end_the_run() -> None:
+def test_restarted_driver_that_exits_with_success_does_not_end_the_run() -> None:
     world = World().run()
     world.feed(s.RestartAsked([DRIVER]))
     world.exit(DRIVER, 0)
@@ -341,7 +341,7 @@ def test_operator_restart_ends_a_backoff() -> None:
     assert world.spawned == [ROLLOUT]
 
 
-def test_report_of_an_earlier_life_is_ignored() -> None:
+def test_report_of_an_earlier_incarnation_is_ignored() -> None:
     world = World().run()
     old_pid = world.pids[ROLLOUT]
     world.exit(ROLLOUT, SIGKILL)
@@ -355,7 +355,7 @@ def test_report_of_an_unknown_service_is_ignored() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_process_that_never_gets_ready_is_killed_and_counts_as_failed() -> None:
+def test_process_that_never_becomes_ready_is_killed_and_counts_as_failed() -> None:
     world = World()
     world.feed(s.TimePassed())
     world.wait(s.START_LIMIT_S)
@@ -374,7 +374,7 @@ def test_process_that_failed_but_does_not_exit_is_killed() -> None:
     assert world.died[0].cause == "out of memory"
 
 
-def test_process_that_does_not_answer_is_killed_and_starts_again() -> None:
+def test_process_that_does_not_answer_is_killed_and_restarted() -> None:
     world = World().run()
     world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT], 60.0))
     assert world.killed == [ROLLOUT]
@@ -383,7 +383,7 @@ def test_process_that_does_not_answer_is_killed_and_starts_again() -> None:
     assert len(world.state.processes[ROLLOUT].failures) == 1
 
 
-def test_silence_of_an_earlier_life_is_ignored() -> None:
+def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     world = World().run()
     world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT] + 100, 60.0))
     assert world.killed == []
@@ -424,7 +424,7 @@ def test_names_select_processes(name: str, chosen: list[Key]) -> None:
         ("rollout/x", "write"),
     ],
 )
-def test_wrong_names_are_refused_with_what_there_is(name: str, said: str) -> None:
+def test_wrong_names_are_refused_with_the_valid_ones(name: str, said: str) -> None:
     with pytest.raises(RpcError, match=said):
         select(name, [("rollout", 0), ("monitor", 0)])
 

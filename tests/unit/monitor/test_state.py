@@ -1,4 +1,4 @@
-"""The monitor's memory, without a socket: last values, one sequence, bounded."""
+"""The monitor's state without a socket: last values, one sequence, bounded memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_snapshot_holds_the_last_value_of_every_topic_of_every_instance() -> Non
     assert seen == {(0, "a"): 2, (0, "b"): 3, (1, "a"): 4}
 
 
-def test_updates_are_numbered_without_holes_and_the_snapshot_names_the_last() -> None:
+def test_updates_are_numbered_without_gaps_and_the_snapshot_names_the_last() -> None:
     state = MonitorState()
     updates = [state.take(telemetry("a", value)) for value in range(3)]
     assert [update.sequence for update in updates if update] == [1, 2, 3]
     assert state.snapshot().sequence == 3
 
 
-def test_same_values_are_no_change() -> None:
+def test_equal_values_are_not_an_update() -> None:
     state = MonitorState()
     row = TopicRow("monitor", 0, "cluster/status", 1.0, {"step": 1.0})
     assert state.put_changed(row) is not None
@@ -48,11 +48,11 @@ def test_same_values_are_no_change() -> None:
     assert state.put_changed(TopicRow("monitor", 0, "cluster/status", 3.0, {"step": 2.0})) is not None
 
 
-def test_drops_are_the_senders_own_counts_added_up() -> None:
+def test_drops_are_the_sum_of_the_senders_counts() -> None:
     state = MonitorState()
     state.take(telemetry("a", 1, incarnation=1, dropped=2))
     state.take(telemetry("a", 1, incarnation=1, dropped=5))
-    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # overtaken
+    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # arrives late, after a newer message
     state.take(telemetry("a", 1, incarnation=2, dropped=1))
     assert state.snapshot().dropped == 6
 
@@ -75,7 +75,7 @@ def test_new_topics_beyond_the_limit_are_refused_and_counted(monkeypatch: pytest
     assert len(state.snapshot().rows) == 1
 
 
-def test_no_claim_of_senders_makes_a_snapshot_that_cannot_travel() -> None:
+def test_senders_cannot_make_a_snapshot_too_large_to_send() -> None:
     state = MonitorState()
     for sender in range(3 * module.MAX_SENDERS):
         state.take(telemetry("a", 1, incarnation=sender, dropped=2**64 - 1))
@@ -84,7 +84,7 @@ def test_no_claim_of_senders_makes_a_snapshot_that_cannot_travel() -> None:
 
 
 @pytest.mark.parametrize("wide", [1, 1000, 8000])
-def test_snapshot_travels_however_large_the_rows_are_that_were_sent(wide: int) -> None:
+def test_snapshot_can_be_sent_however_large_its_rows_are(wide: int) -> None:
     state = MonitorState()
     for number in range(3 * (8 << 20) // wide if wide > 1 else module.MAX_TOPICS + 9):
         state.take(msgspec.structs.replace(telemetry(f"t/{number}", 1), values={"text": "é" * wide, "n": 1.0}))
@@ -102,7 +102,7 @@ def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_one_stays()
     assert [row.values for row in state.snapshot().rows] == [telemetry("a", 1).values]
 
 
-def test_row_that_shrinks_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_shrinks_frees_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", module.MAX_ROW_BYTES)
     state = MonitorState()
     large = {"text": "x" * (module.MAX_BYTES - 1000)}

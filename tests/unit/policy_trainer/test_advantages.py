@@ -1,4 +1,4 @@
-"""Advantage estimators and reward shaping against their formulas, and what the driver refuses."""
+"""Advantage estimators and reward shaping against their formulas, and the errors of the driver."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     np.testing.assert_allclose(found[3:], REWARDS[3:] - (2 * 5.0 + 6 * 7.0) / 8, rtol=1e-6)
 
 
-def test_opo_with_the_same_length_everywhere_only_subtracts_the_mean() -> None:
+def test_opo_with_equal_lengths_only_subtracts_the_mean() -> None:
     found = advantages.opo(REWARDS, GROUPS, np.full(5, 4))
     np.testing.assert_allclose(found, advantages.grpo(REWARDS, GROUPS, std_epsilon=None))
 
@@ -74,12 +74,12 @@ def test_equal_rewards_have_no_advantage(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*INVARIANT_ADVANTAGES, "grpo"])
-def test_advantages_called_invariant_do_not_see_scale_or_offset(name: str) -> None:
+def test_invariant_advantages_ignore_scale_and_offset(name: str) -> None:
     np.testing.assert_allclose(estimated(name, 40 * REWARDS - 3), estimated(name), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo"])
-def test_the_others_do_see_the_scale(name: str) -> None:
+def test_the_other_advantages_depend_on_the_scale(name: str) -> None:
     assert np.abs(estimated(name, 40 * REWARDS) - estimated(name)).max() > 1
 
 
@@ -88,7 +88,7 @@ def test_no_samples_have_no_advantages(name: str) -> None:
     assert estimated(name, np.zeros(0), np.zeros(0, int)).shape == (0,)
 
 
-# ------------------------------------------------------------------------------------- a user's own
+# ------------------------------------------------------------------------------------- user functions
 
 
 OWN = """
@@ -113,7 +113,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("own")
-def test_an_estimator_of_the_users_own_is_called_with_its_params() -> None:
+def test_a_user_estimator_is_called_with_its_params() -> None:
     found = estimated("rlbus_test_estimator:ranks", params={"factor": 2})
     assert found.tolist() == [4.0, 0.0, 2.0, 6.0, 8.0]
 
@@ -136,14 +136,14 @@ def test_an_estimator_that_cannot_be_called_is_refused_at_the_start(
 
 
 @pytest.mark.usefixtures("own")
-def test_an_estimator_that_returns_something_else_than_a_number_a_sample_is_refused() -> None:
+def test_an_estimator_that_does_not_return_one_number_per_sample_is_refused() -> None:
     with pytest.raises(ValueError, match=r"returned float64 \[2, 5\]; it must return 5 numbers"):
         estimated("rlbus_test_estimator:pairs")
     with pytest.raises(ValueError, match="returned <U1 "):
         estimated("rlbus_test_estimator:letters")
 
 
-def test_what_float32_does_not_hold_is_for_the_caller_to_see() -> None:
+def test_advantages_beyond_float32_are_left_for_the_caller_to_detect() -> None:
     rewards = np.array([3.4e38, -3.4e38, -3.4e38, -3.4e38])
     assert np.isinf(estimated("dr_grpo", rewards, np.zeros(4, int))).tolist() == [True, False, False, False]
 

@@ -1,7 +1,7 @@
-"""Every key of the section `algorithm`, changed alone under many settings: loading refuses it, or training changes.
+"""Changing any single key of the section `algorithm`, under many settings, is refused at loading or changes training.
 
-What trains is the driver's own step and the workers' own loss over a policy that is a table of logits, so that a key
-that silently does nothing anywhere on the way is found. A key that is new in the schema must be entered here.
+Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that
+has no effect anywhere on the way is found. A new key of the schema must be entered here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ services: {batch-store: {memory: 64MiB}}
 
 
 def leaves(section: type[Section], above: str = "") -> set[str]:
-    """The paths of all keys that hold a value, not a section."""
+    """Return the paths of all keys that hold a value rather than a section."""
     found: set[str] = set()
     for name, field in section.model_fields.items():
         path = above + (field.alias or name)
@@ -138,7 +138,7 @@ def leaves(section: type[Section], above: str = "") -> set[str]:
 
 
 class Table:
-    """A policy of one row of logits a token, in the workers' place; `optim_step` descends along the gradient."""
+    """Stands in for the workers: a policy with one row of logits per token. `optim_step` is gradient descent."""
 
     def __init__(self, topology: Topology) -> None:
         algorithm = topology.algorithm
@@ -230,7 +230,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def trained(topology: Topology, folder: Path) -> list[Any]:
-    """All that a step makes of the topology: what the scheduler is to do, the sums of each update, the last policy."""
+    """Return what a step derives from the topology: the scheduler's plan, each update's sums, the final policy."""
     table: Any = Table(topology)
     nothing: Any = None
     driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
@@ -241,7 +241,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
 
 
 def changes(setting: str) -> Iterator[tuple[str, str]]:
-    """Keys and values to try; what a token's loss is made of is not tried again for each advantage, nor reversed."""
+    """Yield keys and values to try, without loss keys under advantage settings and advantage keys under loss ones."""
     skipped = {"advantage": ("loss.", "kl."), "loss": ("advantage.",)}.get(setting.partition(" ")[0], ())
     for key, values in CHANGES.items():
         if not key.startswith(tuple(skipped)):
@@ -249,10 +249,10 @@ def changes(setting: str) -> Iterator[tuple[str, str]]:
 
 
 def another_name(first: Topology, second: Topology) -> bool:
-    """Whether the two are known to be two names of one thing."""
+    """Return whether the two topologies are known to be equivalent."""
     one, other = first.algorithm, second.algorithm
     undivided = all(each.advantage.name == "dr_grpo" or each.advantage.scale == "none" for each in (one, other))
-    # at a ratio of 1 every loss is the policy gradient
+    # at a ratio of 1 every loss has the plain policy gradient
     gradient = one.ratio_is_one and other.ratio_is_one and one.loss.name != other.loss.name
     return undivided or gradient
 
@@ -266,7 +266,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tensors of a hundred numbers: threads would only wait for one another."""
+    """Limit torch to one thread: with tensors of a hundred numbers, threads would only wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -278,7 +278,7 @@ def test_every_key_of_the_schema_is_entered() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_no_key_is_silent_under_any_setting(folder: Path) -> None:
+def test_every_key_acts_under_every_setting_or_is_refused(folder: Path) -> None:
     acted: set[str] = set()
     silent: list[str] = []
     for setting, overrides in SETTINGS.items():

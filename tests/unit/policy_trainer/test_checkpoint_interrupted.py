@@ -1,8 +1,8 @@
-"""A checkpoint that is interrupted at any byte or between any two of its system calls leaves the one before it whole.
+"""An interrupted save, at any byte or between any two system calls, leaves the previous checkpoint intact.
 
-The kernel does the killing: the file size limit of a forked process ends it (SIGXFSZ) at exactly the byte of the file
-that the test names, in the middle of the write, with nothing of Python running after it. safetensors asks for a file's
-whole size before its first byte, which would always die there: for that one file the same bytes are written plainly.
+The kernel kills the forked process: its file size limit raises SIGXFSZ in the middle of a write, at exactly the byte
+that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before the first byte
+and would always be killed there, so the test writes the same bytes of that file with a plain write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def snapshot(step: int) -> SavedState:
-    """As small as they get: some hundred bytes a file, so that every single one can be tried."""
+    """Return a minimal checkpoint: a few hundred bytes per file, so that every byte can be tried."""
     weights = {"w": torch.arange(4.0) + step, "b": torch.full((2,), float(step))}
     optimizer = {f"{slot}/w": torch.full((4,), step + 0.5) for slot in ("exp_avg", "exp_avg_sq")}
     return SavedState(step, weights, optimizer)
@@ -41,7 +41,7 @@ def is_whole(folder: Path, step: int) -> bool:
 
 
 def killed(work: Callable[[], None]) -> bool:
-    """Whether a signal ended `work` in a process of its own."""
+    """Return whether a signal ended `work`, run in a forked process."""
     child = os.fork()
     if child == 0:
         try:
@@ -54,13 +54,13 @@ def killed(work: Callable[[], None]) -> bool:
 
 
 def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save step 2 in a process that dies once `name` has `size` bytes and wants more."""
+    """Save step 2 in a process that dies if `name` grows over `size` bytes; return whether it died."""
     real_save, real_sync = checkpoint.save_file, checkpoint._sync
 
     def limit(at: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it from the start
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores SIGXFSZ by default
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path, **options: dict[str, str]) -> None:
         if path.name != name:
@@ -72,7 +72,7 @@ def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPat
 
     def sync(path: Path) -> None:
         real_sync(path)
-        if (path.name, name) == (OPTIMIZER, STATE):  # the manifest is what comes next
+        if (path.name, name) == (OPTIMIZER, STATE):  # the manifest is written next
             limit(size)
 
     with monkeypatch.context() as patch:
@@ -86,7 +86,7 @@ def _save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, STATE])
-def test_a_save_killed_at_any_byte_leaves_the_one_before_whole(
+def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path / "whole", snapshot(2), keep_last=1)
@@ -105,7 +105,7 @@ def test_a_save_killed_at_any_byte_leaves_the_one_before_whole(
 
 
 def kill_before(call: int, step: int, folder: Path, keep_last: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save `step` in a process that dies right before the `call`-th change of a folder after the files are written."""
+    """Save `step` in a process that is killed before its `call`-th folder change; return whether it was."""
     calls = [0]
 
     def counted(real: Callable[..., object]) -> Callable[..., object]:
@@ -127,14 +127,14 @@ def kill_before(call: int, step: int, folder: Path, keep_last: int, monkeypatch:
 
 
 def void(_: object) -> None:
-    """A result that nobody looks at."""
+    """Discard a result."""
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_save_killed_between_any_two_changes_leaves_a_whole_one(
+def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
     replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`replaced`: the only checkpoint there is gets written once more; there is never a moment without it."""
+    """With `replaced`, the only checkpoint is saved again; a whole one exists at every moment."""
     kills = 0
     for call in range(1, 100):
         folder = tmp_path / f"c{call}"
@@ -145,6 +145,6 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_one(
         found = checkpoint_steps(folder)
         assert found
         assert all(is_whole(folder, step) for step in found)
-        _save(folder)  # and the next save cleans up behind it
+        _save(folder)  # the next save removes the leftovers
         assert sorted(path.name for path in folder.iterdir()) == ["step-2"]
     assert kills >= 3

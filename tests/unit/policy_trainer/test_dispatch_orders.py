@@ -1,4 +1,4 @@
-"""The numbers of calls: each is given once in a driver's life, whatever happens to the ranks meanwhile."""
+"""Order numbers of calls: each is used once per driver incarnation, whatever happens to the ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRIVER = 7
 
 
 class Rank:
-    """The client of a worker that does what its real lane lets through; `calls` are all that reached it."""
+    """A worker's client that carries out what its real lane lets through. `calls` has every call that reached it."""
 
     def __init__(self) -> None:
         self.lane = CallQueue()
@@ -36,7 +36,7 @@ class Rank:
         self.lane = CallQueue()
 
 
-def test_a_call_that_reaches_a_rank_in_its_next_life_takes_no_later_calls_place() -> None:
+def test_a_call_that_reaches_a_restarted_rank_does_not_take_the_place_of_a_later_call() -> None:
     async def scene() -> None:
         ranks = [Rank(), Rank()]
         clients: list[Any] = list(ranks)

@@ -1,4 +1,4 @@
-"""In which order the driver does what: the real driver, publisher and dispatch on clients that record every call."""
+"""The order of the driver's actions: the real driver, publisher and dispatch over clients that record every call."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def step_batch(step: int) -> StepBatch:
 
 
 class Recorder:
-    """Scheduler and worker in one, as far as a driver can tell. `calls` grows with each call and with each answer."""
+    """Plays both scheduler and worker for a driver. `calls` records each call and each answer."""
 
     def __init__(self, on_call: Callable[[Request], None] = lambda request: None) -> None:
         self.calls: list[tuple[str, Request]] = []
@@ -89,7 +89,7 @@ class Recorder:
         return _answer(request)
 
     def at(self, moment: str, kind: type[Request], step: int) -> int:
-        """The only place of this call, or of its answer."""
+        """Return the index of the only such call, or of its answer."""
         [found] = [
             index
             for index, (each, request) in enumerate(self.calls)
@@ -135,7 +135,7 @@ def _answer(request: Request) -> Message:
 
 
 def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: Stop | None = None) -> list[int]:
-    """A life of the driver; returns the steps that it said it saves because it stops."""
+    """Run the driver once; return the steps that it announced it would save because of a stop."""
     said: list[int] = []
 
     async def life() -> None:
@@ -186,7 +186,7 @@ def test_a_step_is_committed_before_its_weights_are_published_or_saved(topology:
     assert isinstance(recorder.calls[-1][1], FinishRun)
 
 
-def test_steps_that_are_replayed_are_neither_committed_nor_published_nor_saved_again(topology: Topology) -> None:
+def test_replayed_steps_are_not_committed_published_or_saved_again(topology: Topology) -> None:
     recorder = Recorder()
     train(topology, recorder, fresh(version=1, committed=3, checkpoint=2))
     assert recorder.steps(NextBatch) == [2, 3, 4, 5]
@@ -195,7 +195,7 @@ def test_steps_that_are_replayed_are_neither_committed_nor_published_nor_saved_a
     assert recorder.steps(SaveCheckpoint) == [4, 5]
 
 
-def test_a_stop_finishes_the_step_that_is_open_and_saves_it(topology: Topology) -> None:
+def test_a_stop_finishes_the_open_step_and_saves_it(topology: Topology) -> None:
     stop = Stop()
     recorder = Recorder(lambda request: stop.ask() if isinstance(request, messages.OptimStep) else None)
     assert train(topology, recorder, fresh(), stop) == [1]
@@ -236,7 +236,7 @@ def test_a_stop_during_a_replay_saves_the_committed_step(topology: Topology) -> 
 
 
 def test_a_stop_waits_for_the_checkpoint_that_is_being_saved(topology: Topology) -> None:
-    """Step 2 is saved in its turn; the stop comes before the scheduler has heard of it."""
+    """Step 2 is saved as scheduled, and the stop arrives before the scheduler has heard of it."""
     stop = Stop()
     recorder = Recorder(lambda request: stop.ask() if request == NextBatch(driver=1, step=3) else None)
     assert train(topology, recorder, fresh(), stop) == [2]
@@ -251,7 +251,7 @@ def _is_save(request: Request) -> bool:
 @pytest.mark.parametrize(
     ("code", "status"), [(ErrorCode.BAD_DATA, UNUSABLE_STATUS), (ErrorCode.CONFLICT, FAILED_STATUS)]
 )
-def test_bad_data_ends_the_driver_with_the_status_that_no_restart_mends(
+def test_bad_data_ends_the_driver_with_the_status_that_prevents_a_restart(
     code: ErrorCode, status: int, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def standing(_: SchedulerCalls) -> RunInfo:

@@ -30,7 +30,7 @@ def spec(anchor: str, **options: float | str) -> LossSpec:
 
 
 def alone(tokens: int) -> dict[str, Any]:
-    """Every token a sequence of its own."""
+    """Return sequence indices that make every token its own sequence."""
     return {"sequences": torch.arange(tokens), "sequence_count": tokens}
 
 
@@ -76,7 +76,7 @@ def test_importance_weight_of_the_proximal_anchor_carries_no_gradient() -> None:
     total, _ = token_loss(spec("proximal", tis_cap=2.0, kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
     assert cur.grad is not None
-    assert cur.grad.tolist() == [-2.0, -2.0, -2.0]  # exp(prox - rollout) = e, cut at 2
+    assert cur.grad.tolist() == [-2.0, -2.0, -2.0]  # exp(prox - rollout) = e, truncated at 2
 
 
 def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
@@ -91,7 +91,7 @@ def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
     assert cur.grad.tolist() == [0.0, -1.0]
 
 
-def test_a_loss_of_another_name_is_refused() -> None:
+def test_an_unknown_loss_name_is_refused() -> None:
     with pytest.raises(RpcError, match="my_loss"):
         check(LossSpec(name="my_loss", clip_low=0.1, clip_high=0.1, anchor="rollout", temperature=1.0))
 
@@ -145,7 +145,7 @@ def test_micro_batches_do_not_change_gradient_or_sums(tmp_path: Path, anchor: st
 
 @pytest.mark.parametrize("mask", ["", "sequence"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_present_policy_as_anchor_gives_the_gradient_of_a_forward_pass_before(
+def test_the_current_policy_as_anchor_gives_the_gradient_of_a_separate_forward_pass(
     tmp_path: Path, dtype: str, mask: str
 ) -> None:
     flat, advantages, weights = batch()
@@ -182,7 +182,7 @@ def test_two_halves_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-12
 
 
-def test_gradient_is_that_of_the_formula_written_plainly(tmp_path: Path) -> None:
+def test_gradient_is_that_of_a_plain_formula(tmp_path: Path) -> None:
     flat, advantages, weights = batch()
     made = backend(tmp_path, 64, "float64")
     loss = spec("proximal", tis_cap=2.0)

@@ -65,7 +65,7 @@ def gradient(total: Tensor, cur: Tensor) -> Tensor:
 
 
 def by_hand(loss: LossSpec, cur: float, anchor: float, advantage: float) -> tuple[float, float]:
-    """Loss and its derivative in `cur` of one token, with the ratio of the token."""
+    """Return the loss of one token, given its own ratio, and the derivative with respect to `cur`."""
     r = math.exp(cur - anchor)
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
     match loss.name:
@@ -128,7 +128,7 @@ def test_dual_clip_bounds_the_loss_only_where_the_advantage_is_negative() -> Non
 
 
 @pytest.mark.parametrize("bounds", [(0.05, 0.1), (0.9, 9.0)])
-def test_gspo_is_the_gradient_of_the_sequence_ratio_itself(bounds: tuple[float, float]) -> None:
+def test_gspo_has_the_gradient_of_the_sequence_ratio(bounds: tuple[float, float]) -> None:
     low, high = bounds
     loss = spec("gspo", clip_low=low, clip_high=high)
     cur, tokens = data(spread=0.2)
@@ -147,8 +147,8 @@ def test_gspo_is_the_gradient_of_the_sequence_ratio_itself(bounds: tuple[float, 
     assert (0 < float(sums["clipped"]) < M) == (high < 1)
 
 
-def test_gspo_of_a_sample_of_several_sequences_is_the_mean_of_their_losses_by_tokens() -> None:
-    """A workflow that begins new contexts: sequences 0 and 1 are one sample, each has a ratio given its own context."""
+def test_gspo_of_a_multi_sequence_sample_is_the_token_weighted_mean_of_their_losses() -> None:
+    """Sequences 0 and 1 are one sample of a workflow that begins new contexts; each has its own ratio."""
     loss = spec("gspo", clip_low=0.05, clip_high=0.1)
     counts = torch.tensor([LENGTHS[0] + LENGTHS[1], LENGTHS[2], LENGTHS[3]])
     sample = torch.tensor([0, 0, 1, 2])
@@ -169,8 +169,8 @@ def test_gspo_of_a_sample_of_several_sequences_is_the_mean_of_their_losses_by_to
     torch.testing.assert_close(gradient(total, cur), gradient(objective, cur), rtol=1e-6, atol=1e-9)
 
 
-def test_gspo_sees_the_parts_of_a_sequence_that_other_ranks_hold() -> None:
-    """Context parallelism: two halves of the tokens, whose sums are added up over both."""
+def test_gspo_includes_the_parts_of_a_sequence_on_other_ranks() -> None:
+    """With context parallelism, each rank has half of the tokens and the sums are reduced over both."""
     loss = spec("gspo", clip_low=0.05, clip_high=0.1)
     cur, tokens = data(spread=0.2)
     whole = gradient(token_loss(loss, cur, tokens, torch.zeros(M))[0], cur)
@@ -215,7 +215,7 @@ def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_tokens_are_no_loss(name: str) -> None:
+def test_a_batch_without_tokens_has_no_loss(name: str) -> None:
     empty = torch.zeros(0, requires_grad=True)
     nothing = TokenData(
         rollout=empty,
@@ -233,11 +233,11 @@ def test_no_tokens_are_no_loss(name: str) -> None:
     assert gradient(total, empty).shape == (0,)
 
 
-# ------------------------------------------------------------------------------- engine against trainer
+# ------------------------------------------------------------------------------- rollout mismatch
 
 
 def weight_of(tokens: TokenData, **options: Any) -> Tensor:
-    """What multiplies the policy loss of each token: the gradient of cross-entropy is minus its weight."""
+    """Return the factor of each token's policy loss, read from the gradient of cross-entropy."""
     loss = spec("cross_entropy", anchor="proximal", **options)
     cur = torch.zeros(M, dtype=torch.float64, requires_grad=True)
     total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
@@ -253,7 +253,7 @@ def test_importance_weight_is_truncated_at_the_cap() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_ratio_mask_leaves_out_what_is_outside_and_nothing_else(level: str) -> None:
+def test_ratio_mask_drops_exactly_the_tokens_outside_its_range(level: str) -> None:
     _, tokens = data(spread=0.5)
     assert tokens.prox is not None
     difference = tokens.prox - tokens.rollout
@@ -269,7 +269,7 @@ def test_ratio_mask_leaves_out_what_is_outside_and_nothing_else(level: str) -> N
     torch.testing.assert_close(found, torch.where(inside, difference.exp(), torch.zeros(M, dtype=torch.float64)))
 
 
-def test_ratio_mask_counts_its_tokens_and_spares_the_kl() -> None:
+def test_ratio_mask_counts_its_tokens_and_leaves_the_kl_alone() -> None:
     cur, tokens = data()
     nothing = spec("ppo_clip", anchor="proximal", ratio_mask="token", mask_low=0.0, mask_high=1e-9)
     total, sums = token_loss(nothing, cur, tokens, torch.zeros(M))
@@ -284,7 +284,7 @@ def test_ratio_mask_counts_its_tokens_and_spares_the_kl() -> None:
 # -------------------------------------------------------------------------------------- KL and entropy
 
 
-def test_k2_and_k3_are_the_formulas_and_k1_is_not_there() -> None:
+def test_k2_and_k3_follow_their_formulas_and_k1_is_not_offered() -> None:
     cur, tokens = data()
     ref = tokens.ref
     assert ref is not None
@@ -299,7 +299,7 @@ def test_k2_and_k3_are_the_formulas_and_k1_is_not_there() -> None:
 
 @pytest.mark.parametrize(("estimator", "rel"), [("k3", 0.05), ("k2", 0.05)])
 def test_kl_estimators_estimate_the_kl_and_k1_has_no_gradient(estimator: str, rel: float) -> None:
-    """Over all tokens of a small vocabulary, weighed by their probability: an expectation, not a sample."""
+    """The estimators are summed over a small vocabulary, weighted by probability: an expectation, not a sample."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=12)).requires_grad_()
     ref = (logits.detach() + torch.from_numpy(rng.normal(scale=0.05, size=12))).log_softmax(0)
@@ -341,7 +341,7 @@ def test_sums_add_up_over_any_split() -> None:
 
 
 @pytest.mark.parametrize("anchor", ["proximal", "present", "rollout"])
-def test_the_engines_error_is_told_apart_from_what_the_policy_has_moved(anchor: str) -> None:
+def test_the_engines_error_is_distinguished_from_policy_movement(anchor: str) -> None:
     versions = torch.tensor([6, 5, 4] * M, dtype=torch.int32)[:M]
     cur, tokens = data(versions=versions)
     loss = spec("ppo_clip", anchor=anchor)
@@ -362,7 +362,7 @@ def test_the_engines_error_is_told_apart_from_what_the_policy_has_moved(anchor: 
         assert float(unknown[1]["engine_tokens"]) == float(unknown[1]["lag_tokens"]) == 0.0
 
 
-# ------------------------------------------------------------------------------------- a user's own
+# ------------------------------------------------------------------------------------- user functions
 
 
 OWN = """
@@ -382,7 +382,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_loss_of_the_users_own_is_weighed_like_the_others() -> None:
+def test_a_user_loss_is_weighted_like_the_others() -> None:
     loss = spec("rlbus_test_loss:scaled", anchor="proximal", tis_cap=1.1)
     function = check(loss, own_policy_loss(Loss(name=loss.name, params={"factor": 2.0})))
     cur, tokens = data()
@@ -393,7 +393,7 @@ def test_a_loss_of_the_users_own_is_weighed_like_the_others() -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_loss_of_the_users_own_must_give_one_value_a_token() -> None:
+def test_a_user_loss_must_give_one_value_per_token() -> None:
     function = own_policy_loss(Loss(name="rlbus_test_loss:summed"))
     cur, tokens = data()
     with pytest.raises(RpcError, match="must return one value a token"):
@@ -401,7 +401,7 @@ def test_a_loss_of_the_users_own_must_give_one_value_a_token() -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_an_import_path_that_only_a_message_names_is_refused() -> None:
+def test_an_import_path_that_comes_only_from_a_message_is_refused() -> None:
     with pytest.raises(RpcError, match="or the topology's own"):
         check(spec("rlbus_test_loss:scaled"), own_policy_loss(Loss()))
 

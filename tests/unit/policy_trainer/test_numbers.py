@@ -1,4 +1,4 @@
-"""What the driver computes itself: advantages, token weights, and the metrics row."""
+"""The driver's own computations: advantages, token weights and the metrics row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_token_weights_follow_the_table(aggregation: str, expected: list[float])
     np.testing.assert_allclose(sample_weights(aggregation, COUNTS, max_new_tokens=8), expected, rtol=1e-6)
 
 
-def test_means_weigh_to_one() -> None:
+def test_weights_of_a_mean_sum_to_one() -> None:
     for aggregation in ("token_mean", "seq_mean_token_mean"):
         assert float((sample_weights(aggregation, COUNTS, max_new_tokens=8) * COUNTS).sum()) == pytest.approx(1.0)
 
@@ -88,7 +88,7 @@ def step_batch(rewards: list[float]) -> StepBatch:
 
 @pytest.mark.parametrize("check", [check_rewards, check_advantages])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_names_its_task(bad: float, check: Callable[[StepBatch, Array], None]) -> None:
+def test_a_non_finite_number_is_refused_with_its_task(bad: float, check: Callable[[StepBatch, Array], None]) -> None:
     check(step_batch([1, 0, 1, 0]), np.array([1, 0, 1, 0]))
     with pytest.raises(RpcError, match="train/0/9") as caught:
         check(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
@@ -96,7 +96,7 @@ def test_a_number_that_is_not_finite_names_its_task(bad: float, check: Callable[
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_all_of_whose_tasks_were_dropped_is_bad_data_and_still_has_a_row() -> None:
+def test_a_step_without_any_remaining_task_is_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
     with pytest.raises(RpcError, match="step 5 refused, weights untouched: all its 2 tasks were dropped") as caught:
         check_tasks(empty)
@@ -116,7 +116,7 @@ def test_mini_batches_carry_their_own_samples() -> None:
     assert [part.scalars["place"].tolist() for part in parts] == [[0, 1], [2, 3]]
 
 
-def test_row_is_made_of_sums_over_calls() -> None:
+def test_row_is_computed_from_sums_over_calls() -> None:
     metrics = StepMetrics(step=5)
     for imbalance in (1.5, 1.25):
         sums = {
@@ -144,7 +144,7 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["policy/clip_fraction"] == 0.25
     assert row["policy/masked_fraction"] == 0.125
     assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
-    assert row["rollout/logprob_mismatch_max"] == 0.375  # of the first of two
+    assert row["rollout/logprob_mismatch_max"] == 0.375  # from the first of the two calls
     assert row["rollout/logprob_mismatch_engine"] == pytest.approx(1e-6)
     assert row["rollout/logprob_mismatch_engine_max"] == 3e-6
     assert row["rollout/logprob_mismatch_lag"] == pytest.approx(0.05)
@@ -162,12 +162,12 @@ def test_row_is_made_of_sums_over_calls() -> None:
     assert row["throughput/tokens_per_s"] == 8.0
 
 
-def test_a_mismatch_of_no_token_is_not_in_the_row() -> None:
+def test_a_mismatch_over_no_tokens_is_not_in_the_row() -> None:
     row = StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0)
     assert not [name for name in row if name.startswith("rollout/logprob_mismatch_") and not name.endswith("_max")]
 
 
-def test_what_was_dropped_lost_and_scored_in_parts_is_in_the_row() -> None:
+def test_drops_losses_and_reward_parts_are_in_the_row() -> None:
     batch = step_batch([1, 1, 0, 1])
     drops = {DropReason.FILTERED: 2, DropReason.STALE: 1, DropReason.TOO_LONG: 3, DropReason.REWARD_FAILED: 1}
     named = {"reward/part/form": np.array([0, np.nan, 1, 0.5], np.float32), "workflow/none": np.full(4, np.nan)}
@@ -187,7 +187,7 @@ def test_what_was_dropped_lost_and_scored_in_parts_is_in_the_row() -> None:
     assert batch_row(step_batch([1, 0, 0, 1]))["rollout/zero_variance_fraction"] == 0
 
 
-def test_bad_data_is_skipped_when_the_run_may_and_anything_else_never() -> None:
+def test_only_bad_data_is_skipped_and_only_when_the_run_allows_it() -> None:
     bad, other = RpcError(ErrorCode.BAD_DATA, "nan", names=["train/0/7"]), RpcError(ErrorCode.LOST, "gone")
     with pytest.raises(RpcError, match=r"nan; with run\.on_bad_step: skip") as caught:
         BadSteps("stop").skip(3, bad)

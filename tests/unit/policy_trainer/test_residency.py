@@ -1,4 +1,4 @@
-"""Where parts of the training state are, whatever was moved before. What calls need: test_residency_memory.py."""
+"""The residency of the training state after any sequence of moves. test_residency_memory.py tests what calls need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["offload", "backload"]), SETS))
 
 
 @given(MOVES)
-def test_a_part_moves_only_from_where_it_is(moves: list[tuple[str, frozenset[Part]]]) -> None:
+def test_a_part_moves_only_when_it_is_elsewhere(moves: list[tuple[str, frozenset[Part]]]) -> None:
     residency = Residency()
     device: set[str] = set(PARTS)
     for name, parts in moves:

@@ -1,4 +1,4 @@
-"""What is offloaded really leaves memory and comes back bit for bit, and each call has on the device what it uses."""
+"""Offloaded state leaves device memory and comes back bit for bit, and each call has what it uses on the device."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_call_with_only_its_needs_on_the_device_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_falls_by_what_was_offloaded_and_the_next_update_is_the_same(tmp_path: Path, dtype: str) -> None:
+def test_memory_falls_by_the_offloaded_bytes_and_the_next_update_is_the_same(tmp_path: Path, dtype: str) -> None:
     make_model("qwen3", head_dim=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=6).save_pretrained(
         tmp_path / "model"
     )
@@ -115,7 +115,8 @@ def test_memory_falls_by_what_was_offloaded_and_the_next_update_is_the_same(tmp_
         made = one_rank(tmp_path / "model", dtype, Optimizer(lr=1e-2), max_tokens=4096)
         gradient(made)
         made.step(1)
-        lent = made.weights()["model.norm.weight"].float().numpy()  # as publishing lends weights to numpy
+        # publishing shares weights with numpy in the same way
+        lent = made.weights()["model.norm.weight"].float().numpy()
         gradient(made)
         if moves:
             process = psutil.Process()

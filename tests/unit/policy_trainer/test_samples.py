@@ -1,4 +1,4 @@
-"""What a worker refuses before it computes: shards that do not belong together, log-probs that are no numbers."""
+"""Input that a worker refuses before it computes: shards that do not match, and log-probs that are not finite."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(given: list[dict[str, Array]]) -> RpcError:
     return caught.value
 
 
-def test_shards_that_agree_pass() -> None:
+def test_matching_shards_are_accepted() -> None:
     samples.check(HANDLES, columns(tasks()))
     samples.check([], {"lengths": []})
 
@@ -61,7 +61,7 @@ def test_a_shard_of_another_shape_is_named_with_its_task(key: str, values: Array
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_log_probs_that_are_not_finite_are_refused_with_all_their_tasks(value: float) -> None:
+def test_non_finite_log_probs_are_refused_with_all_their_tasks(value: float) -> None:
     given = tasks()
     given[0]["rollout_logprobs"][4] = value
     given[2]["ref_logprobs"][0] = value

@@ -1,4 +1,4 @@
-"""How a batch is divided over data-parallel ranks."""
+"""Division of a batch over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def batch(sizes: list[int], samples: int = 4) -> Batch:
 
 
 def chunks_of(sizes: list[int], parts: int) -> list[list[int]]:
-    """The indices of the tasks of each part."""
+    """Return the task indices of each part."""
     return [[int(name.rsplit("/", 1)[1]) for name in each.task_ids] for each in batch(sizes).chunk(parts)]
 
 
 @given(SIZES, st.integers(1, 9))
-def test_every_task_is_held_once_in_order_and_no_rank_exceeds_grahams_bound(sizes: list[int], parts: int) -> None:
+def test_every_task_is_assigned_once_in_order_and_no_rank_exceeds_grahams_bound(sizes: list[int], parts: int) -> None:
     chosen = chunks_of(sizes, parts)
     assert sorted(index for part in chosen for index in part) == list(range(len(sizes)))
     assert all(part == sorted(part) for part in chosen)
@@ -51,7 +51,7 @@ def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
     first = np.cumsum([0] + [task.samples for task in whole.tasks])
     for each in whole.chunk(parts):
         wanted = [place for task in each.tasks for place in _places(whole, task, first)]
-        # as they are: whoever weighed the samples has seen the whole batch
+        # unchanged: the weights were computed over the whole batch
         assert each.scalars["weights"].tolist() == whole.scalars["weights"][wanted].tolist()
         assert each.tokens == sum(task.tokens for task in each.tasks)
 
@@ -71,7 +71,7 @@ def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
     whole = batch(rng.integers(100, 8000, size=10_000).tolist(), samples=1)
     spent: list[float] = []
     for _ in range(5):
-        began = time.process_time()  # the machine may be busy with something else
+        began = time.process_time()  # CPU time: the machine may be busy with other work
         chunks = whole.chunk(8)
         spent.append(time.process_time() - began)
     assert imbalance(chunks) < 1.001
@@ -79,7 +79,7 @@ def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp", "cp", "dp"), [(2, 2, 1, 2), (1, 1, 2, 3), (2, 1, 2, 1)])
-def test_every_place_of_a_layout_is_taken_once_and_each_data_rank_has_one_leader(
+def test_every_place_of_a_layout_is_used_once_and_each_data_rank_has_one_leader(
     tp: int, pp: int, cp: int, dp: int
 ) -> None:
     layout = Layout(tp * pp * cp * dp, tp, pp, cp)

@@ -1,4 +1,4 @@
-"""Checkpoints, export and the order of calls: what a worker must still know after it was killed."""
+"""Checkpoints, export and the order of calls: the state of a worker that survives a kill."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_restart_is_the_model_directory_with_fresh_optimizer_state(folder: Path)
     assert same_bits(made.weights(), fresh.weights())
 
 
-def test_an_interrupted_save_leaves_the_checkpoint_before_it_whole(
+def test_an_interrupted_save_leaves_the_previous_checkpoint_whole(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = backend(folder)
@@ -129,7 +129,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it_whole(
 
         return sync
 
-    for calls in range(1, 5):  # both weight files, the manifest, the folder: all before the rename
+    for calls in range(1, 5):  # both weight files, the manifest and the folder: all precede the rename
         monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, state(made, 2), keep_last=1)
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_that_is_not_there_is_missing(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match="there are: none") as caught:
         checkpoint.load(tmp_path, 4)
     assert caught.value.code == ErrorCode.MISSING
@@ -167,7 +167,7 @@ def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> 
     assert checkpoint_steps(tmp_path) == [3, 6, 7]
 
 
-def test_a_checkpoint_made_at_a_stop_takes_the_place_of_no_other(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_made_at_a_stop_replaces_no_other(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     found = []
     for step, at_stop in ((2, False), (4, False), (5, True), (6, False), (7, True), (7, True), (8, True), (10, False)):
@@ -177,14 +177,14 @@ def test_a_checkpoint_made_at_a_stop_takes_the_place_of_no_other(folder: Path, t
     assert found == [[2], [2, 4], [2, 4, 5], [4, 6], [4, 6, 7], [4, 6, 7], [4, 6, 8], [6, 10]]
     (tmp_path / "step-10" / "state.json").write_text("not JSON")
     checkpoint.save(tmp_path, state(made, 12), keep_last=2)
-    assert checkpoint_steps(tmp_path) == [10, 12]  # a damaged one is like any other
+    assert checkpoint_steps(tmp_path) == [10, 12]  # a damaged one is counted like any other
 
 
-def test_a_checkpoint_leaves_none_of_a_later_step(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_removes_those_of_later_steps(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in (1, 2, 4, 6):
         checkpoint.save(tmp_path, state(made, step), keep_last=4)
-    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # the run went back to 2, since 4 and 6 were damaged
+    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # the run returned to step 2 because 4 and 6 were damaged
     assert checkpoint_steps(tmp_path) == [2, 3]
 
 
@@ -198,7 +198,7 @@ def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> N
     assert same_bits(made.weights(), before)
 
 
-def test_a_gradient_that_is_not_finite_leaves_everything_untouched(folder: Path) -> None:
+def test_a_non_finite_gradient_leaves_everything_untouched(folder: Path) -> None:
     made = backend(folder)
     train(made, 1)
     weights, optimizer = made.state().weights, made.state().optimizer
@@ -242,7 +242,7 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
 
 
 class Workers:
-    """A group that stands at `step`, and of whose checkpoints `damaged` do not load."""
+    """A worker group at `step`. Its checkpoints in `damaged` do not load."""
 
     def __init__(self, step: int, *, damaged: Sequence[int] = ()) -> None:
         self.step = step
@@ -309,7 +309,7 @@ def collecting_at_commit(announced: Sequence[int]) -> Bench:
     ("announced", "on_disk", "damaged", "back_at"),
     [([1], [1], [], 1), ([1], [1, 2], [], 2), ([1, 2], [1, 2], [2], 1), ([1, 2], [1, 2], [1, 2], 0), ([], [], [], 0)],
 )
-def test_what_cannot_be_replayed_is_trained_again_from_the_checkpoint_that_loads(
+def test_steps_that_cannot_be_replayed_are_retrained_from_the_checkpoint_that_loads(
     announced: list[int], on_disk: list[int], damaged: list[int], back_at: int
 ) -> None:
     bench = collecting_at_commit(announced)
@@ -317,10 +317,10 @@ def test_what_cannot_be_replayed_is_trained_again_from_the_checkpoint_that_loads
     assert (standing.version, standing.committed, standing.lineage) == (back_at, back_at, 1)
     assert standing.checkpoint <= back_at
     bench.publish_again(back_at)
-    bench.step(back_at + 1)  # refused before, when the scheduler stood elsewhere
+    bench.step(back_at + 1)  # was refused while the scheduler was at another step
 
 
-def test_workers_at_the_committed_step_go_on_and_save_what_was_ordered() -> None:
+def test_workers_at_the_committed_step_continue_and_save_the_ordered_checkpoint() -> None:
     config = Configure(9, 3, 2, False)
     bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
     assert [bench.step(step).checkpoint_now for step in (1, 2, 3)] == [False, False, True]
@@ -328,7 +328,7 @@ def test_workers_at_the_committed_step_go_on_and_save_what_was_ordered() -> None
     assert (standing.version, standing.committed, standing.checkpoint_now) == (3, 3, True)
 
 
-def test_the_version_of_a_refreshed_reference_that_was_lost_comes_from_its_checkpoint() -> None:
+def test_the_lost_version_of_a_refreshed_reference_comes_from_its_checkpoint() -> None:
     bench = Bench(plan(reference_every=2), Configure(9, 3, 2, False)).start()
     for step in (1, 2, 3):
         bench.step(step)
@@ -359,7 +359,7 @@ def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
 
 
 class FakeCall:
-    """Notes how it was answered; the lane needs nothing else of a call."""
+    """Records its answer. The lane uses nothing else of a call."""
 
     def __init__(self) -> None:
         self.error: RpcError | None = None
@@ -382,7 +382,7 @@ async def _orders(lane: CallQueue, count: int) -> list[int]:
     return [(await lane.next())[0].order for _ in range(count)]
 
 
-def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None:
+def test_calls_run_in_the_order_they_were_issued_rather_than_that_of_arrival() -> None:
     lane = CallQueue()
     lane.take_over(7)
     for order in (3, 1, 2):
@@ -391,7 +391,7 @@ def test_calls_run_in_the_order_they_were_given_not_in_that_of_arrival() -> None
     assert refused(lane, 7, 2) == ErrorCode.CONFLICT
 
 
-def test_a_worker_refuses_an_older_driver_and_one_it_does_not_know() -> None:
+def test_a_worker_refuses_an_older_driver_and_an_unknown_one() -> None:
     lane = CallQueue()
     assert refused(lane, 7, 1) == ErrorCode.LOST
     lane.take_over(7)

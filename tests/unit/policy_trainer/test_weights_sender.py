@@ -1,6 +1,6 @@
-"""The start-up drill that a trainer makes for engines: once, however long it takes and whatever is published meanwhile.
+"""The start-up drill that a trainer makes for engines, once, however long it takes and whatever is published meanwhile.
 
-What is sent, and over which communicator: tests/integration/test_transfer.py and tests/property/test_transfer_state.py.
+tests/integration/test_transfer.py and tests/property/test_transfer_state.py test what is sent over which communicator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATER = structs.replace(FIRST, step=2, task_id="weights/1/2")
 
 
 class Trainer:
-    """Rank 0, whose drills take until `may_end`."""
+    """Rank 0, whose drills last until `may_end` is set."""
 
     def __init__(self, folder: Path) -> None:
         run = RunDir(folder, folder, folder)
@@ -44,7 +44,7 @@ class Trainer:
         self.may_end = threading.Event()
         self.sender = WeightsSender(
             run,
-            cast(DataClient, None),  # a drill is not in a store
+            cast(DataClient, None),  # a drill reads nothing from a store
             route="gloo",
             device="cpu",
             deadline_s=0.2,
@@ -59,7 +59,7 @@ class Trainer:
         return {"w": torch.zeros(1)}
 
     async def asked(self, engine: int, *, within_s: float) -> TransferOffer:
-        """As the mailbox does, which cancels a handler at its request's deadline."""
+        """Ask as the mailbox does: it cancels a handler at the request's deadline."""
         request = AskTransfer(
             instance=engine,
             incarnation=1,
@@ -73,17 +73,17 @@ class Trainer:
         return await asyncio.wait_for(self.sender.ask(request, cast(Call, None)), within_s)
 
 
-def test_a_drill_that_takes_longer_than_an_engine_waits_is_there_when_it_asks_again(tmp_path: Path) -> None:
+def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
         trainer.sender.published(FIRST)
         try:
             await trainer.asked(0, within_s=0.1)
         except TimeoutError:
-            trainer.sender.published(LATER)  # in the midst of it
+            trainer.sender.published(LATER)  # while the drill is being made
         trainer.may_end.set()
         await asyncio.sleep(0.1)
-        trainer.sender.published(LATER)  # when nobody has taken it yet
+        trainer.sender.published(LATER)  # before an engine has taken the drill
         assert [each.name for each in (await trainer.asked(0, within_s=5)).parameters] == ["w"]
         assert trainer.made == 1
         trainer.sender.close()

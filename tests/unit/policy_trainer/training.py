@@ -1,4 +1,4 @@
-"""A torch backend on one rank and one mini-batch put through it, as the worker's calls do it."""
+"""A torch backend on one rank, and one mini-batch run through it as by the worker's calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.topology.algorithm import Optimizer
 
 
 def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
-    """The model of `folder` on the CPU."""
+    """Return a backend on the CPU for the model of `folder`."""
     options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded")
     return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
 
@@ -23,7 +23,7 @@ def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int)
 def accumulate(
     made: TorchBackend, spec: LossSpec, flat: dict[str, Array], advantages: Array, weights: Array
 ) -> dict[str, float]:
-    """The gradient of the loss over all sequences of `flat`; `advantages`, `weights` [T]."""
+    """Accumulate the gradient of the loss over all sequences of `flat`; `advantages` and `weights` are [T]."""
     loss = BatchLoss(spec, flat, advantages, weights, "cpu")
     mask = trained(flat["loss_mask"], weights)
     sequences = Sequences(flat["token_ids"], flat["lengths"], mask)

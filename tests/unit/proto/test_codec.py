@@ -1,4 +1,4 @@
-"""What the wire refuses, each case by name, and the forms that a second implementation must know."""
+"""Messages that the codec refuses, each case by name, and the encodings that a second implementation must know."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse(frames: list[Any], match: str, limits: Limits = CONTROL) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_well_formed_header_by_hand_is_accepted() -> None:
+def test_well_formed_handmade_header_is_accepted() -> None:
     assert codec.decode([header(), b"\x80"]).body == Ack()
 
 
@@ -80,12 +80,12 @@ def test_header_is_refused(fields: dict[str, Any], match: str) -> None:
     refuse([header(**fields), b"\x80"], match)
 
 
-def test_newer_major_version_is_named_even_when_its_checksum_is_made_otherwise() -> None:
+def test_newer_major_version_is_named_even_with_another_kind_of_checksum() -> None:
     refuse([header(major=2)[:-8] + bytes(8), b"\x80"], r"protocol version 2\.0")
     refuse([header()[:-8] + bytes(8), b"\x80"], "checksum")
 
 
-def test_newer_minor_version_may_set_flags_and_fields_that_we_do_not_know() -> None:
+def test_newer_minor_version_may_set_unknown_flags_and_fields() -> None:
     assert codec.decode([header(minor=3, flags=0x4000, reserved=9, reserved2=9), b"\x80"]).envelope.minor == 3
     body = msgpack.packb({"cursor": 4, "hint": {"a": [1, b"x", None]}})
     decoded = codec.decode([header(minor=1, type=GetInventory.TYPE, body=len(body), total=len(body)), body])
@@ -148,7 +148,7 @@ def test_tensor_table_is_refused(table: bytes, frames: int, match: str) -> None:
         tensors.decode(table, [b"abc"] * frames, CONTROL)
 
 
-def test_frames_of_a_tensor_must_hold_its_bytes_and_none_may_be_empty() -> None:
+def test_frames_of_a_tensor_hold_exactly_its_bytes_and_none_is_empty() -> None:
     two = row(used=2)
     assert tensors.decode(two, [b"a", b"bc"], CONTROL)[0].tolist() == [97, 98, 99]
     for parts in ([b"abc", b""], [b"", b"abc"], [b"ab", b"cd"], [b"a", b"b"]):
@@ -194,7 +194,7 @@ def test_header_field_that_does_not_fit_is_refused(field: str, value: int) -> No
 
 
 @pytest.mark.parametrize("value", [object(), 1j, {1, 2}.__iter__(), 2**64, "\ud800", [[1]] * 2 + [object()]])
-def test_value_that_cannot_travel_is_refused(value: Any) -> None:
+def test_value_that_cannot_be_encoded_is_refused(value: Any) -> None:
     with pytest.raises(WireError, match=r"RestartService|a body cannot hold"):
         codec.encode_body(RestartService(service=value))
 
@@ -221,7 +221,7 @@ def test_endless_nesting_is_refused_at_the_sender() -> None:
         b"\x81\xa6cursor\xcb",
     ],
 )
-def test_body_that_is_not_a_map_of_its_fields_is_refused(body: bytes) -> None:
+def test_body_that_is_not_a_map_of_the_message_fields_is_refused(body: bytes) -> None:
     refuse([header(type=GetInventory.TYPE, body=len(body), total=len(body)), body], "GetInventory")
 
 
@@ -232,7 +232,7 @@ def pack_inline(**changes: Any) -> bytes:
 
 
 def decode_inline(packed: bytes) -> Any:
-    """Through the whole codec, as the `advantages` of a ForwardBackward's batch."""
+    """Decode a packed array with the whole codec, as the `advantages` of a ForwardBackward's batch."""
     rest = {
         "driver": 1, "order": 2,
         "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal", "temperature": 1.0},
@@ -254,7 +254,7 @@ def test_inline_array_of_msgpack_numpy_itself_is_read_and_ours_is_read_by_it() -
 
 
 class Bomb:
-    """Pickles to a call; unpickling it is the failure."""
+    """Pickles to a call that fails the test when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("something was unpickled",))
@@ -325,14 +325,14 @@ def test_decoded_tensors_are_read_only_views_of_their_frame() -> None:
         array[0] = 1
 
 
-def test_remaining_time_is_replaced_and_sealed_anew() -> None:
+def test_remaining_time_is_replaced_and_its_checksum_recomputed() -> None:
     first, body = codec.encode(Ping(), request_id=7, incarnation=8, remaining_s=3.0)
     again = codec.decode([codec.with_remaining(first, 1.5), body]).envelope
     assert again == msgspec.structs.replace(codec.decode([first, body]).envelope, remaining_ms=1500)
     assert codec.decode([codec.with_remaining(first, -1.0), body]).envelope.remaining_ms == 1
 
 
-def test_dtype_table_is_closed_and_names_are_torchs() -> None:
+def test_dtype_table_is_closed_and_uses_torchs_names() -> None:
     assert [each.code for each in dtypes.TABLE] == list(range(1, 19))
     for each in dtypes.TABLE:
         assert dtypes.by_code(each.code) is dtypes.by_name(each.name) is dtypes.by_numpy(each.numpy) is each
@@ -373,7 +373,7 @@ def test_shard_key_is_refused(key: str) -> None:
         check_key(key)
 
 
-def test_task_ids_come_apart_again() -> None:
+def test_task_ids_can_be_split_into_their_parts() -> None:
     assert split_task_id(make_task_id("eval-math", 12, 7)) == ("eval-math", 12, 7)
     assert new_incarnation() in range(1, 2**63)
 

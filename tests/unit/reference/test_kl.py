@@ -1,4 +1,4 @@
-"""The KL a sample that goes into its reward, against a plain loop."""
+"""The per-sample KL in the reward against a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.reference.kl_sums import kl_sums
 
 
 def shards() -> tuple[dict[str, Array], Array]:
-    """Three sequences of two samples: the second sample has two of them, the third sequence first."""
+    """Return shards of two samples; the first and the third of the three sequences belong to the second sample."""
     rng = np.random.default_rng(0)
     lengths = np.array([4, 3, 5], np.int32)
     made: dict[str, Array] = {
@@ -44,6 +44,6 @@ def test_equal_models_have_no_kl() -> None:
         assert not kl_sums(estimator, task, task["rollout_logprobs"], 2).any()
 
 
-def test_a_sample_without_a_sampled_token_counts_nothing() -> None:
+def test_a_sample_without_sampled_tokens_has_no_kl() -> None:
     task, ref = shards()
     assert kl_sums("k3", {**task, "loss_mask": np.zeros(12, np.uint8)}, ref, 3).tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""The frozen model's log-probs: those of a plain forward pass over each sequence alone, at the sampling temperature."""
+"""The frozen model's log-probs equal those of a plain forward pass per sequence at the sampling temperature."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit.shared.test_lease import book_of, gets_on, grant
 
 
 def tasks() -> list[dict[str, Array]]:
-    """Three ragged tasks of three samples."""
+    """Return three ragged tasks of three samples."""
     random = np.random.default_rng(0)
     made = []
     for prompt_tokens in (3, 9, 6):
@@ -102,7 +102,7 @@ def test_small_micro_batches_give_the_same_values_and_more_progress(tmp_path: Pa
     assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(whole, parts, strict=True))
 
 
-def test_a_block_whose_lease_ended_is_given_up(tmp_path: Path) -> None:
+def test_a_block_whose_lease_ended_is_abandoned(tmp_path: Path) -> None:
     async def run() -> None:
         scorer = scorer_of(tmp_path, 16)
         await scorer.start()
@@ -115,7 +115,7 @@ def test_a_block_whose_lease_ended_is_given_up(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) -> None:
+def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: Path) -> None:
     shards = tasks()
 
     async def run() -> None:
@@ -127,7 +127,7 @@ def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) ->
             await scorer.come_back()
             after = await scorer.score(shards, threading.Event())
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        # and so it does with other weights: those it took since it left last
+        # the same holds for weights that it received since it was last offloaded
         model = load_model(MODEL, "float32")
         with torch.no_grad():
             for tensor in named_weights(model).values():
@@ -161,7 +161,7 @@ def test_a_scorer_that_left_and_came_back_gives_the_same_bits(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_a_lease_lives_while_its_rank_waits_for_another_that_still_fetches() -> None:
+def test_a_lease_stays_alive_while_its_rank_waits_for_one_that_still_fetches() -> None:
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
 
@@ -181,7 +181,7 @@ def test_a_lease_lives_while_its_rank_waits_for_another_that_still_fetches() -> 
             version = BEGINNING
 
             async def come_back(self) -> None:
-                assert not gets_on(book)  # nobody is waited for now
+                assert not gets_on(book)  # no rank is waiting now
 
             async def score(self, shards: Any, cancel: Any) -> list[Any]:
                 return []

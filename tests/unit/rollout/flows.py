@@ -1,4 +1,4 @@
-"""Workflows for tests, found by import path in the workflow processes. Must import nothing that takes a second."""
+"""Workflows for tests, which workflow processes import by path. This module avoids slow imports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def raw_text(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def from_a_thread(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """An agent that is not async, with a loop of its own."""
+    """Run an agent that is not async and has its own event loop."""
 
     def agent() -> Trajectory:
         turn = asyncio.run(llm.chat(prompt_of(row)))
@@ -58,7 +58,7 @@ async def from_a_thread(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def bad(row: Row, llm: LLM, ctx: Context, *, kinds: list[str]) -> Any:
-    """Sample 1 of task n is bad in the way kinds[n]; the others make their calls meanwhile."""
+    """Fail sample 1 of task n in the way kinds[n], while the other samples make their calls."""
     kind = kinds[int(ctx.task_id.rpartition("/")[2])]
     first = await llm.chat(prompt_of(row))
     if ctx.sample == 1:
@@ -134,7 +134,7 @@ async def _spin() -> None:
 
 
 async def once_bad(row: Row, llm: LLM, ctx: Context, *, folder: str) -> Trajectory:
-    """Every sample takes its process down on its first attempt, and is fine on the next."""
+    """End the process on each sample's first attempt, and succeed on the next."""
     done = Path(folder) / f"{row['prompt']}-{ctx.sample}"
     await llm.chat(prompt_of(row))
     if not done.exists():
@@ -171,7 +171,7 @@ async def asleep(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def process_of(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Which process a sample was made in, and what it has loaded."""
+    """Record which process made the sample and whether it has loaded torch."""
     import sys
 
     ctx.state["pid"] = os.getpid()

@@ -1,4 +1,4 @@
-"""From generations and scores to shards and results."""
+"""Assembly of shards and results from generations and scores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_sample_of_several_sequences_and_versions_counts_once() -> None:
     assert block.scalars["version_max"].tolist() == [6, 3]
 
 
-def test_tasks_that_the_filter_may_drop_are_put_apart() -> None:
+def test_tasks_that_the_filter_may_drop_are_put_separately() -> None:
     rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0]
     results = [TaskResult(f"train/0/{i}", 1, Outcome.DONE, samples=samples) for i, samples in enumerate((2, 2, 1, 3))]
     block = Assembled(results, [{}] * 4, [], {"reward": np.array(rewards, np.float32)})
@@ -120,7 +120,7 @@ def test_lost_samples_and_dropped_tasks_have_their_reasons() -> None:
     ]
 
 
-def test_what_samples_have_by_name_comes_in_the_order_of_the_survivors_and_is_bounded() -> None:
+def test_named_values_of_samples_follow_the_order_of_survivors_and_are_bounded() -> None:
     scores = [[Score(1.0, parts={"form": 0.5}), FAILED, Score(0.0, parts={"form": 1.0, "sum": 2.0})]]
     values = [[named(score.parts, {"turns": float(at)}) for at, score in enumerate(group)] for group in scores]
     block = assemble([task(0, 1)], [[answer(5, 2)] * 3], scores, min_survivors=2, named=values)

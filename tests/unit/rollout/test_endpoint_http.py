@@ -1,4 +1,4 @@
-"""The endpoint answers requests that no OpenAI client makes; they are sent over plain sockets."""
+"""HTTP requests to the endpoint that no OpenAI client makes, sent over plain sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 
 
 class _Fails:
-    """Stands for the calls of a sample whose engine has broken."""
+    """The calls of a sample whose engine has failed."""
 
     temperature = 1.0
 
@@ -25,7 +25,7 @@ class _Fails:
 
 
 class _Waits:
-    """Stands for the calls of a sample whose engine never finishes."""
+    """The calls of a sample whose engine never finishes."""
 
     temperature = 1.0
 
@@ -67,7 +67,7 @@ def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
     return asyncio.run(scenario())
 
 
-def test_a_request_beyond_the_limit_is_refused_by_size_and_the_connection_goes_on(
+def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(openai_endpoint, "BODY_LIMIT_BYTES", 1 << 20)
@@ -93,13 +93,13 @@ def test_a_request_beyond_the_limit_is_refused_by_size_and_the_connection_goes_o
         ("GET", "0/models", "no sample is made at this address"),
     ],
 )
-def test_other_routes_are_not_found_by_name(method: str, path: str, says: str) -> None:
+def test_other_routes_are_answered_with_not_found_and_their_name(method: str, path: str, says: str) -> None:
     ((status, error),) = ask((method, path, b""))
     assert status == 404
     assert says in error["message"]
 
 
-def test_a_call_that_fails_is_an_error_of_the_server_that_says_no_more_than_its_kind() -> None:
+def test_a_failed_call_is_a_server_error_that_names_only_its_kind() -> None:
     with structlog.testing.capture_logs() as logged:
         ((status, error),) = ask(("POST", "/chat/completions", CHAT))
     assert (status, error["type"]) == (500, "server_error")
@@ -108,7 +108,7 @@ def test_a_call_that_fails_is_an_error_of_the_server_that_says_no_more_than_its_
 
 
 @pytest.mark.parametrize("leaves", ["client", "endpoint"])
-def test_a_call_ends_with_its_client_and_with_the_endpoint(leaves: str) -> None:
+def test_a_call_ends_when_its_client_or_the_endpoint_does(leaves: str) -> None:
     async def scenario() -> None:
         endpoint = OpenAIEndpoint("m")
         await endpoint.start()

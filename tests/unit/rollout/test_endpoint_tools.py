@@ -1,5 +1,5 @@
-"""Tool calls between the real `openai` client and the endpoint. No model of 0.8M parameters makes a call of its own
-accord: what is sampled is given, token by token; everything between the tokens and the client is real."""
+"""Tool calls between the real `openai` client and the endpoint. A model of 0.8M parameters makes no tool calls, so the
+sampled tokens are given; everything between the tokens and the client is real."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
-    """The shipped tokenizer with braces in the place of two signs."""
+    """Return a builder over the shipped tokenizer, with braces in place of two of its signs."""
     folder = tmp_path_factory.mktemp("braces") / "model"
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     text = json.loads((folder / "tokenizer.json").read_text())
@@ -44,7 +44,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
 
 
 class _Says:
-    """In the place of the engine: what it is told to say, one after the other, each with its EOS."""
+    """Stands in for the engine: returns the given texts in order, each followed by EOS."""
 
     def __init__(self, prompts: PromptBuilder, said: list[str] = SAID) -> None:
         self._tokenizer = prompts._tokenizer
@@ -90,7 +90,7 @@ async def _streamed(client: Any, messages: list[Any]) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("ask", [_whole, _streamed])
-def test_a_call_comes_parsed_and_its_answer_continues_the_sampled_tokens(prompts: PromptBuilder, ask: Any) -> None:
+def test_a_call_is_parsed_and_its_answer_continues_the_sampled_tokens(prompts: PromptBuilder, ask: Any) -> None:
     says = _Says(prompts)
 
     async def scenario() -> list[Sequence]:
@@ -112,7 +112,7 @@ def test_a_call_comes_parsed_and_its_answer_continues_the_sampled_tokens(prompts
             await endpoint.stop()
         return calls.conversation.sequences()
 
-    (sequence,) = asyncio.run(scenario())  # the parsed call came back and was known for what had been sampled
+    (sequence,) = asyncio.run(scenario())  # the returned call was recognised as the sampled one
     assert says.prompts[1][: len(says.prompts[0])] == says.prompts[0]
     assert sequence.token_ids[: len(says.prompts[1])] == says.prompts[1]
     text = prompts._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
@@ -179,7 +179,7 @@ def test_an_answer_that_comes_back_edited_opens_a_new_sequence(
 
 
 @pytest.mark.parametrize("calls", ["add", [None], [{"function": "add"}]])
-def test_tool_calls_of_another_shape_are_refused(prompts: PromptBuilder, calls: Any) -> None:
+def test_tool_calls_of_an_unknown_shape_are_refused(prompts: PromptBuilder, calls: Any) -> None:
     async def scenario() -> None:
         endpoint = OpenAIEndpoint("m")
         await endpoint.start()
@@ -195,7 +195,7 @@ def test_tool_calls_of_another_shape_are_refused(prompts: PromptBuilder, calls: 
     asyncio.run(scenario())
 
 
-def test_calls_beside_the_text_that_they_are_in_change_nothing_other_calls_do() -> None:
+def test_parsed_calls_equal_to_those_in_the_text_change_nothing_and_others_do() -> None:
     text = {"role": "assistant", "content": TWICE}
     calls = [{"id": "a", "function": {"name": "add", "arguments": {"a": 1, "b": number}}} for number in (2, 1)]
     assert same(text, {**text, "tool_calls": calls, "refusal": None})

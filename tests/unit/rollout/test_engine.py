@@ -1,4 +1,4 @@
-"""The embedded engine: what it samples, with which log-probs, and that the same seed gives the same tokens."""
+"""The embedded engine: its samples, their log-probs, and reproducibility by seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    """Ragged: 3 to 12 tokens."""
+    """Return ragged prompts of 3 to 12 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = ["47+85=", "1+2=", "90+11=", "47+85=132 12+13=", "5+5"]
     return [Prompt(f"train/0/{i}", tokenizer(text)["input_ids"]) for i, text in enumerate(texts)]
@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_other_tokens(
 def test_a_task_samples_the_same_tokens_whatever_is_beside_it_in_the_block(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
-    wanted = prompts[3]  # the longest, so that the padded length stays
+    wanted = prompts[3]  # the longest, so that the padded length stays the same
     alone = generate(tiny, [wanted, *prompts[:2]], sampling(samples=8, block_rows=40))[0]
     last = generate(tiny, [prompts[4], prompts[2], wanted], sampling(samples=8, block_rows=40))[2]
     for a, b in zip(alone, last, strict=True):
@@ -92,7 +92,7 @@ def test_a_task_samples_the_same_tokens_whatever_is_beside_it_in_the_block(
         assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
-def test_padding_rows_neither_come_back_nor_count(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
+def test_padding_rows_are_neither_returned_nor_counted(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
     before = tiny.stats()["generated_tokens"]
     groups = generate(tiny, prompts[:2], sampling(samples=3, block_rows=64))
     assert [len(group) for group in groups] == [3, 3]
@@ -154,14 +154,14 @@ def test_a_lease_of_more_rows_than_one_loop_takes_is_sampled_in_parts(
     assert [len(group) for group in groups] == [samples, samples]
 
 
-def test_a_cancelled_block_is_given_up(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
+def test_a_cancelled_block_is_abandoned(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(GenerationCancelled):
         asyncio.run(tiny.generate(prompts, sampling(), cancel))
 
 
-def test_a_paused_engine_goes_on_after_resume_and_progress_stands_still_meanwhile(
+def test_a_paused_engine_makes_no_progress_and_continues_after_resume(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""What the client of an inference server makes of answers, whole, in pieces, cut and refused: a real socket each."""
+"""The HTTP client of an inference server, given whole, fragmented, truncated and refused answers over real sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.rpc.errors import RpcError
 
 
 def ask(pieces: Sequence[bytes], path: str = "/x", *, stream: bool, silence_s: float = 20.0) -> tuple[Any, bytes]:
-    """What the client returns for an answer that comes in `pieces`, and what it asked."""
+    """Return what the client makes of an answer sent in `pieces`, and the request that it sent."""
     asked = b""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,14 +60,14 @@ def test_an_answer_is_decoded_and_the_path_is_below_the_base_url() -> None:
     assert asked.endswith(b'\r\n\r\n{"n":1}')
 
 
-def test_events_that_are_cut_anywhere_are_put_together() -> None:
+def test_events_that_are_split_anywhere_are_joined() -> None:
     text = b'data: {"at": 0}\n\n: a comment\ndata:{"at": 1}\r\n\r\ndata: [DONE]\n\n'
     for cut in range(1, len(text)):
         pieces = [*chunked(text[:cut], text[cut:]), b"0\r\n\r\n"]
         assert ask(pieces, stream=True)[0] == [{"at": 0}, {"at": 1}]
 
 
-def test_a_stream_that_ends_early_is_no_whole_answer() -> None:
+def test_a_stream_that_ends_early_is_not_a_complete_answer() -> None:
     with pytest.raises(RpcError, match="the stream ended before its end"):
         ask([*chunked(b'data: {"at": 0}\n\n'), b"0\r\n\r\n"], stream=True)
     with pytest.raises(RpcError, match=r"engine: POST http://127.0.0.1:\d+/base/x: "):
@@ -80,7 +80,7 @@ def test_a_refusal_is_one_line_with_its_status() -> None:
     assert caught.value.status == 404
 
 
-def test_a_server_that_falls_silent_is_given_up() -> None:
+def test_a_silent_server_times_out() -> None:
     with pytest.raises(RpcError, match=r"silent for 0.2 s"):
         ask([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], stream=False, silence_s=0.2)
 
@@ -92,18 +92,18 @@ def test_a_line_of_an_event_ends_with_a_line_feed_only() -> None:
     ]
 
 
-def test_a_whole_answer_in_the_place_of_a_stream_is_named() -> None:
+def test_a_whole_answer_in_place_of_a_stream_is_named() -> None:
     with pytest.raises(RpcError, match="Expected response with content type 'text/event-stream'"):
         ask([whole(b'{"a": 1}')], stream=True)
 
 
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     assert ask([whole(b"{}")], stream=False)[0] == {}
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_an_absent_server_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = HttpClient(f"http://127.0.0.1:{port}", {}, "engine", 20.0)
@@ -140,6 +140,6 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
     assert asyncio.run(scenario()) == b""
 
 
-def test_an_answer_that_is_no_json_is_named() -> None:
+def test_an_answer_that_is_not_json_is_named() -> None:
     with pytest.raises(RpcError, match="engine: /x: no JSON in the answer"):
         ask([whole(b"<html>")], stream=False)

@@ -1,4 +1,4 @@
-"""A sleeping engine really gives its memory back, and nothing comes out of it before it was given weights again."""
+"""A sleeping engine frees its memory and produces nothing until it has been given weights again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def sampled(engine: TransformersEngine) -> list[Array]:
 
 
 async def weigh(folder: Path) -> None:
-    """Sleeps and wakes twice, and asserts what that does to the memory of this process."""
+    """Sleep and wake twice, and assert the effect on the memory of this process."""
     engine = engine_of(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
     await engine.start()
     weights = {name: value.copy() for name, value in (await engine.base_weights()).items()}
@@ -50,7 +50,7 @@ async def weigh(folder: Path) -> None:
     for _ in range(2):
         awake = psutil.Process().memory_info().rss
         await engine.sleep()
-        await engine.sleep()  # again changes nothing
+        await engine.sleep()  # a second sleep changes nothing
         given_back = awake - psutil.Process().memory_info().rss
         assert given_back > 0.8 * nbytes, f"{given_back} of {nbytes} bytes"
         await engine.wake(frozenset({WEIGHTS}))
@@ -62,7 +62,7 @@ async def weigh(folder: Path) -> None:
 
 
 def test_memory_falls_by_the_weights_and_comes_back_with_the_next_version(tmp_path: Path) -> None:
-    # a process of its own, as a rollout service is: in this one other tests' garbage lies between the weights
+    # a separate process, like a rollout service: this one's heap has garbage of other tests between the weights
     code = "import asyncio, pathlib, sys; from tests.unit.rollout.test_engine_sleep import weigh; "
     code += "asyncio.run(weigh(pathlib.Path(sys.argv[1])))"
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -84,7 +84,7 @@ def test_nothing_is_generated_or_scored_between_a_sleep_and_new_weights(tmp_path
     asyncio.run(scene())
 
 
-def test_a_sync_that_a_sleep_came_into_sets_the_weights_again_and_proves_them(tmp_path: Path) -> None:
+def test_a_sync_that_a_sleep_interrupts_sets_the_weights_again_and_verifies_them(tmp_path: Path) -> None:
     async def scene() -> None:
         engine = engine_of(tmp_path)
         await engine.start()
@@ -112,7 +112,7 @@ def test_a_sync_that_a_sleep_came_into_sets_the_weights_again_and_proves_them(tm
             await engine.sleep()
             await engine.wake(ENGINE)
 
-        await sleep()  # before the drill: it reads the base weights of the folder
+        await sleep()  # before the drill, which reads the base weights from the folder
         await sync.place(ref, base)
         await sleep()
         await sync.prove()

@@ -1,4 +1,4 @@
-"""The process that makes reasoning-gym's rows: killed, late, or over a row that it cannot make."""
+"""The process that makes reasoning-gym's rows, when it is killed, is late, or cannot make a row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def create_dataset(name, size, seed):
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library of that name with one data set, some of whose rows cannot be had."""
+    """Return a fake `reasoning_gym` library with one data set, some of whose rows cannot be made."""
     folder = tmp_path / "reasoning_gym"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -62,7 +62,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kill(source: str) -> None:
-    """The process that makes its rows."""
+    """Kill the process that makes the rows of `source`."""
     (made,) = (each for each in psutil.Process().children() if source in command_of(each))
     os.kill(made.pid, signal.SIGKILL)
 
@@ -70,7 +70,7 @@ def kill(source: str) -> None:
 def command_of(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
-    return []  # it has ended, of whatever test it was
+    return []  # it has ended, whichever test started it
 
 
 def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(library: Path) -> None:
@@ -90,16 +90,16 @@ def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library:
     assert maker.entry(2)["answer"] == "4"
 
 
-def test_a_row_that_never_comes_is_a_bad_row(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_an_answer_is_a_bad_row(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
-        maker.entry(4)  # the next one raises, which is an answer
+        maker.entry(4)  # the probe of the next row raises, which counts as an answer
     assert not isinstance(caught.value, SourceLost)
     process = maker._process
     with pytest.raises(DataError, match="row 4: its process gave no answer"):
         maker.entry(4)
-    assert maker._process is process  # it is known by now: no process was asked, or it would have ended
+    assert maker._process is process  # the row is known to be bad: asking the process would have ended it
     assert not process.ended
 
 
@@ -107,7 +107,7 @@ def test_a_source_whose_process_makes_no_row_is_lost(library: Path, monkeypatch:
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(SourceLost, match=r"died of SIGKILL over row 3, and gave no answer within 0\.5 s over row 4"):
-        maker.entry(3)  # and 4 never comes
+        maker.entry(3)  # and row 4 gets no answer
 
 
 def test_a_lost_source_drops_no_task(library: Path, tmp_path: Path) -> None:

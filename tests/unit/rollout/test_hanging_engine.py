@@ -45,11 +45,11 @@ def lease_of(computing: Callable[[], int], number: int = 1) -> Lease:
     return Lease(grant, computing)
 
 
-# ---- a workflow over an engine that hangs
+# ---- a workflow with an engine that hangs
 
 
 class ImpatientPool:
-    """Samples of one call each, all of which run out of time once the engine is at them."""
+    """Samples of one call each, which all time out once the engine works on them."""
 
     lost = 0
 
@@ -73,7 +73,7 @@ class ImpatientPool:
 
 @dataclass
 class Workflow:
-    """A lease whose samples have all run out of time while their calls are with the engine, in its second step."""
+    """A lease whose samples have all timed out while the engine is in the second step of their calls."""
 
     engine: ToldEngine
     lease: Lease
@@ -112,19 +112,19 @@ async def over_a_hanging_engine() -> Workflow:
 
 
 async def stands(running: asyncio.Task[Any]) -> bool:
-    """For some rounds of whoever watches."""
+    """Return whether `running` is still unfinished after several rounds of the watch."""
     done, _ = await asyncio.wait({running}, timeout=3 * WATCH_S)
     return not done
 
 
-def test_samples_that_waited_for_an_engine_that_hangs_have_not_failed_and_renew_no_lease() -> None:
+def test_samples_that_wait_for_a_hanging_engine_have_not_failed_and_renew_no_lease() -> None:
     async def scenario() -> None:
         made = await over_a_hanging_engine()
         before = made.lease.progress
         assert await stands(made.running)
-        assert made.lease.progress == before  # so the scheduler takes it away
+        assert made.lease.progress == before  # so its lease expires
         made.lease.give_up()
-        assert await stands(made.running)  # the engine is not free for the next lease
+        assert await stands(made.running)  # the engine is still busy
         made.go_on.set()
         with pytest.raises(LeaseLost):
             await made.running
@@ -132,14 +132,14 @@ def test_samples_that_waited_for_an_engine_that_hangs_have_not_failed_and_renew_
     asyncio.run(scenario())
 
 
-def test_samples_that_waited_for_an_engine_that_was_only_slow_have_failed() -> None:
+def test_samples_that_wait_for_a_slow_engine_have_failed() -> None:
     async def scenario() -> None:
         made = await over_a_hanging_engine()
         assert await stands(made.running)
         made.go_on.set()
         (group,) = await made.running
         assert [each.score is not None and each.score.value is None for each in group] == [True] * SAMPLES
-        assert made.engine.progress == 1  # what is for nobody is not sampled to its end
+        assert made.engine.progress == 1  # abandoned calls are not sampled to their end
 
     asyncio.run(scenario())
 
@@ -186,7 +186,7 @@ async def never(lease: Lease) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_computation_that_outlives_its_lost_lease_and_stands_still_ends_the_service() -> None:
+def test_a_stalled_computation_that_outlives_its_lost_lease_ends_the_service() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(20):
             with pytest.raises(RpcError, match=r"lease 1 was lost, and 0.1 s later .* it hangs") as failed:
@@ -196,7 +196,7 @@ def test_a_computation_that_outlives_its_lost_lease_and_stands_still_ends_the_se
     asyncio.run(scenario())
 
 
-def test_a_computation_that_does_not_end_when_it_is_told_to_does_not_keep_the_service(
+def test_a_computation_that_ignores_its_cancellation_does_not_keep_the_service_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shared.pipeline.STOP_S", 0.1)
@@ -231,7 +231,7 @@ def test_a_computation_that_outlives_its_lost_lease_for_a_reason_is_waited_for(w
             for _ in range(8):
                 made.progress += why == "moves"
                 made.book.blocked_on_devices = lambda: why != "moves"
-                await asyncio.sleep(LEASE_S / 2)  # the time that passes is what is tested
+                await asyncio.sleep(LEASE_S / 2)  # the elapsed time is what the test is about
             raise LeaseLost("given up at last")
 
         made = Pipeline(slow)

@@ -1,4 +1,4 @@
-"""Weights that are replaced in the midst of a block: which token comes from which, and what the block keeps."""
+"""Weights that are replaced during a block: which version samples each token, and what the block keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.rollout.rollout_engine import MODEL, engine, sampling
 
 pytestmark = pytest.mark.slow
 
-TEMPERATURE = 8.0  # nearly uniform: hardly anyone says EOS, so that the block is long
+TEMPERATURE = 8.0  # nearly uniform, so that EOS is rare and the block is long
 NEW_TOKENS = 96
 
 
@@ -42,7 +42,7 @@ def model_of(step: int) -> Any:
 
 
 def expected_logprobs(prompt: list[int], ids: list[int], swap: int, temperature: float) -> Array:
-    """Of `ids`, whose tokens from `swap` on come from version 1 over the keys and values that version 0 left."""
+    """Return log-probs of `ids`: from `swap` on, version 1 samples over the keys and values of version 0."""
     old, new = model_of(0), model_of(1)
     # Pass t reads token t - 1: version 0 has read the prompt and all tokens before swap - 1.
     read = prompt + ids[: swap - 1]
@@ -54,7 +54,7 @@ def expected_logprobs(prompt: list[int], ids: list[int], swap: int, temperature:
 
 
 async def sampled_across_an_update(made: TransformersEngine, prompts: list[Prompt]) -> list[list[Generation]]:
-    """Pause a block after some steps, set version 1, score something, go on."""
+    """Pause a block after some steps, set version 1, score a prompt, and resume."""
     chosen = sampling(samples=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS)
     block = asyncio.create_task(made.generate(prompts, chosen, threading.Event()))
     begun = made.progress
@@ -76,7 +76,7 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["block", "table"])
-def test_a_running_block_keeps_its_tokens_and_cache_and_goes_on_under_the_new_weights(
+def test_a_running_block_keeps_its_tokens_and_cache_and_continues_under_new_weights(
     prompts: list[Prompt], deterministic: bool
 ) -> None:
     made = engine(deterministic=deterministic)
@@ -107,7 +107,7 @@ def test_every_token_carries_the_version_that_sampled_it() -> None:
     assert sample.versions == (7, 10)
 
 
-def test_a_block_counts_from_the_engines_start(prompts: list[Prompt]) -> None:
+def test_a_block_counts_swaps_from_the_start_of_the_engine(prompts: list[Prompt]) -> None:
     made = engine()
     asyncio.run(made.set_weights(weights_of(1)))
     groups = asyncio.run(made.generate(prompts, sampling(), threading.Event()))
@@ -116,14 +116,14 @@ def test_a_block_counts_from_the_engines_start(prompts: list[Prompt]) -> None:
 
 
 @pytest.mark.parametrize("swaps", [1, 4], ids=["set before", "not proved"])
-def test_a_token_of_weights_without_a_version_gets_none(swaps: int) -> None:
+def test_a_token_of_weights_without_a_version_is_refused(swaps: int) -> None:
     versions = BlockVersions(7, 2)
     versions.replaced(8, 3)
     with pytest.raises(ValueError, match=f"after {swaps} to {swaps} swaps"):
         versions.of(np.array([swaps], np.int32))
 
 
-def test_weights_are_set_and_scored_while_paused_with_no_block_under_way() -> None:
+def test_weights_are_set_and_scored_while_paused_without_a_block() -> None:
     async def scenario(made: TransformersEngine) -> Array:
         await made.pause()
         await made.set_weights(weights_of(1))

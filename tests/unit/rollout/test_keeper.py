@@ -1,4 +1,4 @@
-"""What users' code has started ends with it, however it was detached, and with a service that is killed."""
+"""Processes that user code started end with it, however they were detached, and with a service that is killed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ asyncio.run(score_one("hang", 600.0))
 
 
 async def score_one(completion: str, timeout_s: float) -> str:
-    """The kind of failure of one sample; the pool is closed after it."""
+    """Return the kind of failure of one sample, scored by a pool that is then closed."""
     pool = RewardPool(
         [Line("my_starters:starts")],
         timeout_s=timeout_s,
@@ -89,12 +89,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("completion", "kind"), [("hang", "timeout"), ("crash", "crashed"), ("fine", "")])
-def test_what_a_function_started_ends_with_its_process(folder: Path, completion: str, kind: str) -> None:
+def test_processes_that_a_function_started_end_with_its_process(folder: Path, completion: str, kind: str) -> None:
     assert asyncio.run(score_one(completion, 1.0)) == kind
     check_gone()
 
 
-def test_what_a_function_started_ends_with_a_service_that_is_killed(folder: Path) -> None:
+def test_processes_that_a_function_started_end_with_a_killed_service(folder: Path) -> None:
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     service = subprocess.Popen([sys.executable, "-c", SERVICE], env={**os.environ, "PYTHONPATH": path})
     try:

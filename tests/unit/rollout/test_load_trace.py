@@ -1,4 +1,4 @@
-"""What a trace knows of a model after its loaders have cut and fused weights: where each lies, and what is wrong."""
+"""A trace of a model whose loaders slice and fuse weights: where each weight is, and which ones are wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Half(nn.Module):
-    """A rank of two of a small decoder: fused projections, a padded vocabulary, one key head on both ranks."""
+    """One of two ranks of a small decoder: fused projections, a padded vocabulary, one key head on both ranks."""
 
     packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -56,10 +56,10 @@ class Half(nn.Module):
             self.embed_tokens.weight[: len(mine)].data.copy_(mine)
             self.embed_tokens.weight[len(mine) :].data.fill_(0)
         elif name == "norm.weight":
-            staged = torch.empty_like(self.norm.weight)  # as vLLM does: loaded beside, then copied into place
+            staged = torch.empty_like(self.norm.weight)  # as in vLLM: loaded into a buffer, then copied into place
             staged.copy_(tensor)
             self.norm.weight.data.copy_(staged)
-            self.norm.weight.data.copy_(self.norm.weight)  # as it does with biases
+            self.norm.weight.data.copy_(self.norm.weight)  # as vLLM does with biases
         elif name == "attention.o_proj.weight":
             columns = INNER // 2
             self.attention.o_proj.weight.data.copy_(tensor.narrow(1, rank * columns, columns))
@@ -97,13 +97,13 @@ def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_slices_fused_and_replicated_and_padded_ones_add_up_over_ranks(dtype: torch.dtype) -> None:
+def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_over_ranks(dtype: torch.dtype) -> None:
     weights = made(1, dtype)
     proofs = [loaded(Half(rank, dtype), weights) for rank in (0, 1)]
     check(proofs, weights)
     parts = {part for proof in proofs for part, _ in proof.parts}
     assert Part("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
-    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # of 8 rows, 6 of padding
+    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # 2 of its 8 rows are not padding
     with pytest.raises(WeightsMismatch, match="have other bits"):
         check(proofs[:1], weights)
 
@@ -131,7 +131,7 @@ def test_each_weight_that_is_left_out_stale_or_off_by_a_bit_is_named(name: str, 
     check([loaded(model, new) for model in models], new)
 
 
-def test_what_is_overwritten_after_the_load_is_found() -> None:
+def test_a_weight_overwritten_after_the_load_is_found() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
     traces = [traced(model, weights) for model in models]
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_what_is_overwritten_after_the_load_is_found() -> None:
         check([trace.proof(model) for trace, model in zip(traces, models, strict=True)], weights)
 
 
-def test_weights_in_anothers_place_are_found_though_each_is_there() -> None:
+def test_swapped_weights_are_found_although_each_is_present() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
     for model in models:
         model.order = ["q_proj", "v_proj", "k_proj"]
@@ -148,7 +148,7 @@ def test_weights_in_anothers_place_are_found_though_each_is_there() -> None:
         check([loaded(model, weights) for model in models], weights)
 
 
-def test_padding_that_is_not_zero_is_not_explained() -> None:
+def test_nonzero_padding_is_refused() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
     traces = [traced(model, weights) for model in models]
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_padding_that_is_not_zero_is_not_explained() -> None:
         check([trace.proof(model) for trace, model in zip(traces, models, strict=True)], weights)
 
 
-def test_a_weight_that_a_loader_computes_with_is_refused() -> None:
+def test_a_weight_that_a_loader_modifies_is_refused() -> None:
     weights, model = made(1, torch.float32), Half(0, torch.float32)
     load = model.load
 

@@ -1,4 +1,4 @@
-"""The server of the loopback interface bounds every wait: for silent clients, for its end, for small answers."""
+"""The loopback server bounds every wait: for silent clients, for its shutdown, and for small answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def application(answer: Callable[[Receive], Awaitable[None]]) -> ASGIApp:
-    """Read a request's body, await `answer`, then send `ok`."""
+    """Return an application that reads a request's body, awaits `answer`, then sends `ok`."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         while (message := await receive()).get("more_body"):
@@ -65,7 +65,7 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"\r\n\r\nok")
 
 
-def test_a_client_that_falls_silent_is_closed_wherever_it_stopped_but_not_while_it_waits() -> None:
+def test_a_silent_client_is_closed_wherever_it_stopped_except_while_it_waits() -> None:
     async def scenario() -> None:
         gone = asyncio.Event()
 
@@ -80,12 +80,12 @@ def test_a_client_that_falls_silent_is_closed_wherever_it_stopped_but_not_while_
                     assert await reader.read() == b""
             gone.set()
             assert (await answer_of(waiting)).startswith(b"HTTP/1.1 200")
-            assert await waiting.read() == b""  # silent after its answer
+            assert await waiting.read() == b""  # the client was silent after its answer
 
     asyncio.run(scenario())
 
 
-def test_one_connection_serves_one_request_after_another_also_when_they_come_at_once() -> None:
+def test_one_connection_serves_requests_in_order_also_when_they_are_pipelined() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(10), serving(application(at_once)) as connect:
             reader, writer = await connect(HEAD)
@@ -97,7 +97,7 @@ def test_one_connection_serves_one_request_after_another_also_when_they_come_at_
     asyncio.run(scenario())
 
 
-def test_the_end_of_the_server_is_told_to_a_request_under_way_and_does_not_wait_for_it() -> None:
+def test_shutdown_notifies_a_request_under_way_and_does_not_wait_for_it() -> None:
     async def scenario() -> str:
         came = asyncio.Event()
         told = ""
@@ -116,7 +116,7 @@ def test_the_end_of_the_server_is_told_to_a_request_under_way_and_does_not_wait_
     assert asyncio.run(scenario()) == "http.disconnect"
 
 
-def test_a_request_that_hears_nothing_of_the_end_is_left_after_a_second() -> None:
+def test_a_request_that_ignores_the_shutdown_is_abandoned_after_a_second() -> None:
     async def scenario() -> None:
         came = asyncio.Event()
 
@@ -131,11 +131,11 @@ def test_a_request_that_hears_nothing_of_the_end_is_left_after_a_second() -> Non
     asyncio.run(scenario())
 
 
-def test_signals_stay_with_the_process() -> None:
+def test_signal_handlers_of_the_process_are_left_alone() -> None:
     async def scenario() -> list[Any]:
         async with serving(application(at_once)) as connect:
             reader, _ = await connect(REQUEST)
-            await answer_of(reader)  # it is up
+            await answer_of(reader)  # the server is up
             return [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
     before = [signal.SIG_IGN, signal.SIG_DFL]

@@ -1,4 +1,4 @@
-"""Samples that were cut off are gone on with: the same first tokens, true log-probs and versions, no token too old."""
+"""Interrupted samples are resumed: the same first tokens, true log-probs and versions, and no token that is too old."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny() -> Iterator[TransformersEngine]:
 
 
 class Rollout:
-    """A sampler with its journal, and leases for it."""
+    """A sampler with its journal, and the leases that it samples."""
 
     def __init__(self, made: TransformersEngine, folder: Path, every_s: float = 0.0) -> None:
         self.engine = made
@@ -48,7 +48,7 @@ class Rollout:
     def sample(
         self, *, version: int = 4, oldest: int = 0, lineage: int = 0, stop_after: int = 0, exact: bool = False
     ) -> dict[str, list[Completion]]:
-        """The answers by task. `stop_after`: the lease is lost after so many decode steps."""
+        """Return the completions by task. The lease is lost after `stop_after` decode steps, if it is not 0."""
         handles = [TaskHandle(task_id, 1) for task_id in PROMPTS]
         grant = LeaseGrant(
             lease_id=1,
@@ -71,14 +71,14 @@ class Rollout:
         return dict(zip(PROMPTS, groups, strict=True))
 
     def noted(self) -> dict[str, list[Completion]]:
-        """What lies in the journal, once all is written."""
+        """Return the content of the journal once everything is written."""
         self.journal.close()
         wanted = ResumableNotes(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100)
         return {task_id: self.journal.read(task_id, wanted) or [] for task_id in PROMPTS}
 
 
 class _After(threading.Event):
-    """Is set from the `steps`-th time on that somebody looks."""
+    """An event that reads as set after `steps` calls of `is_set`."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class _After(threading.Event):
 
 
 def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str, list[Completion]]:
-    """Notes of a lease that was lost in the midst of it."""
+    """Return the journal's notes of a lease that was lost after `steps` decode steps."""
     first = Rollout(tiny, folder)
     with pytest.raises(LeaseLost):
         first.sample(stop_after=steps)
     noted = first.noted()
     lengths = [len(each.token_ids) for group in noted.values() for each in group]
-    assert max(lengths) == steps  # the last one is shown when the lease is lost
+    assert max(lengths) == steps  # the last step is noted when the lease is lost
     assert any(not each.finish_reason for group in noted.values() for each in group)
     return noted
 
@@ -109,7 +109,7 @@ def true_logprobs(prompt: list[int], answer: Completion) -> Array:
     return to_numpy(scores.detach())[len(prompt) :]
 
 
-def test_a_cut_off_sample_goes_on_behind_its_first_tokens(tiny: TransformersEngine, tmp_path: Path) -> None:
+def test_an_interrupted_sample_continues_after_its_first_tokens(tiny: TransformersEngine, tmp_path: Path) -> None:
     noted = cut_off(tiny, tmp_path)
     answers = Rollout(tiny, tmp_path).sample(version=5)
     for task_id, group in answers.items():
@@ -123,7 +123,7 @@ def test_a_cut_off_sample_goes_on_behind_its_first_tokens(tiny: TransformersEngi
             assert np.abs(true_logprobs(PROMPTS[task_id], answer) - answer.logprobs).max() < 1e-4
 
 
-def test_a_sample_that_is_cut_off_twice_keeps_both_parts(tiny: TransformersEngine, tmp_path: Path) -> None:
+def test_a_sample_that_is_interrupted_twice_keeps_both_parts(tiny: TransformersEngine, tmp_path: Path) -> None:
     first = cut_off(tiny, tmp_path, steps=10)
     second = Rollout(tiny, tmp_path)
     with pytest.raises(LeaseLost):
@@ -152,7 +152,7 @@ def test_tokens_that_the_lease_may_not_hold_are_sampled_again(
 
 
 class StuckDisk:
-    """Holds the journal's writer until `go_on`, counts what is then written."""
+    """Blocks the journal's writer until `go_on` is set, and records the files written afterwards."""
 
     def __init__(self, journal: PartialJournal, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
@@ -172,7 +172,7 @@ def numbered(number: int) -> list[Completion]:
     return [Completion(ids, np.zeros(number, np.float32), ids, "")] * SAMPLES
 
 
-def test_of_a_task_the_newest_note_alone_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_note_of_a_task_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = PartialJournal(tmp_path, 0.0)
     disk = StuckDisk(journal, monkeypatch)
     for number in range(1, 30):
@@ -187,9 +187,7 @@ def test_of_a_task_the_newest_note_alone_waits_for_a_slow_disk(tmp_path: Path, m
     assert [len(each.token_ids) for each in noted] == [29] * SAMPLES
 
 
-def test_a_disk_that_does_not_answer_is_not_waited_for_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "CLOSE_S", 0.05)
     journal = PartialJournal(tmp_path, 0.0)
     disk = StuckDisk(journal, monkeypatch)
@@ -202,19 +200,21 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_at_the_end(
     disk.go_on.set()
 
 
-def test_a_note_that_came_after_its_task_was_completed_does_not_stay_for_ever(tmp_path: Path) -> None:
+def test_a_stale_note_of_a_completed_task_is_deleted(tmp_path: Path) -> None:
     journal = PartialJournal(tmp_path, 0.0)
     for task_id in ("train/0/0", "train/0/1", "train/0/2"):
         journal.note({task_id: numbered(2)}, 0, HOT)
     journal.close()
     for name, age_s in (("train-0-0", 2 * partial.STALE_S), ("train-0-1", partial.STALE_S / 2), ("train-0-2", 0.0)):
-        at = time.time() - 1e6 - age_s  # the run was stopped long ago, which makes no note older
+        at = time.time() - 1e6 - age_s  # time during which the run was stopped does not age notes
         os.utime(tmp_path / f"{name}.msgpack", (at, at))
     PartialJournal(tmp_path, 0.0).close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["train-0-1.msgpack", "train-0-2.msgpack"]
 
 
-def test_a_completed_task_leaves_no_note_and_a_damaged_one_is_none(tiny: TransformersEngine, tmp_path: Path) -> None:
+def test_a_completed_task_leaves_no_note_and_a_damaged_note_is_ignored(
+    tiny: TransformersEngine, tmp_path: Path
+) -> None:
     cut_off(tiny, tmp_path)
     files = sorted(tmp_path.iterdir())
     assert len(files) == 2

@@ -1,4 +1,4 @@
-"""The written-out decoder against the model's own modules, for every architecture that it takes on."""
+"""The plain decoder against the model's own modules, for every architecture that it supports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_of(kind: str, **settings: Any) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
-    for parameter in model.parameters():  # norms and biases that are not those of a fresh model
+    for parameter in model.parameters():  # norms and biases get other values than those of a fresh model
         parameter.data += 0.2 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
 
@@ -97,7 +97,7 @@ def test_ragged_sequences_are_scored_as_by_the_models_own_modules(
 
 
 @torch.inference_mode()
-def test_weights_that_are_replaced_count_from_the_next_pass_on() -> None:
+def test_replaced_weights_take_effect_in_the_next_pass() -> None:
     model, other = model_of("qwen3", **MODELS["qwen3"]), model_of("qwen3", **MODELS["qwen3"])
     for parameter in other.parameters():
         parameter.data = parameter.data * 1.1
@@ -119,7 +119,7 @@ def test_weights_that_are_replaced_count_from_the_next_pass_on() -> None:
         ("gemma2", {}),
     ],
 )
-def test_a_model_that_computes_something_else_is_left_to_its_own_modules(kind: str, settings: dict[str, Any]) -> None:
+def test_a_model_with_another_computation_is_left_to_its_own_modules(kind: str, settings: dict[str, Any]) -> None:
     assert not is_plain(model_of(kind, **settings))
 
 

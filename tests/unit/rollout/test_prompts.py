@@ -1,4 +1,4 @@
-"""Text to tokens: where a continuation is cut, and that a text without room is not tokenised as a whole."""
+"""From text to tokens: where a continuation is cut, and that a text without room is not fully tokenised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompts() -> PromptBuilder:
 
 
 class _Counting:
-    """The tokenizer, and how many characters it was given."""
+    """Wraps the tokenizer and counts the characters that it is given."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -51,14 +51,14 @@ class _Counting:
 
 @pytest.mark.parametrize("tools", [None, HEX])
 @pytest.mark.parametrize("said", ["again", f"{DIGITS} {DIGITS}", "1023456789"])
-def test_what_follows_an_answer_is_cut_behind_it_whatever_tools_and_messages_hold(
+def test_the_text_after_an_answer_is_cut_correctly_whatever_tools_and_messages_contain(
     prompts: PromptBuilder, tools: Any, said: str
 ) -> None:
     ids = prompts.continuation([{"role": "tool", "content": said}], tools, [])
     assert prompts._tokenizer.decode(ids) == f"\ntool: {said}\nassistant: "
 
 
-def test_a_template_that_leaves_an_answer_out_is_refused() -> None:
+def test_a_template_that_omits_an_answer_is_refused() -> None:
     made = PromptBuilder(MODEL, add_generation_prompt=True)
     made._tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}\n{% endfor %}"
     with pytest.raises(ValueError, match="does not write an assistant's answer as it is"):
@@ -87,12 +87,12 @@ def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> No
 
 
 def test_a_prompt_of_few_tokens_is_not_refused_for_its_characters(prompts: PromptBuilder) -> None:
-    text = "<eos>" * 3000  # each of five characters
+    text = "<eos>" * 3000  # five characters per token
     assert len(prompts.token_ids({"prompt": text}, 3000)) == 3000
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})
 
 
-def test_a_tokenizer_that_is_not_there_or_larger_than_the_model_is_one_refusal(tmp_path: Path) -> None:
+def test_a_missing_or_too_large_tokenizer_is_one_refusal(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match=f"model {tmp_path}: no tokenizer: ") as caught:
         PromptBuilder(tmp_path, add_generation_prompt=True)
     assert caught.value.code == ErrorCode.BAD_REQUEST

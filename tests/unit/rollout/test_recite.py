@@ -33,7 +33,7 @@ def test_a_row_without_answer_is_refused(prompts: PromptBuilder) -> None:
         prompts.answer_ids({"prompt": "1+1="})
 
 
-def test_answers_stand_where_samples_would() -> None:
+def test_answers_take_the_place_of_samples() -> None:
     made = dataset_answers([task([7, 8, 2]), task([9, 2])], samples=1, swaps=2)
     assert made is not None
     assert [[each.token_ids.tolist() for each in group] for group in made] == [[[7, 8, 2]], [[9, 2]]]

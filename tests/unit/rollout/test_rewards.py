@@ -1,4 +1,4 @@
-"""Rewards: loading by import path, every shape of function, and that a bad one costs no more than its samples."""
+"""Rewards: loading by import path, every kind of function, and bad functions that cost only their own samples."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Line:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with the module `my_rewards` in it and not on Python's path."""
+    """Return the current directory. It contains the module `my_rewards` and is not on Python's path."""
     (tmp_path / "my_rewards.py").write_text(MODULE.partition("class Broken")[0])
     (tmp_path / "my_broken.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -209,7 +209,7 @@ def test_terms_are_summed_by_weight(folder: Path) -> None:
     assert values(score([[sample("abc", answer="abc"), sample("ab", answer="x")]], *lines)) == [[5.0, 4.0]]
 
 
-def test_a_sum_that_float32_does_not_hold_loses_its_sample_alone(folder: Path) -> None:
+def test_a_sum_beyond_float32_loses_only_its_sample(folder: Path) -> None:
     lines = [Line("my_rewards:plain", 1e38), Line("my_rewards:plain", 1e38)]
     ((small, large),) = score([[sample("a"), sample("abc")]], *lines)
     assert small.value == pytest.approx(2e38)
@@ -226,7 +226,7 @@ def test_a_sum_that_float32_does_not_hold_loses_its_sample_alone(folder: Path) -
         ("my_rewards:plan", "has no function 'plan'"),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_an_error_of_one_line(folder: Path, path: str, says: str) -> None:
+def test_a_reward_that_cannot_be_loaded_is_a_one_line_error(folder: Path, path: str, says: str) -> None:
     with pytest.raises(RpcError, match=says) as caught:
         score([], Line(path))
     assert caught.value.code == ErrorCode.BAD_REQUEST
@@ -234,7 +234,7 @@ def test_a_reward_that_cannot_be_had_is_an_error_of_one_line(folder: Path, path:
     assert path in str(caught.value)
 
 
-def test_params_that_the_function_does_not_take_are_refused_at_the_start(folder: Path) -> None:
+def test_unknown_params_of_a_function_are_refused_at_the_start(folder: Path) -> None:
     with pytest.raises(RpcError, match="bogus"):
         score([], Line("my_rewards:plain", params={"bogus": 1}))
 
@@ -264,11 +264,11 @@ def test_a_raise_and_a_nan_cost_only_their_samples(folder: Path) -> None:
         ([1.0], None),
     ],
 )
-def test_what_a_function_answers_becomes_one_number_or_a_failure(answer: Any, value: float | None) -> None:
+def test_the_result_of_a_function_becomes_one_number_or_a_failure(answer: Any, value: float | None) -> None:
     assert total(answer).value == value
 
 
-def test_a_dict_keeps_its_parts_and_the_function_runs_in_a_light_process_of_its_own(folder: Path) -> None:
+def test_a_dict_keeps_its_parts_and_the_function_runs_in_a_separate_light_process(folder: Path) -> None:
     ((only,),) = score([[sample("")]], Line("my_rewards:where"))
     assert only.parts["pid"] != os.getpid()
     assert only.parts["torch"] == 0
@@ -282,7 +282,7 @@ def test_coroutine_functions_run_concurrently(folder: Path) -> None:
     assert values(scores) == [[float(i + 1) for i in range(16)]] * 4
 
 
-def test_coroutines_of_all_blocks_share_one_loop_and_what_belongs_to_it(folder: Path) -> None:
+def test_coroutines_of_all_blocks_share_one_loop_and_its_resources(folder: Path) -> None:
     async def scenario() -> None:
         async with pool(Line("my_rewards:in_turn"), Line("my_rewards:plain"), processes=1) as made:
             found = [await made.score([[sample("x") for _ in range(4)]], lambda: None) for _ in range(3)]
@@ -293,12 +293,12 @@ def test_coroutines_of_all_blocks_share_one_loop_and_what_belongs_to_it(folder: 
     asyncio.run(scenario())
 
 
-def test_a_plain_function_may_run_a_loop_of_its_own(folder: Path) -> None:
+def test_a_plain_function_may_run_its_own_event_loop(folder: Path) -> None:
     scores = score([[sample("a"), sample("abc")]], Line("my_rewards:own_loop"), Line("my_rewards:later"))
     assert values(scores) == [[2.0, 6.0]]
 
 
-def test_threads_that_late_coroutines_leave_behind_cost_nobody_else_his_sample(folder: Path) -> None:
+def test_threads_left_behind_by_late_coroutines_cost_no_other_sample(folder: Path) -> None:
     async def scenario() -> list[float | None]:
         async with pool(Line("my_rewards:in_a_thread"), processes=1, timeout_s=0.7) as made:
             pids: list[float | None] = []
@@ -340,14 +340,14 @@ def test_a_group_function_sees_one_task_at_a_time(folder: Path) -> None:
     assert values(score(groups, Line("my_rewards:ranked"))) == [[0.0, 1.0], [1.0, 0.0, 1.0]]
 
 
-def test_a_group_function_that_answers_too_few_fails_its_group(folder: Path) -> None:
+def test_a_group_function_that_returns_too_few_values_fails_its_group(folder: Path) -> None:
     ((a, b),) = score([[sample("a"), sample("b")]], Line("my_rewards:too_few"))
     assert a.value is None
     assert b.value is None
     assert "for 2 samples" in a.failure
 
 
-def test_progress_is_told_while_a_call_takes_the_time_that_it_has(folder: Path) -> None:
+def test_progress_is_reported_while_a_call_is_within_its_timeout(folder: Path) -> None:
     told: list[float] = []
 
     async def scenario() -> None:
@@ -390,7 +390,7 @@ def test_a_bad_call_costs_its_sample_only(folder: Path, function: str, what: str
     assert f"my_rewards:{function}: {says}" in reported["last_failure"]
 
 
-def test_what_a_killed_function_had_started_is_killed_too(folder: Path) -> None:
+def test_processes_that_a_killed_function_started_are_killed_too(folder: Path) -> None:
     ((only,),) = score([[sample("orphan", pids=str(folder / "pid"))]], Line("my_rewards:bad"), timeout_s=0.5)
     assert only.kind == "timeout"
     pid = int((folder / "pid").read_text())
@@ -403,7 +403,7 @@ def test_many_bad_samples_are_all_replaced_and_the_good_ones_scored(folder: Path
     assert [each.value for each in scores] == [None if at % 5 == 0 else 1.0 for at in range(20)]
 
 
-def test_a_process_is_kept_from_call_to_call(folder: Path) -> None:
+def test_a_process_is_reused_from_call_to_call(folder: Path) -> None:
     ((*scores,),) = score([[sample("x") for _ in range(20)]], Line("my_rewards:count"), processes=1)
     assert [each.value for each in scores] == [float(at + 1) for at in range(20)]
 
@@ -416,8 +416,8 @@ def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
     assert "the sample cannot be handed to a process" in bad.failure
 
 
-def test_what_cannot_be_printed_costs_no_sample(folder: Path) -> None:
-    """Standard error on a full disk, as the file may be that a service's is in."""
+def test_output_that_cannot_be_printed_costs_no_sample(folder: Path) -> None:
+    """Standard error is on a full disk, as a service's log file may be."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
     try:
         os.dup2(full, 2)
@@ -438,7 +438,7 @@ def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
     assert [each.value for each in scores] == [float(at) for at in range(16)]
 
 
-def test_a_timeout_of_the_function_s_own_is_not_ours(folder: Path) -> None:
+def test_a_timeout_error_of_the_function_is_not_reported_as_ours(folder: Path) -> None:
     ((bad, good),) = score([[sample("own"), sample("x")]], Line("my_rewards:gives_up"))
     assert (bad.kind, good.value) == ("raised", 1.0)
     assert "TimeoutError: the judge is away" in bad.failure
@@ -457,7 +457,7 @@ def test_closing_leaves_no_process_behind(folder: Path) -> None:
     assert not [each for each in asyncio.run(scenario()) if each.is_running()]
 
 
-def test_a_function_that_cannot_be_loaded_again_ends_the_pool_aloud(folder: Path) -> None:
+def test_a_function_that_cannot_be_reloaded_ends_the_pool_with_an_error(folder: Path) -> None:
     async def scenario() -> None:
         async with pool(Line("my_rewards:bad"), processes=1) as made:
             (folder / "my_rewards.py").write_text("broken = (")
@@ -496,7 +496,7 @@ def test_numeric_compares_the_last_number_within_the_tolerance(
         (r"<answer>(?P<answer>.*?)</answer>", "<answer>3</answer>", 0.0),
     ],
 )
-def test_regex_asks_for_a_form_or_for_the_answer_in_it(pattern: str, completion: str, value: float) -> None:
+def test_regex_checks_the_form_or_compares_the_captured_answer(pattern: str, completion: str, value: float) -> None:
     line = Line("builtin:regex", params={"pattern": pattern})
     assert values(score([[sample(completion, answer=7)]], line)) == [[value]]
 
@@ -507,12 +507,12 @@ def test_a_regex_that_never_ends_costs_its_sample() -> None:
     assert (hung.kind, good.value) == ("timeout", 1.0)
 
 
-def test_a_pattern_that_is_none_ends_the_start() -> None:
+def test_an_invalid_pattern_fails_the_start() -> None:
     with pytest.raises(RpcError, match=r"cannot work \(\w*[Ee]rror: unterminated"):
         score([], Line("builtin:regex", params={"pattern": "[a"}))
 
 
-def test_math_verify_compares_meanings() -> None:
+def test_math_verify_compares_mathematical_meaning() -> None:
     pytest.importorskip("math_verify")
     line = Line("builtin:math_verify")
     completions = [r"so \boxed{\frac{1}{2}}", "the answer is 0.5", r"$\frac{2}{3}$", "no idea"]
@@ -532,7 +532,7 @@ def test_an_extra_that_is_not_installed_is_named_at_the_start(monkeypatch: pytes
         score([], Line("builtin:math_verify"))
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # the second depends on the hash seed
+@pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # the second data set depends on the hash seed
 def test_reasoning_gym_scores_with_the_data_set_of_the_row(dataset: str) -> None:
     pytest.importorskip("reasoning_gym")
     source = open_source(f"reasoning-gym:{dataset}?size=8&seed=5", where="test")
@@ -543,7 +543,7 @@ def test_reasoning_gym_scores_with_the_data_set_of_the_row(dataset: str) -> None
     assert values(scores) == [[1.0]] * 8 + [[0.0]] * 8
 
 
-def test_reasoning_gym_refuses_a_row_that_it_would_not_make() -> None:
+def test_reasoning_gym_refuses_a_row_that_it_cannot_reproduce() -> None:
     pytest.importorskip("reasoning_gym")
     row = open_source("reasoning-gym:chain_sum?size=8&seed=5", where="test").row(0)
     ((only,),) = score(

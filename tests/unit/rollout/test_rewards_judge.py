@@ -1,4 +1,4 @@
-"""Reward functions that ask a judge over HTTP: one that is away is waited for, other failures are the sample's."""
+"""Reward functions that ask a judge over HTTP: an unreachable judge is waited for, other failures lose the sample."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ QUICK = RewardRetry(limit_s=60.0, backoff_s=0.05, max_backoff_s=0.2)
 
 @dataclass
 class Refused:
-    """A call that its judge does not answer."""
+    """A call whose judge does not answer."""
 
     tries: int = 0
     refusals: int = 0
@@ -69,7 +69,7 @@ class Refused:
 
 
 class Server:
-    """A judge. Its answer is 1.0, with the status that `answer` gives, and seconds for Retry-After."""
+    """A judge that answers 1.0, with the status and the seconds for Retry-After that `answer` returns."""
 
     def __init__(self, port: int) -> None:
         self.asked: list[tuple[float, str]] = []
@@ -110,7 +110,7 @@ def judge(port: int) -> Iterator[Server]:
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A port of the loopback interface where nobody listens; `my_judged.py` is in the current directory."""
+    """Return a free loopback port, with `my_judged.py` in the current directory."""
     (tmp_path / "my_judged.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
@@ -137,7 +137,7 @@ def kinds(made: RewardPool) -> list[str]:
 
 
 @pytest.mark.parametrize("function", ["judged", "judged_later", "wrapped"])
-def test_samples_wait_for_a_judge_that_is_away_and_none_is_lost(port: int, function: str) -> None:
+def test_samples_wait_for_an_unreachable_judge_and_none_is_lost(port: int, function: str) -> None:
     async def scenario() -> None:
         async with pool(line(port, function), retry=QUICK) as made:
             scoring = asyncio.create_task(made.score(group("a", 8), lambda: None))
@@ -155,13 +155,13 @@ def test_samples_wait_for_a_judge_that_is_away_and_none_is_lost(port: int, funct
     asyncio.run(scenario())
 
 
-def test_a_judge_that_says_5xx_is_asked_by_one_call_at_a_time_until_it_answers(port: int) -> None:
+def test_a_judge_that_returns_5xx_is_probed_by_one_call_at_a_time_until_it_answers(port: int) -> None:
     async def scenario() -> None:
         with judge(port) as server:
             server.answer = lambda what, count: (503, "") if count <= 12 else (200, "")
             async with pool(line(port, "judged_later"), retry=QUICK) as made:
                 assert values(await made.score(group("a", 8), lambda: None)) == [[1.0] * 8]
-        # At most eight were under way when it began; later refusals are of tries one after the other.
+        # At most eight calls were under way at first; the later refusals are of single probes.
         assert len(server.asked) == 12 + 8
         tries = [at for at, _ in server.asked[8:13]]
         assert all(later - before >= 0.05 for before, later in pairwise(tries))
@@ -169,7 +169,7 @@ def test_a_judge_that_says_5xx_is_asked_by_one_call_at_a_time_until_it_answers(p
     asyncio.run(scenario())
 
 
-def test_tries_are_as_far_apart_as_the_topology_says() -> None:
+def test_pauses_between_tries_follow_the_topology() -> None:
     """The pause doubles from `backoff_s` up to `max_backoff_s`."""
     call = Refused()
     judge: Judge[Refused] = Judge(RewardRetry(limit_s=60.0, backoff_s=0.5, max_backoff_s=3.0))
@@ -181,7 +181,7 @@ def test_tries_are_as_far_apart_as_the_topology_says() -> None:
     assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
-def test_retry_after_is_kept(port: int) -> None:
+def test_retry_after_is_respected(port: int) -> None:
     async def scenario() -> None:
         with judge(port) as server:
             server.answer = lambda what, count: (429, "0.7") if count == 1 else (200, "")
@@ -207,7 +207,7 @@ def test_a_judge_that_refuses_a_sample_has_answered(port: int, status: int) -> N
     asyncio.run(scenario())
 
 
-def test_a_sample_that_the_judge_always_fails_at_is_lost_once_others_were_answered(port: int) -> None:
+def test_a_sample_that_always_fails_the_judge_is_lost_once_others_were_answered(port: int) -> None:
     async def scenario() -> None:
         with judge(port) as server:
             server.answer = lambda what, count: (500 if what == "poison" else 200, "")
@@ -223,7 +223,7 @@ def test_a_sample_that_the_judge_always_fails_at_is_lost_once_others_were_answer
     asyncio.run(scenario())
 
 
-def test_waiting_has_a_limit_after_which_the_run_is_to_end(port: int) -> None:
+def test_waiting_beyond_its_limit_asks_for_the_end_of_the_run(port: int) -> None:
     async def scenario() -> Trouble:
         async with pool(line(port), retry=RewardRetry(limit_s=0.5, backoff_s=0.05, max_backoff_s=0.2)) as made:
             scoring = asyncio.create_task(made.score([[sample("a")]], lambda: None))
@@ -237,7 +237,7 @@ def test_waiting_has_a_limit_after_which_the_run_is_to_end(port: int) -> None:
     assert "\n" not in told.text
 
 
-def test_without_a_time_to_wait_its_samples_are_lost_at_once(port: int) -> None:
+def test_with_a_wait_limit_of_zero_samples_are_lost_at_once(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=RewardRetry(limit_s=0)) as made:
             ((only,),) = await made.score([[sample("a")]], lambda: None)
@@ -247,7 +247,7 @@ def test_without_a_time_to_wait_its_samples_are_lost_at_once(port: int) -> None:
     asyncio.run(scenario())
 
 
-def test_scores_that_are_given_up_leave_no_outage_behind(port: int) -> None:
+def test_abandoned_scores_leave_no_outage_behind(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=QUICK) as made:
             scoring = asyncio.create_task(made.score(group("a", 4), lambda: None))
@@ -260,10 +260,10 @@ def test_scores_that_are_given_up_leave_no_outage_behind(port: int) -> None:
     asyncio.run(scenario())
 
 
-def test_a_try_that_is_given_up_before_it_begins_is_not_waited_for(port: int) -> None:
+def test_a_retry_that_is_abandoned_before_it_begins_is_not_waited_for(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port, "judged_slowly"), retry=QUICK, processes=1) as made:
-            # The only process is busy with the second call when the first one is to be tried again.
+            # The only process is busy with the second call when the first is due for its retry.
             scoring = asyncio.create_task(made.score([[sample("0"), sample("1")]], lambda: None))
             await until(lambda: any(call.probe for call in made._waiting))
             scoring.cancel()
@@ -280,7 +280,7 @@ def test_a_try_that_is_given_up_before_it_begins_is_not_waited_for(port: int) ->
         ("raises", "    return 1 / 0"),
     ],
 )
-def test_a_failure_names_the_line_of_the_users_code_and_has_its_traceback(port: int, function: str, text: str) -> None:
+def test_a_failure_names_the_line_of_user_code_and_has_its_traceback(port: int, function: str, text: str) -> None:
     async def scenario() -> None:
         async with pool(Line(f"my_judged:{function}"), timeout_s=0.3) as made:
             ((first, _),) = await made.score([[sample("a"), sample("b")]], lambda: None)
@@ -294,7 +294,7 @@ def test_a_failure_names_the_line_of_the_users_code_and_has_its_traceback(port: 
     asyncio.run(scenario())
 
 
-def test_failing_rewards_are_told_while_their_lease_is_still_scored_and_until_one_went_well(port: int) -> None:
+def test_failing_rewards_are_reported_during_scoring_and_until_one_succeeds(port: int) -> None:
     (Path.cwd() / "my_judged.py").write_text(
         "import time\n\ndef mixed(sample):\n    time.sleep(60 if sample.completion == 'hang' else 0)\n    return 1.0\n"
     )
@@ -313,7 +313,7 @@ def test_failing_rewards_are_told_while_their_lease_is_still_scored_and_until_on
     asyncio.run(scenario())
 
 
-# ------------------------------------------------------------------------------------------------- which errors
+# ------------------------------------------------------------------------------------------------- kinds of errors
 
 
 def http_error(status: int, **headers: str) -> urllib.error.HTTPError:
@@ -324,7 +324,7 @@ def http_error(status: int, **headers: str) -> urllib.error.HTTPError:
 
 
 def of_library(module: str, name: str, **attributes: object) -> Exception:
-    """An exception as a library has it that is not installed here."""
+    """Return an exception like that of a library which need not be installed."""
     return type(name, (Exception,), {"__module__": module, **attributes})("no")  # type: ignore[no-any-return]
 
 
@@ -369,7 +369,7 @@ OWN: list[BaseException] = [
 
 
 @pytest.mark.parametrize(("error", "after_s"), AWAY, ids=lambda each: type(each).__name__)
-def test_errors_that_mean_that_nobody_answers(error: BaseException, after_s: float) -> None:
+def test_errors_that_mean_the_judge_is_unreachable(error: BaseException, after_s: float) -> None:
     assert unavailable(error) == after_s
     wrapped = RuntimeError("no verdict")
     wrapped.__cause__ = error
@@ -377,11 +377,11 @@ def test_errors_that_mean_that_nobody_answers(error: BaseException, after_s: flo
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda each: type(each).__name__)
-def test_errors_that_are_the_functions_own(error: BaseException) -> None:
+def test_errors_of_the_function_itself(error: BaseException) -> None:
     assert unavailable(error) is None
 
 
-def test_a_timeout_of_a_socket_is_the_clients_and_one_of_asyncio_the_functions_own() -> None:
+def test_a_socket_timeout_means_the_judge_and_one_of_asyncio_the_function() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(0.01)

@@ -1,4 +1,4 @@
-"""Reward calls that suffer from other ones, in the same process before or beside them, and are not lost for it."""
+"""Reward calls that other calls in the same process disturb, before or beside them, and that are not lost for it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("function", "completions"), [("hoards", ["hoard", "a", "b", "c"]), ("leaks", ["a", "b", "c", "d", "e"])]
 )
-def test_a_call_that_meets_the_limit_for_anothers_memory_is_not_lost(
+def test_a_call_that_exceeds_the_limit_because_of_others_memory_is_not_lost(
     folder: Path, function: str, completions: list[str]
 ) -> None:
     async def scored() -> list[list[Score]]:
@@ -65,7 +65,7 @@ def test_a_call_that_meets_the_limit_for_anothers_memory_is_not_lost(
     assert values(asyncio.run(scored())) == [[1.0] * len(completions)]
 
 
-def test_of_coroutines_in_one_process_only_the_one_that_ran_at_its_end_is_repeated_alone(folder: Path) -> None:
+def test_only_the_coroutine_that_ran_when_its_process_ended_is_repeated_alone(folder: Path) -> None:
     async def scored() -> list[list[Score]]:
         async with pool(Line("my_shared:ends"), processes=1) as made:
             return await made.score([[sample(each) for each in ("a", "b", "exit", "c")]], lambda: None)
@@ -76,7 +76,7 @@ def test_of_coroutines_in_one_process_only_the_one_that_ran_at_its_end_is_repeat
     assert (folder / "tries").read_text().split().count("exit") == 2
 
 
-def test_a_process_that_was_stopped_and_takes_nothing_is_replaced(folder: Path) -> None:
+def test_a_stopped_process_that_reads_nothing_is_replaced(folder: Path) -> None:
     async def scenario() -> None:
         async with pool(Line("my_shared:stops_later"), processes=1, timeout_s=1.0) as made:
             assert values(await made.score([[sample("a")]], lambda: None)) == [[1.0]]
@@ -85,7 +85,7 @@ def test_a_process_that_was_stopped_and_takes_nothing_is_replaced(folder: Path) 
                     each.status() == psutil.STATUS_STOPPED for each in psutil.Process().children(recursive=True)
                 ):
                     await asyncio.sleep(0.02)
-                # More than the socket takes in without its reader.
+                # More than the socket buffers without a reader.
                 assert values(await made.score([[sample("a" * (4 * MIB))]], lambda: None)) == [[1.0]]
 
     asyncio.run(scenario())

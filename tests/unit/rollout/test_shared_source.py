@@ -1,4 +1,4 @@
-"""A version comes once for all leases that wait for it, and is nobody's once it is in the engine."""
+"""A version is fetched once for all leases that wait for it, and released once it is in the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.rollout.test_versions import FIRST, FRESH, lease_of, ref_of, rig
 
 
 class Store:
-    """Counts what is fetched; the first `failing` times in vain."""
+    """Records what is fetched. The first `failing` fetches fail."""
 
     def __init__(self, failing: int = 0) -> None:
         self.fetched: list[int] = []
@@ -41,7 +41,7 @@ def shared(store: Any) -> SharedSource:
     return SharedSource(store)
 
 
-def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -> None:
+def test_a_prepared_lease_gets_what_a_waiting_lease_has_fetched() -> None:
     async def at_once(work: Callable[[], PreparedTasks]) -> PreparedTasks:
         return work()
 
@@ -51,7 +51,7 @@ def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -
             worker = worker_of(made, source=shared(store))
             worker._on_text = at_once  # type: ignore[assignment]
             worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
-            other = made.in_flight.begin(FIRST, exact=True)  # what both wait for
+            other = made.in_flight.begin(FIRST, exact=True)  # both leases wait for its end
             first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
             one = await worker._prepare(first)
             sampling = asyncio.create_task(worker._sample(first, one))
@@ -65,7 +65,7 @@ def test_a_lease_ahead_gets_what_the_one_that_waits_for_its_turn_has_fetched() -
     asyncio.run(scenario())
 
 
-def test_versions_that_two_want_at_once_come_once_and_stay_only_while_somebody_has_them() -> None:
+def test_concurrent_fetches_of_a_version_share_one_and_keep_it_only_while_in_use() -> None:
     async def scenario() -> None:
         store = Store()
         source = shared(store)
@@ -75,7 +75,7 @@ def test_versions_that_two_want_at_once_come_once_and_stay_only_while_somebody_h
         assert sorted(store.fetched) == [5, 6]
         gone = weakref.ref(one)
         del one, two
-        await asyncio.sleep(0)  # the step before still holds what it was woken with
+        await asyncio.sleep(0)  # lets the loop drop the result of the previous step
         gc.collect()
         assert gone() is None
         await source.fetch(ref_of(5))
@@ -84,7 +84,7 @@ def test_versions_that_two_want_at_once_come_once_and_stay_only_while_somebody_h
     asyncio.run(scenario())
 
 
-def test_who_waits_for_a_fetch_that_fails_fetches_itself() -> None:
+def test_a_waiter_fetches_itself_after_the_shared_fetch_fails() -> None:
     async def scenario() -> None:
         store = Store(failing=1)
         source = shared(store)
@@ -97,11 +97,11 @@ def test_who_waits_for_a_fetch_that_fails_fetches_itself() -> None:
     asyncio.run(scenario())
 
 
-def test_what_comes_of_a_version_has_come_for_all_who_wait_for_it() -> None:
+def test_progress_of_a_fetch_is_reported_to_all_waiters() -> None:
     async def scenario() -> None:
         source = shared(Store())
         came: list[str] = []
         await asyncio.gather(*(source.fetch(ref_of(5), partial(came.append, name)) for name in ("one", "two")))
-        assert came == ["one", "one", "two", "two"]  # its turn has come, then for both, then the other's turn
+        assert came == ["one", "one", "two", "two"]  # its turn, then progress for both, then the turn of the second
 
     asyncio.run(scenario())

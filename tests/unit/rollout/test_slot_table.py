@@ -1,4 +1,4 @@
-"""Calls that are decoded side by side in one table: nobody waits for the longest, and nobody's tokens change for it."""
+"""Calls decoded side by side in one table: none waits for the longest, and no sampled token changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = [Prompt(f"train/0/{i}", [3 + i, 4, 5, 6 + i, 7][: 3 + i % 3]) for i in
 
 
 class Watched:
-    """A table over the tiny model, which counts its steps and does something at some of them."""
+    """A table over the tiny model that counts its steps and runs the callbacks of `at` at theirs."""
 
     def __init__(self, slots: int, *, steady: bool = False) -> None:
         self.model = load_model(MODEL, "float32").eval().requires_grad_(False)
@@ -78,7 +78,7 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def alone(made: Watched, prompts: list[Prompt], chosen: SamplingParams) -> list[list[Generation]]:
-    """What each prompt samples without a table or a cache: a pass over the whole text for every token."""
+    """Return the samples of each prompt without a table or cache: one pass over the whole text per token."""
     return [_alone(made.model, prompt, chosen) for prompt in prompts]
 
 
@@ -118,11 +118,11 @@ def check_logprobs(prompts: list[Prompt], groups: list[list[Generation]], temper
             assert np.abs(again.numpy()[mask == 1] - each.logprobs).max() < 1e-4
 
 
-def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(table: Watched) -> None:
+def test_finished_rows_are_reused_and_every_sample_is_as_if_alone(table: Watched) -> None:
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
     expected = alone(table, PROMPTS, chosen)
-    assert table.table._passes is None  # no keys and values are kept without a call
+    assert table.table._passes is None  # without a call, no keys and values are kept
     assert ids(groups) == ids(expected)
     assert [[each.finish_reason for each in group] for group in groups] == [
         [each.finish_reason for each in group] for group in expected
@@ -131,12 +131,12 @@ def test_rows_that_ended_go_to_those_that_wait_and_every_sample_is_as_alone(tabl
     lengths = [max(len(each.token_ids) for each in group) for group in groups]
     assert max(lengths) > 3 * min(lengths)
     if table.table._joins:
-        # 12 rows are 3 groups at a time: fewer passes than when three groups wait for the longest of the three before
+        # 12 rows hold 3 groups: this takes fewer passes than three waves that each wait for their longest group
         waves = sum(max(lengths[first : first + 3]) for first in range(0, 9, 3))
         assert table.steps < waves
 
 
-def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watched) -> None:
+def test_a_later_short_call_ends_while_a_long_one_continues(table: Watched) -> None:
     long, short = sampling(2, 50.0, 60), sampling(3, HOT, 4, seed=1)
     ended: list[str] = []
 
@@ -159,7 +159,7 @@ def test_a_short_call_that_comes_later_ends_while_a_long_one_goes_on(table: Watc
         assert ended == ["short", "long"]
 
 
-def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they_are() -> None:
+def test_a_cancelled_call_shows_its_tokens_and_leaves_the_others_unchanged() -> None:
     made = Watched(slots=12)
     chosen = sampling(4, 50.0, 48)
     shown: list[list[list[Generation]]] = []
@@ -169,7 +169,7 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
     async def scenario() -> list[list[Generation]]:
         watch = GenerationWatch(1e9, lambda groups: shown.append(groups))
         given_up = asyncio.create_task(made.calls.generate(PROMPTS[:2], chosen, cancel, watch))
-        await asyncio.sleep(0)  # it has asked
+        await asyncio.sleep(0)  # the call has been made
         kept = await made.generate(PROMPTS[2:6], chosen)
         with pytest.raises(GenerationCancelled):
             await given_up
@@ -188,8 +188,8 @@ def test_a_call_that_is_given_up_shows_what_it_has_and_leaves_the_others_as_they
     assert not made.table._waiting
 
 
-def test_every_token_says_how_often_the_weights_had_been_set() -> None:
-    made = Watched(slots=4)  # its count of swaps is the number of its step
+def test_every_token_has_the_number_of_weight_swaps_before_it() -> None:
+    made = Watched(slots=4)  # its swap count is the number of its step
     groups = asyncio.run(made.generate(PROMPTS[:3], sampling(4, HOT, 48)))
     asyncio.run(made.compute.stop(lambda: None, 5))
     for group in groups:
@@ -211,7 +211,7 @@ def test_greedy_and_sampled_calls_share_a_table() -> None:
     asyncio.run(made.compute.stop(lambda: None, 5))
 
 
-def test_a_pass_that_fails_fails_the_calls_under_way_and_none_after_them() -> None:
+def test_a_failed_pass_fails_the_calls_under_way_and_no_later_ones() -> None:
     made = Watched(slots=12)
 
     def fail() -> None:
@@ -229,7 +229,7 @@ def test_a_pass_that_fails_fails_the_calls_under_way_and_none_after_them() -> No
     assert ids(asyncio.run(scenario())) == ids(alone(made, PROMPTS[:2], sampling(4, HOT, 48)))
 
 
-def test_a_steady_table_samples_one_call_after_the_other_and_runs_its_padding_rows() -> None:
+def test_a_steady_table_samples_calls_in_order_and_runs_their_padding_rows() -> None:
     made = Watched(slots=16, steady=True)
     chosen = sampling(4, HOT, 12, block_rows=12)
     sizes: list[int] = []
@@ -242,5 +242,5 @@ def test_a_steady_table_samples_one_call_after_the_other_and_runs_its_padding_ro
     asyncio.run(made.compute.stop(lambda: None, 5))
     assert ids(first) == ids(alone(made, PROMPTS[:2], chosen))
     assert ids(second) == ids(alone(made, PROMPTS[2:8], chosen))
-    # The second call is sampled in parts of four and two prompts, of which the latter is filled up.
+    # The second call is sampled in parts of four and two prompts, and the latter is padded.
     assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size not in (0, before)] == [12, 16, 12]

@@ -1,4 +1,4 @@
-"""From a lease to prompts and sampling: templates, limits, and rows that can never be sampled."""
+"""From a lease to prompts and sampling: templates, limits, and rows that cannot be sampled."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_raw_text_is_tokenised_as_it_is_and_messages_by_the_template(sets: TaskS
     assert messages_of(chat.row, "3")[1:] == [{"role": "assistant", "content": "3"}]
 
 
-def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_goes_on(sets: TaskSets) -> None:
+def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_continues(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("train", 2, 0, 3))
     assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
     long, bad = prepared.dropped
@@ -94,7 +94,7 @@ def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_goes_on(sets
     assert (long.why, bad.why) == (DropReason.TOO_LONG, DropReason.BAD_ROW)
 
 
-def test_messages_without_a_chat_template_are_dropped_for_just_that(sets: TaskSets, tmp_path: Path) -> None:
+def test_messages_without_a_chat_template_are_dropped_for_that_reason(sets: TaskSets, tmp_path: Path) -> None:
     bare = shutil.copytree(MODEL, tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     without = TaskSets(load(tmp_path / "t.yaml"), PromptBuilder(bare, add_generation_prompt=True), context_tokens=512)
@@ -106,9 +106,7 @@ def test_messages_without_a_chat_template_are_dropped_for_just_that(sets: TaskSe
     )
 
 
-def test_in_supervised_fine_tuning_rewards_see_the_whole_answer_that_is_trained(
-    prompts: PromptBuilder, tmp_path: Path
-) -> None:
+def test_in_supervised_fine_tuning_rewards_see_the_whole_trained_answer(prompts: PromptBuilder, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3 1 4"}) + "\n")
     text = TOPOLOGY.format(model=MODEL).replace(
         "group_size: 4, loss: {anchor: rollout}", "group_size: 1, loss: {name: cross_entropy}"
@@ -120,7 +118,7 @@ def test_in_supervised_fine_tuning_rewards_see_the_whole_answer_that_is_trained(
     assert task.answer_ids is not None
     assert supervised.texts([task.answer_ids], trained.sampling) == ["3 1 4"]
     evaluated = supervised.prepare(grant("same", 0, group_size=1))
-    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]  # what is sampled still ends there
+    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]  # sampled text still ends at the stop text
 
 
 def test_an_evaluation_uses_its_own_sampling(sets: TaskSets) -> None:
@@ -149,7 +147,7 @@ def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts:
     assert sets.texts([ids], sampling) == ["90+"]
 
 
-def test_a_lease_is_prepared_a_few_tasks_at_a_time_each_of_which_is_progress(sets: TaskSets) -> None:
+def test_a_lease_is_prepared_a_few_tasks_at_a_time_with_progress(sets: TaskSets) -> None:
     lease = Lease(grant("train", 0, 1, 2, 0, 1, 3, 0, 1, 0), lambda: 0)
     seen: list[int] = []
 

@@ -1,6 +1,6 @@
-"""An engine's end of a transfer that is asked for first and taken later: what may come between, and what is told of it.
+"""An engine's end of a transfer that is requested first and taken later: interruptions in between, and their reports.
 
-The trainer's end is played: real ones are in tests/integration/test_transfer.py.
+The trainer's end is simulated; tests/integration/test_transfer.py has real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Trainer:
-    """Offers one communicator after another; `answers` once it is set."""
+    """Offers a new communicator for each request, once `answers` is set."""
 
     def __init__(self) -> None:
         self.asked: list[AskTransfer] = []
@@ -32,7 +32,7 @@ class Trainer:
         self._heard = asyncio.Event()
 
     async def until(self, *, asked: int = 0, ended: int = 0) -> None:
-        """Wait until it has heard so many requests."""
+        """Wait until this many requests have arrived."""
         while len(self.asked) < asked or len(self.ended) < ended:
             self._heard.clear()
             await self._heard.wait()
@@ -70,7 +70,7 @@ def ends() -> tuple[Trainer, EngineTransfers, Receiver]:
     return trainer, transfers, Receiver()
 
 
-def test_what_was_offered_is_taken_later_over_the_same_communicator() -> None:
+def test_an_offer_is_taken_later_over_the_same_communicator() -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         offer = await transfers.ask(ref_of(1), receiver)
@@ -82,7 +82,7 @@ def test_what_was_offered_is_taken_later_over_the_same_communicator() -> None:
     asyncio.run(scenario())
 
 
-def test_an_offer_that_nobody_takes_is_declined_and_its_communicator_given_up() -> None:
+def test_an_unused_offer_is_declined_and_its_communicator_closed() -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         transfers.decline(await transfers.ask(ref_of(1), receiver), receiver)
@@ -96,7 +96,7 @@ def test_an_offer_that_nobody_takes_is_declined_and_its_communicator_given_up() 
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["offered", "asked"])
-def test_who_brings_weights_at_once_overtakes_who_asked_for_later(answered: bool) -> None:
+def test_an_immediate_transfer_overtakes_one_requested_for_later(answered: bool) -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         if not answered:
@@ -116,7 +116,7 @@ def test_who_brings_weights_at_once_overtakes_who_asked_for_later(answered: bool
     asyncio.run(scenario())
 
 
-def test_who_loads_what_another_has_asked_for_waits_for_that_answer_and_takes_it() -> None:
+def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         source = TransferSource(
@@ -127,13 +127,13 @@ def test_who_loads_what_another_has_asked_for_waits_for_that_answer_and_takes_it
         asking = asyncio.create_task(delivery.begin())
         await trainer.until(asked=1)
         loading = asyncio.create_task(delivery.load(cast(Engine, None)))
-        await asyncio.sleep(0)  # it runs until it has to wait
+        await asyncio.sleep(0)  # runs the load until it has to wait
         assert not loading.done()
         trainer.answers.set()
         assert (await loading).route == "nccl"
         await asking
         assert len(trainer.asked) == 1
-        delivery.decline()  # too late: the trainer hears nothing of it before it hears of the next one
+        delivery.decline()  # too late: the trainer hears of no decline
         await transfers.bring(ref_of(2), receiver, drill=False)
         assert receiver.received == [1, 2]
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]

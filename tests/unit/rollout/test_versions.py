@@ -1,5 +1,5 @@
-"""Newer weights for running samples: each token keeps the version that sampled it, whenever the weights came; what
-wants one version is left alone; weights that are not proved let no token out.
+"""Newer weights for running samples: each token keeps the version that sampled it, whenever the weights arrive; leases
+of one exact version are left alone; weights that fail verification sample no token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOTED, FRESH = "train/0/0", "train/0/1"
 
 
 class Rig:
-    """An engine that holds version FIRST, and everything that brings it newer ones."""
+    """An engine that holds version FIRST, with everything that brings it newer versions."""
 
     def __init__(self) -> None:
         self.engine = ToldEngine()
@@ -58,7 +58,7 @@ class Rig:
         self.running = asyncio.create_task(self.in_flight.run())
 
     async def swapped(self, step: int) -> None:
-        """The engine goes on under version `step`."""
+        """Swap the engine to version `step`."""
         before = len(self.told)
         self.in_flight.announce(ref_of(step))
         while len(self.told) == before:
@@ -109,7 +109,7 @@ def tasks(ids: list[str]) -> PreparedTasks:
 
 
 def note(folder: Path, task_id: str, versions: list[int]) -> None:
-    """As an earlier life left it."""
+    """Write a note to the journal as an earlier incarnation would."""
     ids = np.array(versions, np.int32)
     answer = Completion(ids, np.full(len(ids), -1.0, np.float32), ids, "")
     journal = PartialJournal(folder, 1e9)
@@ -118,7 +118,7 @@ def note(folder: Path, task_id: str, versions: list[int]) -> None:
 
 
 def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
-    """By task, of tokens that all say themselves which version sampled them."""
+    """Return the token versions by task, after a check that each equals the version that the token itself tells."""
     for group in answers.values():
         for each in group:
             assert each.versions.tolist() == each.token_ids.tolist()
@@ -133,7 +133,7 @@ def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change
             journal = PartialJournal(tmp_path, 1e9)
 
             async def before_step(number: int) -> None:
-                if number in (3, NEW_TOKENS + 3):  # of the tasks without notes, then of those with
+                if number in (3, NEW_TOKENS + 3):  # one step of the tasks without notes, then one of those with
                     await made.swapped(made.sync.holds.step + 1)
 
             made.engine.before_step = before_step
@@ -179,7 +179,7 @@ def test_notes_carry_the_version_of_each_token(tmp_path: Path) -> None:
     assert [each.versions.tolist() for each in noted] == [[4, 4, 6, 6, 6, 6, 6, 6]] * SAMPLES
 
 
-def test_weights_that_are_not_proved_let_no_token_out(tmp_path: Path) -> None:
+def test_weights_that_fail_verification_sample_no_token(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig() as made:
             shown: list[int] = []
@@ -236,7 +236,7 @@ def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> Rollout
 
 
 async def announce_always(made: Rig) -> None:
-    """Newer weights are there before each step, and have every chance to come."""
+    """Announce newer weights before each step, and give them time to be loaded."""
 
     async def before_step(_: int) -> None:
         made.in_flight.announce(ref_of(made.sync.holds.step + 1))
@@ -248,7 +248,7 @@ async def announce_always(made: Rig) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_lease_of_one_exact_version_is_sampled_by_that_one_to_its_end(exact: bool) -> None:
-    """And any other is not, or this would show nothing."""
+    """A lease that is not exact is sampled by several versions, which shows that the test can fail."""
 
     async def scenario() -> set[int]:
         async with rig() as made:
@@ -289,13 +289,13 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
     assert asyncio.run(scenario()) == [FIRST] * 2 * NEW_TOKENS
 
 
-def test_leases_that_are_sampled_side_by_side_both_go_on_under_newer_weights(tmp_path: Path) -> None:
+def test_leases_sampled_side_by_side_both_continue_under_newer_weights(tmp_path: Path) -> None:
     async def scenario() -> list[dict[str, list[Completion]]]:
         async with rig() as made:
             journal, both, swapped = PartialJournal(tmp_path, 1e9), asyncio.Barrier(2), asyncio.Event()
 
             async def before_step(number: int) -> None:
-                if number <= 4:  # until each has a token
+                if number <= 4:  # until each lease has a token
                     await both.wait()
                 elif number == 5:
                     await made.swapped(made.sync.holds.step + 1)
@@ -312,7 +312,7 @@ def test_leases_that_are_sampled_side_by_side_both_go_on_under_newer_weights(tmp
         assert versions == sorted(versions)
 
 
-def test_a_lease_that_needs_other_weights_waits_for_the_end_of_those_under_way_or_for_a_swap() -> None:
+def test_a_lease_that_needs_other_weights_waits_for_running_leases_or_a_swap() -> None:
     async def scenario() -> list[str]:
         async with rig() as made:
             order: list[str] = []
@@ -353,13 +353,13 @@ def test_a_lease_of_one_version_beside_others_keeps_newer_weights_from_all_of_th
 
 
 class Lost:
-    """Weights that do not come."""
+    """Weights whose transfer fails."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
 
     async def begin(self) -> None:
-        """The sender said yes."""
+        """Accept the transfer."""
 
     def decline(self) -> None:
         raise AssertionError("they were wanted")
@@ -369,7 +369,7 @@ class Lost:
 
 
 class Source:
-    """The trainer is away, the store is not."""
+    """The trainer is unreachable and the store is reachable."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -398,7 +398,7 @@ async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Complet
     return await made.sample(PartialJournal(folder, 1e9), [FRESH])
 
 
-def test_an_update_that_does_not_come_is_taken_from_the_store(tmp_path: Path) -> None:
+def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             made.in_flight._source = Source(Entry.SET)
@@ -408,14 +408,14 @@ def test_an_update_that_does_not_come_is_taken_from_the_store(tmp_path: Path) ->
     assert versions == [FIRST] * 2 + [FIRST + 1] * (NEW_TOKENS - 2)
 
 
-def test_an_update_by_a_way_that_was_not_drilled_leaves_a_running_lease_as_it_was(tmp_path: Path) -> None:
+def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             made.in_flight._source = Source(Entry.RECEIVE)
             swaps = made.engine.swaps
             answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
-            assert made.engine.swaps == swaps  # nor was a drill of that way begun under the samples
+            assert made.engine.swaps == swaps  # no drill of that entry was begun during sampling
             return answers
 
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
@@ -435,7 +435,7 @@ class Silent(Lost):
         raise TransferFailed("no answer")
 
 
-def test_nothing_stands_still_while_the_trainer_is_asked_and_it_is_not_asked_again_at_once(tmp_path: Path) -> None:
+def test_sampling_continues_while_the_trainer_is_asked_and_it_is_not_asked_again_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig() as made:
             silent = Silent()
@@ -470,7 +470,7 @@ async def _ready(delivery: Silent) -> Silent:
 
 
 @pytest.mark.parametrize("entry", list(Entry))
-def test_a_lease_whose_weights_are_not_sent_has_them_from_the_store(entry: Entry) -> None:
+def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entry) -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(entry))
@@ -481,7 +481,7 @@ def test_a_lease_whose_weights_are_not_sent_has_them_from_the_store(entry: Entry
     asyncio.run(scenario())
 
 
-def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_once() -> None:
+def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(Entry.SET))
@@ -495,7 +495,7 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
             worker.leases.progress()
             before = waits.progress
             worker.leases.progress()
-            assert waits.progress == before  # nobody gets on
+            assert waits.progress == before  # neither lease makes progress
             under_way.advance()
             worker.leases.progress()
             assert waits.progress > before
@@ -508,7 +508,7 @@ def test_a_lease_that_waits_for_others_gets_on_as_they_do_and_is_given_up_at_onc
     asyncio.run(scenario())
 
 
-def test_a_lease_that_waits_for_one_that_loads_weights_gets_on_as_it_does_and_is_given_up_at_once() -> None:
+def test_a_lease_that_waits_for_a_load_shares_its_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(Entry.SET))
@@ -530,9 +530,9 @@ def test_a_lease_that_waits_for_one_that_loads_weights_gets_on_as_it_does_and_is
     asyncio.run(scenario())
 
 
-def test_a_lease_that_is_lost_while_it_is_scored_takes_nobody_s_time_any_more() -> None:
+def test_a_lease_lost_while_it_is_scored_uses_no_more_time() -> None:
     class Rewards:
-        """Functions that take for ever."""
+        """Reward functions that never return."""
 
         async def score(self, groups: list[Any], advance: Callable[[], None]) -> list[Any]:
             await asyncio.Event().wait()
@@ -552,7 +552,7 @@ def test_a_lease_that_is_lost_while_it_is_scored_takes_nobody_s_time_any_more() 
 
 
 def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
-    """And a lease that waits meanwhile for other weights does not keep it from its end."""
+    """A lease that waits for other weights meanwhile does not prevent that."""
 
     async def scenario() -> None:
         async with rig() as made:
@@ -591,13 +591,13 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
 
 
 class Cleared(Source):
-    """The trainer is away, and the scheduler has had the version cleared."""
+    """The trainer is unreachable, and the store has collected the version."""
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
         raise RpcError(ErrorCode.MISSING, "collected")
 
 
-def test_a_lease_that_waited_for_longer_than_its_version_lasted_goes_back_and_the_engine_works_on() -> None:
+def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_continues() -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Cleared(Entry.SET))
@@ -618,7 +618,7 @@ def test_a_lease_that_waited_for_longer_than_its_version_lasted_goes_back_and_th
     asyncio.run(scenario())
 
 
-def test_weights_that_could_not_get_in_by_a_drilled_way_are_not_brought_under_samples(tmp_path: Path) -> None:
+def test_weights_that_no_drilled_entry_can_load_are_not_fetched_during_sampling(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig() as made:
             brought: list[int] = []

@@ -1,4 +1,4 @@
-"""Weight syncs: what is loaded is proved, and an update that does not reach every parameter is refused."""
+"""Weight syncs: loaded weights are verified, and an update that does not reach every parameter is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SKIPPED = "model.layers.2.self_attn.k_norm.weight"
 
 
 class DeafEngine(TransformersEngine):
-    """An engine with a defect: its update never reaches one parameter."""
+    """An engine whose update never reaches one parameter."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         kept = (await self.base_weights())[SKIPPED]
@@ -57,12 +57,12 @@ class DeafEngine(TransformersEngine):
 
 @functools.cache
 def trainer() -> torch.nn.Module:
-    """The model that stands for the trainer's; its weights are overwritten by every canary."""
+    """Return the model that plays the trainer's; every canary overwrites its weights."""
     return load_model(MODEL, "float32")
 
 
 def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS, *, announced: bool = False) -> Canary:
-    """As a trainer that holds `weights` makes it; `announced`: with their digests."""
+    """Return the canary of a trainer that holds `weights`, with their digests if `announced`."""
     model = trainer()
     with torch.no_grad():
         for name, parameter in named_weights(model).items():
@@ -81,7 +81,7 @@ def base() -> dict[str, Array]:
 
 
 def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[WeightsRef, dict[str, Array]]:
-    """A policy version as a trainer would publish it: the base, trained (here: moved) a little."""
+    """Return a policy version as a trainer publishes it. Training is simulated by a perturbation of the base."""
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
@@ -105,7 +105,7 @@ def started(kind: type[TransformersEngine] = TransformersEngine, *, deterministi
     return made
 
 
-def test_a_version_is_drilled_loaded_proved_and_reported() -> None:
+def test_a_version_is_drilled_loaded_verified_and_reported() -> None:
     engine = started()
     told: list[tuple[str, dict[str, float | str]]] = []
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append((topic, values)))
@@ -143,7 +143,7 @@ def test_weights_of_another_version_than_announced_fail_the_canary() -> None:
 
 
 def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() -> None:
-    """As float32 weights of `SHORT_CANARY_BYTES` and more have it: few tokens, through oneDNN's linear layers."""
+    """Float32 weights of `SHORT_CANARY_BYTES` and more have short canaries, scored by oneDNN's linear layers."""
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -223,7 +223,7 @@ def test_every_parameter_of_the_model_is_seen_by_the_drill(length: int, margin: 
         assert np.abs(kept.logprobs - wanted.logprobs).max() > margin * TOLERANCE, name
 
 
-def test_weights_in_host_memory_are_taken_over_without_a_copy_and_tied_ones_stay_tied() -> None:
+def test_weights_in_host_memory_are_adopted_without_a_copy_and_tied_ones_stay_tied() -> None:
     engine = started(deterministic=False)
     ref, weights = version(3)
 
@@ -232,16 +232,16 @@ def test_weights_in_host_memory_are_taken_over_without_a_copy_and_tied_ones_stay
         return await engine.base_weights()
 
     held = asyncio.run(scenario())
-    assert held.keys() == weights.keys()  # tied weights came apart otherwise: one name more
+    assert held.keys() == weights.keys()  # untied weights would add a name
     assert all(np.shares_memory(held[name], weights[name]) for name in weights)
     asyncio.run(engine.stop())
 
 
-# ---- each weight by itself, by the embedded engine, whose canary is not asked
+# ---- verification of single weights by the embedded engine, without a canary
 
 
 class Altered(TransformersEngine):
-    """An engine with a defect: what it makes of the weights that it is given is `altered`."""
+    """An engine that replaces the weights it is given by those in `altered`."""
 
     altered: Mapping[str, Array] = {}
 
@@ -250,7 +250,7 @@ class Altered(TransformersEngine):
 
 
 def flipped(values: Array) -> Array:
-    """With one other bit."""
+    """Return a copy with one bit flipped."""
     copy = values.copy()
     copy.reshape(-1).view(np.uint8)[-2] ^= 1
     return copy
@@ -302,7 +302,7 @@ def test_each_weight_that_the_engine_does_not_hold_to_the_bit_is_named(dtype: st
     asyncio.run(scenario())
 
 
-def test_a_version_that_differs_from_the_announced_one_in_a_bit_is_refused() -> None:
+def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> None:
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1, announced=True)
@@ -314,7 +314,7 @@ def test_a_version_that_differs_from_the_announced_one_in_a_bit_is_refused() -> 
     asyncio.run(engine.stop())
 
 
-def test_a_tied_head_that_came_apart_from_its_embedding_is_named() -> None:
+def test_a_head_that_is_no_longer_tied_to_its_embedding_is_named() -> None:
     engine = started(deterministic=False)
     weights = base()
 
@@ -333,7 +333,7 @@ def test_a_tied_head_that_came_apart_from_its_embedding_is_named() -> None:
 
 
 class Scored(TransformersEngine):
-    """Its log-probs are others than those of its weights, by `wrong`."""
+    """An engine whose log-probs are off by `wrong`."""
 
     wrong: Array = np.zeros(1, np.float32)
 
@@ -353,7 +353,7 @@ def scored() -> Scored:
     return engine
 
 
-def test_an_engine_that_holds_the_weights_and_computes_something_else_fails_the_canary() -> None:
+def test_an_engine_with_the_right_weights_and_a_wrong_computation_fails_the_canary() -> None:
     engine = scored()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -368,7 +368,7 @@ def test_an_engine_that_holds_the_weights_and_computes_something_else_fails_the_
     asyncio.run(engine.stop())
 
 
-def test_no_number_in_the_trainers_canary_is_no_match() -> None:
+def test_a_nan_in_the_trainers_canary_is_a_mismatch() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -382,7 +382,7 @@ def test_no_number_in_the_trainers_canary_is_no_match() -> None:
     asyncio.run(engine.stop())
 
 
-def test_a_way_in_counts_as_drilled_only_once_the_drills_canary_was_matched() -> None:
+def test_an_entry_counts_as_drilled_only_once_the_drills_canary_was_matched() -> None:
     engine, told = scored(), list[str]()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append(topic))
     ref, weights = version(1)
@@ -400,7 +400,7 @@ def test_a_way_in_counts_as_drilled_only_once_the_drills_canary_was_matched() ->
 
 
 def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its_limit() -> None:
-    """Four times the larger median of the drill and the first version; outliers and later errors do not move it."""
+    """It is four times the larger median error of drill and first version, unmoved by outliers and later errors."""
     ref, weights = version(1)
     floor, limit = 0.01, 0.5
     ref = structs.replace(
@@ -432,7 +432,7 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
 
 
 def test_the_production_tolerances() -> None:
-    """A looser one lets pass what it is there to find, and nothing else fails."""
+    """A looser tolerance would miss defects without failing any other test."""
     assert TRAINERS_TOLERANCE == 1e-4
     assert FLOOR == {"bfloat16": 0.02, "float16": 0.003}
     assert (MEDIAN, SIGNAL, CALIBRATION) == (0.5, 2.0, 4.0)
@@ -442,7 +442,7 @@ def test_the_production_tolerances() -> None:
 def test_the_trainers_canary_has_the_production_tolerance_and_the_drill_shows_each_weight(
     dtype: str, tmp_path: Path
 ) -> None:
-    """By log-probs alone: all 46 weights in float32 and float16, all but 4 in bfloat16. Digests miss none."""
+    """Log-probs alone show all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests miss none."""
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path)
     backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)

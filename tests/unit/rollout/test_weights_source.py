@@ -1,6 +1,6 @@
-"""Which way weights take into an engine, and that each way was drilled before it counts; transfers that fail included.
+"""The route of weights into an engine, the drill of each route before it is used, and failed transfers.
 
-The trainer's end is played: real ones are in tests/integration/test_transfer.py and in whole runs.
+The trainer's end is simulated; tests/integration/test_transfer.py and whole runs have real ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.rollout.test_weights import SEED, base, version
 
 
 class InPlace(TransformersEngine):
-    """Takes what is sent in place, as vLLM does. `deaf`: it never hears of one parameter that way."""
+    """Receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
 
     ranks = 1
     deaf = ""
@@ -47,7 +47,7 @@ class InPlace(TransformersEngine):
         return offer
 
     def leave(self) -> None:
-        """Nothing was joined."""
+        """Do nothing: no group was joined."""
 
     async def base_weights(self) -> dict[str, Array]:
         return base()
@@ -58,7 +58,7 @@ SENT: dict[int, Mapping[str, Array]] = {}
 
 
 class Trainer:
-    """Sends what is in SENT, unless it is `away`."""
+    """Sends the weights in SENT, unless it is `away`."""
 
     def __init__(self) -> None:
         self.away = False
@@ -79,7 +79,7 @@ class Trainer:
 
 
 class Shards:
-    """The store."""
+    """A store that has all versions of SENT."""
 
     async def fetch(self, ref: WeightsRef, moved: OnProgress) -> Delivery:
         return Arrays(SENT[ref.step])
@@ -99,7 +99,7 @@ def scene(engine: InPlace) -> tuple[Trainer, TransferSource, WeightsSync, list[t
 
 
 async def loaded(sync: WeightsSync, source: TransferSource, ref: WeightsRef) -> str:
-    """As the worker does: the shards are taken when the transfer fails. Returns the route."""
+    """Load as the worker does, from the store if the transfer fails; return the route."""
     try:
         return (await sync.load(ref, await source.fetch(ref))).route
     except TransferFailed:
@@ -113,7 +113,7 @@ def started() -> InPlace:
     return made
 
 
-def test_sent_weights_are_drilled_once_and_the_shards_are_once_they_are_needed() -> None:
+def test_transfers_are_drilled_once_and_the_store_only_when_it_is_needed() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
 
@@ -136,7 +136,7 @@ def test_sent_weights_are_drilled_once_and_the_shards_are_once_they_are_needed()
     asyncio.run(engine.stop())
 
 
-def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> None:
+def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_routes() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.away = True
@@ -148,7 +148,7 @@ def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_ways() -> N
     asyncio.run(engine.stop())
 
 
-def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_path: Path) -> None:
+def test_every_failed_transfer_is_reported_although_the_trainer_answers_slowly(tmp_path: Path) -> None:
     class Slow:
         def __init__(self) -> None:
             self.telling: weakref.WeakSet[asyncio.Event] = weakref.WeakSet()
@@ -156,7 +156,7 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
         async def call(self, request: Message, *_: object, **__: object) -> Message:
             if isinstance(request, AskTransfer):
                 return TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
-            never = asyncio.Event()  # ignore_progress but who waits for it has it
+            never = asyncio.Event()  # only its waiter references it
             self.telling.add(never)
             await never.wait()
             return Ack()
@@ -183,7 +183,7 @@ def test_every_failed_transfer_is_told_though_the_trainer_is_slow_to_hear(tmp_pa
     asyncio.run(scenario())
 
 
-def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_and_the_engine_make_progress_during_the_drill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, heard = started(), threading.Event()
 
     def slow(name: str, values: Array, seed: int, factor: float) -> Array:
@@ -206,7 +206,7 @@ def test_while_the_drill_is_made_the_service_goes_on_and_the_engine_gets_on(monk
     asyncio.run(engine.stop())
 
 
-def test_a_drill_that_the_trainer_is_slow_to_make_is_waited_for_once() -> None:
+def test_a_slow_drill_of_the_trainer_is_waited_for_once() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.drill_is_made = False
@@ -221,7 +221,7 @@ def test_a_drill_that_the_trainer_is_slow_to_make_is_waited_for_once() -> None:
     asyncio.run(engine.stop())
 
 
-def test_a_way_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
+def test_a_route_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     engine = started()
     engine.deaf = "model.layers.2.self_attn.k_norm.weight"
     trainer, source, sync, _ = scene(engine)
@@ -230,6 +230,6 @@ def test_a_way_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
     assert sync.holds == HeldVersion()
-    trainer.away = True  # the other way is whole
+    trainer.away = True  # the route through the store reaches every parameter
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     asyncio.run(engine.stop())

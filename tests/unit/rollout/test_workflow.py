@@ -1,4 +1,4 @@
-"""Workflows over the real engine: what is captured, how calls are batched, and that a bad sample is lost alone."""
+"""Workflows over the real engine: captured tokens, batched calls, and isolation of bad samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Bench:
         self._loop.run_until_complete(self.rig.start())
 
     def run(self, workflow: str, **options: Any) -> list[list[Made]]:
-        """Samples in the shape [tasks][samples]."""
+        """Run a workflow and return its samples in the shape [tasks][samples]."""
         self.rig.blocks.clear()
         return self._loop.run_until_complete(self.rig.make(workflow, **options))
 
@@ -88,12 +88,12 @@ def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(bench: Be
             assert [message["role"] for message in each.sample.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_samples_of_a_group_differ_and_the_same_seed_gives_them_again(bench: Bench) -> None:
+def test_samples_of_a_group_differ_and_the_same_seed_reproduces_them(bench: Bench) -> None:
     once = bench.run("two_turns", tasks=1, samples=6)
     again = bench.run("two_turns", tasks=1, samples=6)
     texts = [each.sample.state["texts"] for each in once[0]]
     assert len({tuple(each) for each in texts}) > 1
-    # Blocks may differ in shape from run to run, so the last bits may; the draws may not.
+    # Block shapes may vary between runs and change the last bits, but not the draws.
     same = sum(left == right for left, right in zip(texts, (e.sample.state["texts"] for e in again[0]), strict=True))
     assert same >= 5
 
@@ -107,7 +107,7 @@ def test_calls_of_many_samples_share_blocks(bench: Bench) -> None:
     assert len(made) == 4
 
 
-def test_a_history_that_is_no_prefix_opens_a_new_sequence(bench: Bench) -> None:
+def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> None:
     made = only(bench.run("no_prefix", tasks=1, samples=1))
     one, other = made.rolled.sequences
     assert logprob_error(one) < 1e-4
@@ -117,7 +117,7 @@ def test_a_history_that_is_no_prefix_opens_a_new_sequence(bench: Bench) -> None:
     assert stretches == [2, 1]
 
 
-def test_calls_at_once_each_get_a_sequence(bench: Bench) -> None:
+def test_concurrent_calls_each_get_a_sequence(bench: Bench) -> None:
     assert len(only(bench.run("three_at_once", tasks=1, samples=1)).rolled.sequences) == 3
 
 
@@ -150,7 +150,7 @@ def test_the_calculator_computes(expression: str, value: float) -> None:
 
 @pytest.mark.parametrize("expression", ["__import__('os')", "2**9", "a+1", "'a'*3", "9" * 101, "True+1"])
 def test_the_calculator_runs_nothing_else(expression: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # what it says is for the policy
+    with pytest.raises(ValueError):  # noqa: PT011  # the message is for the policy
         compute(expression)
 
 
@@ -189,7 +189,7 @@ DEATHS = {
 
 
 def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
-    """Sample 1 of every task is lost for its own reason, and no other one."""
+    """Assert that only sample 1 of every task is lost, for its own reason."""
     for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
         lost = [each.score.failure for each in group if each.score is not None]
@@ -217,15 +217,17 @@ def test_a_sample_that_takes_its_process_down_is_lost_alone(bench: Bench) -> Non
     options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
     made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
     check_lost_alone(made, DEATHS)
-    assert bench.rig.lost_processes >= len(DEATHS) + 1  # each of them alone, after at least one among others
+    assert bench.rig.lost_processes >= len(DEATHS) + 1  # each died alone, after at least one death among other samples
 
 
-def test_samples_that_were_only_near_are_made_again_until_they_are_had(bench: Bench, tmp_path: Path) -> None:
+def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_succeed(
+    bench: Bench, tmp_path: Path
+) -> None:
     made = bench.run("once_bad", params={"folder": str(tmp_path)}, tasks=1, samples=3)
     assert not failures(made)
     assert len(list(tmp_path.iterdir())) == 3
     assert bench.rig.lost_processes >= 1
-    # An attempt that broke is not trained on: one call, one sequence.
+    # A broken attempt is not trained on: one call, one sequence.
     assert all(len(each.rolled.sequences) == 1 for each in made[0])
 
 
@@ -239,13 +241,13 @@ def test_workflows_are_spread_over_processes_without_torch_that_end_with_the_poo
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_an_agent_on_a_thread_with_a_loop_of_its_own_may_call_the_policy(bench: Bench) -> None:
+def test_an_agent_on_a_thread_with_its_own_loop_may_call_the_policy(bench: Bench) -> None:
     made = bench.run("from_a_thread", tasks=1, samples=3)
     assert not failures(made)
     assert [each.sample.state["text"] for each in made[0]] == [each.sample.completion for each in made[0]]
 
 
-def test_a_tool_that_answers_late_may_be_caught_by_the_workflow(bench: Bench) -> None:
+def test_a_workflow_may_catch_the_timeout_of_a_tool(bench: Bench) -> None:
     made = bench.run("late_tool")
     assert not failures(made)
     for each in (each.sample.state for group in made for each in group):
@@ -282,9 +284,7 @@ def test_a_lost_lease_ends_the_block_while_tools_are_waited_for() -> None:
         ("os.path:join", {}, "is no coroutine function; write it with async def"),
     ],
 )
-def test_a_workflow_that_cannot_be_had_is_an_error_of_one_line(
-    function: str, params: dict[str, Any], says: str
-) -> None:
+def test_a_workflow_that_cannot_be_loaded_is_a_one_line_error(function: str, params: dict[str, Any], says: str) -> None:
     with pytest.raises(RpcError) as caught:
         load(Purpose.WORKFLOW, function, params)
     assert caught.value.code == ErrorCode.BAD_REQUEST
@@ -299,7 +299,7 @@ QWEN = (
 )
 
 
-def test_what_follows_an_answer_begins_after_the_end_of_turn_that_was_sampled(prompts: PromptBuilder) -> None:
+def test_a_continuation_begins_after_the_sampled_end_of_turn(prompts: PromptBuilder) -> None:
     builder = PromptBuilder(MODEL, add_generation_prompt=True)
     tokenizer = builder._tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -315,7 +315,7 @@ def test_what_follows_an_answer_begins_after_the_end_of_turn_that_was_sampled(pr
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>hm</think>2<|im_end|>\n"
         "<|im_start|>user\nand 2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    cut = held[:-1]  # an answer that was cut for its length gets the end of turn, which nobody sampled
+    cut = held[:-1]  # a truncated answer gets the end of turn, which was not sampled
     assert cut + builder.continuation(new, None, cut) == whole
 
 

@@ -1,4 +1,4 @@
-"""A caller that goes away at the worst moment: its call gives its room back, and is not trained on."""
+"""Callers that leave at any moment: the call frees its room and is not trained on."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MESSAGES = [{"role": "user", "content": "12+34="}]
 
 
 class _Answers:
-    """A batcher whose engine always says the same two tokens."""
+    """A batcher whose engine always samples the same two tokens."""
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams) -> Generation:
         return Generation(np.array([5, 6], np.int32), np.zeros(2, np.float32), "stop", np.zeros(2, np.int32))
 
 
 class _Thread:
-    """The text thread, stopped before the `stop_at`-th piece of work is done, once it has begun."""
+    """The text thread, which begins the `stop_at`-th piece of work and stops before it is done."""
 
     def __init__(self, stop_at: int) -> None:
         self._left = stop_at
@@ -60,7 +60,7 @@ async def until_there_is_room(calls: SampleCalls) -> Turn:
 
 
 @pytest.mark.parametrize("stop_at", [1, 2], ids=["while its call is begun", "while its answer is taken up"])
-def test_a_call_that_is_left_gives_its_room_back(stop_at: int) -> None:
+def test_an_abandoned_call_frees_its_room(stop_at: int) -> None:
     async def scenario() -> None:
         thread = _Thread(stop_at)
         # room for one call only

@@ -1,5 +1,5 @@
-"""An engine without a model, whose tokens say themselves which weights sampled them: token id = policy version. For
-what surrounds an engine; what an engine itself does is never tested with it.
+"""An engine without a model whose token ids are the policy versions that sampled them. It serves tests of the code
+around an engine, not of engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def weights_of(step: int) -> dict[str, Array]:
 
 
 def ref_of(step: int, *, canary: float | None = None) -> WeightsRef:
-    """`canary`: of other weights than those of `step`."""
+    """Return a reference to version `step`, with the canary of version `canary` if it is given."""
     drilled = perturb("w", weights_of(0)["w"], DRILL_SEED)[0]
     return WeightsRef(
         lineage=0,
@@ -61,7 +61,7 @@ class ToldWeights:
 
 
 class ToldEngine:
-    """See `services.rollout.engine.Engine`. Belongs to one loop altogether."""
+    """Implements `services.rollout.engine.Engine` within one event loop."""
 
     def __init__(self) -> None:
         self.before_step: Callable[[int], Awaitable[None]] = _nothing
@@ -88,7 +88,7 @@ class ToldEngine:
         cancel: threading.Event,
         watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
-        """Each sample as long as `max_new_tokens` allows; shows each step to `watch`."""
+        """Return samples of `max_new_tokens` tokens, and show each step to `watch`."""
         told: list[tuple[int, int]] = []
         longest = max(sampling.max_new_tokens - len(each.resumed_ids) for each in prompts)
         while len(told) < longest:
@@ -116,7 +116,7 @@ class ToldEngine:
         self.progress += 1
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """It has no parameters."""
+        """Accept any weights: there are no parameters to verify."""
 
     async def score(self, token_ids: Array) -> Array:
         return np.full(len(token_ids) - 1, self._loaded, np.float32)

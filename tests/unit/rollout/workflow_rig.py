@@ -1,4 +1,4 @@
-"""Workflows over the real embedded engine, without scheduler and store. It must never hold a fake engine."""
+"""Workflows over the real embedded engine, without scheduler and store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOWS = "tests.unit.rollout.flows"
 
 
 class Rig:
-    """One engine, one endpoint, one tokenizer; `make` runs a workflow as a lease would."""
+    """One engine, one endpoint and one tokenizer. `make` runs a workflow as a lease does."""
 
     def __init__(self) -> None:
         self.prompts = PromptBuilder(MODEL, add_generation_prompt=True)
@@ -65,7 +65,7 @@ class Rig:
             self.blocks.append(len(prompts))
             return await inner(prompts, sampling, cancel)
 
-        self.engine.generate = counted  # type: ignore[method-assign]  # counts blocks, samples for real
+        self.engine.generate = counted  # type: ignore[method-assign]  # counts the blocks and samples
 
     async def stop(self) -> None:
         await self.endpoint.stop()
@@ -89,7 +89,7 @@ class Rig:
         memory_bytes: int = 1 << 30,
         processes: int = 1,
     ) -> list[list[Made]]:
-        """Run a workflow, of `tests.unit.rollout.flows` or an import path, on `tasks` rows of builtin:addition."""
+        """Run a workflow of `tests.unit.rollout.flows`, or of an import path, on `tasks` rows of builtin:addition."""
         source = open_source("builtin:addition", where="test")
         ready = [
             ReadyTask(TaskHandle(f"train/0/{at}", 1), source.row(at), self.prompts.token_ids(source.row(at)))
@@ -127,7 +127,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 def run(workflow: str, **options: Any) -> tuple[list[list[Made]], list[int], int]:
-    """(samples in the shape [tasks][samples], sizes of the engine's blocks, progress that the lease was told)."""
+    """Return the samples in the shape [tasks][samples], the sizes of the engine's blocks, and the lease's progress."""
 
     async def scenario() -> tuple[list[list[Made]], list[int], int]:
         async with rig() as made:
@@ -138,7 +138,7 @@ def run(workflow: str, **options: Any) -> tuple[list[list[Made]], list[int], int
 
 
 def logprob_error(sequence: SequenceTokens, temperature: float = 1.0) -> float:
-    """The largest difference between a sequence's log-probs and the model's own."""
+    """Return the largest difference between a sequence's log-probs and the model's own."""
     model = load_model(str(MODEL), "float32").requires_grad_(False)
     lengths = np.array([len(sequence.token_ids)], np.int32)
     with torch.inference_mode():
@@ -147,6 +147,6 @@ def logprob_error(sequence: SequenceTokens, temperature: float = 1.0) -> float:
 
 
 def shown(prompts: PromptBuilder, sequence: SequenceTokens) -> str:
-    """The text of a sequence, special tokens included."""
+    """Return the text of a sequence, including special tokens."""
     text: str = prompts._tokenizer.decode(sequence.token_ids.tolist())
     return text

@@ -1,4 +1,4 @@
-"""`consume: completion` on the state machine: the first finished are taken, and what is too old then is dropped."""
+"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those too old."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def begun() -> Bench:
 
 
 def complete(bench: Bench, grant: LeaseGrant, versions: tuple[int, int] | None, tasks: slice = slice(None)) -> None:
-    """The oldest token of every sample is of one of two versions in turn; None: the result does not tell."""
+    """Complete tasks whose samples' oldest tokens alternate between two versions; None leaves the versions out."""
     results = [
         TaskResult(task.task_id, task.fence, Outcome.DONE, STORE, 5, 2, 20, 50) for task in grant.batch.tasks[tasks]
     ]
@@ -39,7 +39,7 @@ def trained(bench: Bench, step: int) -> None:
 
 
 def overtaken(bench: Bench) -> LeaseGrant:
-    """A lease of version 0 that lives still after the first step, which others made."""
+    """Return a lease of version 0 that is still held after the first step, which other tasks made up."""
     slow, fast = bench.granted(), bench.granted()
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == ids(fast)
@@ -69,7 +69,7 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     trained(bench, 2)
-    complete(bench, slow, (2, 0))  # one of its samples began with version 0: step 3 would be 2 behind
+    complete(bench, slow, (2, 0))  # one sample began with version 0, which is 2 behind for step 3
     refill = bench.granted(most=8)
     assert not set(ids(refill)) & set(ids(slow))
     complete(bench, refill, (2, 2))
@@ -83,11 +83,11 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
     assert row["rollout/tasks_checked"] >= 8
 
 
-def test_a_version_goes_once_nothing_that_a_lease_makes_with_it_can_be_trained_on() -> None:
+def test_a_version_is_collected_once_no_result_of_its_leases_can_be_trained_on() -> None:
     bench = begun()
     slow = overtaken(bench)
     newer = bench.granted()
-    assert bench.machine.run.versions.get((0, 0)) is not None  # step 2 may take the slow one's
+    assert bench.machine.run.versions.get((0, 0)) is not None  # step 2 may still take tasks of the slow lease
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     assert bench.machine.run.leases.get(slow.lease_id) is not None
@@ -99,13 +99,13 @@ def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_s
     slow = overtaken(bench)
     newer = bench.granted()
     complete(bench, newer, (1, 1))
-    complete(bench, slow, (0, 0))  # fit for step 2, which has enough without it
+    complete(bench, slow, (0, 0))  # fresh enough for step 2, which has enough tasks already
     assert batched(bench, 2) == ids(newer)
     assert bench.counts().get("READY", 0) == 0
     assert set(ids(slow)) <= {task for task, _ in bench.acknowledge()}
 
 
-def test_a_result_that_does_not_tell_its_versions_is_not_trusted() -> None:
+def test_a_result_without_its_versions_is_not_trusted() -> None:
     bench = begun()
     grant = bench.granted()
     complete(bench, grant, None)

@@ -1,4 +1,4 @@
-"""Zero-variance filter with bounded refill, and per-sample values that a later stage brings: on the state machine."""
+"""Zero-variance filter with bounded refill, and per-sample values of a later stage, on the state machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_without_the_filter_such_a_group_is_trained_on() -> None:
     assert [task.task_id for task in batch.batch.tasks] == done
 
 
-def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
+def test_refill_is_bounded_per_step() -> None:
     bench = Bench(plan(filter_limit=2)).start()
     done = [name for _ in range(6) for name in roll_out(bench, (1, 1))]
     batch = next_batch(bench)
@@ -77,8 +77,8 @@ def test_refill_is_bounded_by_the_step_and_begins_again_with_the_next() -> None:
     assert bench.acknowledge() == {(task, 1) for task in (*done[:2], *again)}
 
 
-def test_of_tasks_that_came_together_all_are_dropped_or_none() -> None:
-    """They lie in one file, of which a store frees nothing while one of them lives."""
+def test_tasks_put_together_are_dropped_together_or_not_at_all() -> None:
+    """They share one file, and a store frees none of it while one of its tasks is live."""
     bench = Bench(plan(filter_limit=3)).start()
     first = roll_out(bench, (1, 1), (1, 0), (0, 0))
     second = roll_out(bench, (1, 1), (0, 0), (0, 1))
@@ -90,7 +90,7 @@ def test_of_tasks_that_came_together_all_are_dropped_or_none() -> None:
     assert [task.task_id for task in batch.batch.tasks] == [first[1], *second]
 
 
-def test_asking_again_gives_the_same_unfiltered_mean_also_after_a_restart() -> None:
+def test_a_repeated_request_gets_the_same_unfiltered_mean_also_after_a_restart() -> None:
     bench = Bench(plan(filter_limit=4)).start()
     roll_out(bench, (1, 1), (0, 1), (0, 1), (1, 0), (1, 0))
     first = next_batch(bench)
@@ -134,7 +134,7 @@ def test_values_of_the_reference_join_those_of_the_rollout() -> None:
     assert batch.scalars["reward"].tolist() == [1, 0, 0, 1, 0, 0, 1, 1]
 
 
-def test_values_of_another_number_of_samples_or_of_no_known_name_are_refused() -> None:
+def test_values_with_a_wrong_sample_count_or_an_unknown_name_are_refused() -> None:
     bench = with_reference()
     roll_out(bench, (1, 0), (0, 1))
     grant = bench.granted("reference", most=1)

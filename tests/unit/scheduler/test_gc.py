@@ -1,4 +1,4 @@
-"""Collection at commit: a reload goes back to the newest checkpoint, and every task still counts once at most."""
+"""Collection at commit: a reload returns to the newest checkpoint, and every task still counts at most once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trained(bench: Bench, step: int) -> list[str]:
 
 
 def reload(bench: Bench, loaded: int) -> RunInfo:
-    """The trainer lost its weights and loaded the checkpoint of step `loaded`."""
+    """Have the trainer lose its weights and load the checkpoint of step `loaded`."""
     info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
     assert isinstance(info, RunInfo)
     bench.lineage = info.lineage
@@ -40,8 +40,8 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_tasks() -> Non
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
     history = first + [name for step in again for name in step]
-    assert len(history) == len(set(history)) == 5 * 4  # what the weights are made of: each task once
-    assert again[0] + again[1] == undone  # though they were collected: their weights are gone
+    assert len(history) == len(set(history)) == 5 * 4  # each task went into the weights once
+    assert again[0] + again[1] == undone  # although they were collected, because their weights are lost
     saved = [effect for effect in bench.effects if isinstance(effect, SaveStep) and effect.state == "BATCHED"]
     assert {effect.step: effect.task_ids for effect in saved} == dict(enumerate([first, *again], 1))
 
@@ -63,7 +63,7 @@ def test_an_open_step_is_replayed_when_nothing_before_it_was_lost() -> None:
     assert trained(bench, 2) == names(batch)
 
 
-def test_an_open_step_is_given_up_with_the_steps_before_it() -> None:
+def test_an_open_step_is_abandoned_with_the_steps_before_it() -> None:
     bench = Bench(config=AT_COMMIT).start()
     first = trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -76,23 +76,23 @@ def test_an_open_step_is_given_up_with_the_steps_before_it() -> None:
     assert not set(first) & {*undone, *names(batch)}
 
 
-def test_the_run_goes_back_to_the_checkpoint_that_was_loaded_not_to_the_newest_announced() -> None:
+def test_the_run_returns_to_the_loaded_checkpoint_rather_than_the_newest_announced() -> None:
     bench = Bench(config=AT_COMMIT).start()
     for step in (1, 2, 3):
         trained(bench, step)
         bench.ask(CheckpointSaved(driver=1, step=step, kept=[max(step - 1, 1), step]))
-    info = reload(bench, 2)  # that of step 3 was refused
+    info = reload(bench, 2)  # the checkpoint of step 3 was refused
     assert (info.committed_step, info.checkpoint_step) == (2, 2)
     bench.publish(2)
     trained(bench, 3)
     trained(bench, 4)
-    info = reload(bench, 4)  # saved, but the driver died before it could say so
+    info = reload(bench, 4)  # saved, but the driver died before it could announce it
     assert (info.committed_step, info.checkpoint_step) == (4, 2)
     info = reload(bench, 0)
     assert (info.committed_step, info.checkpoint_step) == (0, -1)
 
 
-def test_what_waits_with_tokens_of_a_version_that_was_taken_back_is_sampled_again() -> None:
+def test_waiting_tasks_with_tokens_of_an_undone_version_are_sampled_again() -> None:
     bench = Bench(plan(staleness=2), AT_COMMIT).start()
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -104,7 +104,7 @@ def test_what_waits_with_tokens_of_a_version_that_was_taken_back_is_sampled_agai
     bench.complete(newer)
     assert bench.counts()["READY"] == 8
     reload(bench, 1)
-    assert bench.counts().get("READY", 0) == 0  # the older ones too: what is opened again goes before them
+    assert bench.counts().get("READY", 0) == 0  # older tasks too, because reopened tasks precede them
     bench.publish(1)
     assert trained(bench, 2) == ids(undone)
     for former in (older, newer):
@@ -113,8 +113,8 @@ def test_what_waits_with_tokens_of_a_version_that_was_taken_back_is_sampled_agai
         assert all(task.fence > 1 for task in again.batch.tasks)
 
 
-def test_a_block_that_may_have_newer_tokens_than_its_lease_names_ends_when_steps_are_taken_back() -> None:
-    """Engines swap in the midst of a block."""
+def test_a_block_that_may_have_newer_tokens_than_its_lease_names_is_lost_in_a_rewind() -> None:
+    """Engines swap weights during a block."""
     bench = Bench(plan(staleness=2), AT_COMMIT).start()
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -125,13 +125,13 @@ def test_a_block_that_may_have_newer_tokens_than_its_lease_names_ends_when_steps
     assert {refusal.code for refusal in bench.complete(under_way)} == {"collected"}
 
 
-def test_an_engine_with_a_version_that_was_taken_back_is_given_exactly_what_its_lease_names() -> None:
-    """It holds version 2 of lineage 0, and takes it for newer than version 1 of the same."""
+def test_an_engine_with_an_undone_version_gets_exactly_the_one_of_its_lease() -> None:
+    """The engine holds version 2 of lineage 0, which looks newer than version 1 of that lineage."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=1),)), AT_COMMIT).start()
     held: list[LeaseGrant] = []
     for step in (1, 2):
         while (grant := bench.granted()).split != "train":
-            held.append(grant)  # never done: versions 0 and 1 stay
+            held.append(grant)  # never completed, which keeps versions 0 and 1
         bench.complete(grant)
         assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
         bench.ask(CommitStep(driver=1, step=step, metrics={}))
@@ -148,7 +148,7 @@ def test_an_engine_with_a_version_that_was_taken_back_is_given_exactly_what_its_
     assert (grant.weights and grant.weights.lineage, grant.exact) == (1, False)
 
 
-def test_a_checkpoint_of_steps_taken_back_collects_nothing() -> None:
+def test_a_checkpoint_of_undone_steps_collects_nothing() -> None:
     bench = Bench().start()
     for step in (1, 2, 3):
         trained(bench, step)
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_steps_taken_back_collects_nothing() -> None:
     assert bench.machine.run.checkpoint_step == 1
 
 
-def test_journaled_steps_are_replayed_from_any_checkpoint_that_they_reach_back_to() -> None:
+def test_journaled_steps_are_replayed_from_any_checkpoint_they_reach() -> None:
     bench = Bench().start()
     batches = [trained(bench, step) for step in (1, 2, 3)]
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[1, 2]))
@@ -169,7 +169,7 @@ def test_journaled_steps_are_replayed_from_any_checkpoint_that_they_reach_back_t
     assert [names(bench.ask(NextBatch(driver=1, step=step))) for step in (2, 3)] == batches[1:]
 
 
-def test_a_driver_that_comes_back_hears_of_a_checkpoint_that_was_ordered() -> None:
+def test_a_restarted_driver_is_told_of_an_ordered_checkpoint() -> None:
     config = Configure(9, 3, 2, False)
     bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
     told = [bench.step(step).checkpoint_now for step in (1, 2, 3)]
@@ -195,11 +195,11 @@ def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint()
     run = bench.machine.run
     tasks = [task for step in (1, 2) for task in run.batches[step]]
     assert run.uncovered_bytes == held_in(run, tasks).total() > 0
-    rewind(run, 1)  # as after the loss of a store: step 2 is undone
+    rewind(run, 1)  # as after the loss of a store, which undoes step 2
     assert run.uncovered_bytes == held_in(run, run.batches[1]).total()
 
 
-def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves() -> None:
+def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written() -> None:
     """Step 3 is taken back while its row waits for the evaluation of version 2, which then ends."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=2),)), AT_COMMIT).start()
 
@@ -233,8 +233,8 @@ def test_the_row_of_an_undone_step_that_waits_behind_an_evaluation_never_leaves(
     assert rows[3]["loss/policy"] == 0.5
 
 
-def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_no_scores() -> None:
-    """Version 2 is open with some rows scored, version 4 done; both are taken back and trained again."""
+def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores() -> None:
+    """The evaluation of version 2 is partly scored and that of version 4 done when both versions are undone."""
     made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))
     bench = Bench(made, Configure(5, 3, 2, True)).start()
 
@@ -254,7 +254,7 @@ def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_
         return grant
 
     held: list[LeaseGrant] = []
-    bench.complete(evaluation(8), samples=1)  # of version 0, which stays
+    bench.complete(evaluation(8), samples=1)  # of version 0, which is not undone
     train(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     train(2)
@@ -279,7 +279,7 @@ def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_
             assert [task.task_id for task in again.batch.tasks] == [f"held/{step}/{row}" for row in range(6)]
             assert again.weights is not None
             assert (again.weights.lineage, again.weights.step) == (1, step)
-            # no store refuses what is put now as a late put of the first pass
+            # the fences are above the cleared ones, so no store refuses these puts as late ones
             cleared = dict(bench.acknowledge())
             assert all(task.fence > cleared.get(task.task_id, 0) for task in again.batch.tasks)
             bench.complete(again, samples=1, reward=0.0)
@@ -295,7 +295,7 @@ def test_an_evaluation_of_a_version_that_was_taken_back_is_asked_anew_and_mixes_
     assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
-def test_an_evaluation_that_a_replay_overtakes_ends_on_the_version_it_began_with() -> None:
+def test_an_evaluation_overtaken_by_a_replay_ends_on_the_version_it_began_with() -> None:
     bench = Bench(plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),)), Configure(5, 3, 2, False)).start()
     begun = bench.granted(most=1)
     assert begun.split == "held"

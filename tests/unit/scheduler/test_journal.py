@@ -1,4 +1,4 @@
-"""A snapshot that is written in parts: whenever the process is killed, the state comes back whole."""
+"""Snapshots written in parts: whenever the process is killed, the state is recovered completely."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from services.scheduler.journal import Journal
 
 
 def killed_now(path: Path, folder: Path) -> Journal:
-    """What a process finds that starts after a kill at this instant."""
+    """Return the journal as a process finds it after a kill at this instant."""
     folder.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         shutil.copy(file, folder / file.name)
     return Journal(folder / path.name, "plan")
 
 
-def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
+def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
     path = tmp_path / "run" / "journal.sqlite"
     path.parent.mkdir()
     journal = Journal(path, "plan")
@@ -39,7 +39,7 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_state_or_the_
     more, number = True, 0
     seen: set[bytes] = set()
     while more:
-        journal.append(events[40 + number], 0.0)  # events go on between the parts
+        journal.append(events[40 + number], 0.0)  # events continue between the parts
         journal.commit()
         more = journal.write_part()
         number += 1
@@ -62,7 +62,9 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_state_or_the_
     again.close()
 
 
-def test_a_part_is_bounded_and_old_events_go_in_parts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_bounded_and_old_events_are_deleted_in_parts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_module, "PART_EVENTS", 7)
     journal = Journal(tmp_path / "journal.sqlite", "plan")
     for number in range(30):

@@ -1,4 +1,4 @@
-"""What is dropped and lost, by reason; parts of rewards on their way; a service that has waited long enough."""
+"""Drops and losses by reason, reward parts, and services that have waited for longer than their limit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_dropped_tasks_and_lost_samples_are_counted_by_reason_in_status_and_batc
     assert loaded.losses.dropped == status.dropped
 
 
-def test_reasons_of_a_later_release_and_losses_without_a_reason_count_as_other() -> None:
+def test_unknown_reasons_and_losses_without_a_reason_count_as_other() -> None:
     bench = Bench(plan(group_size=4)).start()
     first, second = (grant := bench.granted(most=2)).batch.tasks
     results = [drop(first, "of_tomorrow"), TaskResult(second.task_id, 1, Outcome.DROP, samples_failed=4, lost={"x": 1})]
@@ -97,9 +97,9 @@ def test_reasons_of_a_later_release_and_losses_without_a_reason_count_as_other()
     assert status.lost == {LossReason.OTHER: 4}
 
 
-def test_in_deterministic_mode_a_drop_counts_for_the_step_of_its_place() -> None:
+def test_in_deterministic_mode_a_drop_counts_for_the_step_of_its_admission() -> None:
     losses = Losses()
-    for admission in (5, 1):  # the later step's first
+    for admission in (5, 1):  # the drop of the later step comes first
         losses.drop(admission, DropReason.BAD_ROW)
     losses.batched([0, 2, 3], lambda admission: admission < 4)
     assert losses.batch_drops == {DropReason.BAD_ROW: 1}
@@ -121,7 +121,7 @@ def beat(bench: Bench, *troubles: Trouble, instance: int = 0) -> None:
     bench.ask(Heartbeat(service="rollout", instance=instance, incarnation=7, state="READY", troubles=list(troubles)))
 
 
-def test_troubles_stand_in_the_status_until_a_heartbeat_has_them_no_more() -> None:
+def test_troubles_stay_in_the_status_until_a_heartbeat_lacks_them() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     beat(bench, Trouble(TroubleKind.REWARDS, "rewards failing: 3 of 4"))
@@ -132,7 +132,7 @@ def test_troubles_stand_in_the_status_until_a_heartbeat_has_them_no_more() -> No
 
 
 @pytest.mark.parametrize("request_", [NextBatch(driver=1, step=1), WaitEvals(driver=1, step=5)])
-def test_a_service_that_has_waited_long_enough_ends_what_the_driver_waits_for(request_: NextBatch | WaitEvals) -> None:
+def test_a_service_that_asks_for_the_end_of_the_run_fails_the_drivers_call(request_: NextBatch | WaitEvals) -> None:
     bench = Bench(plan(evals=())).start() if isinstance(request_, NextBatch) else evaluating()
     bench.register("rollout", 0, 7)
     beat(bench, Trouble(TroubleKind.JUDGE, "the judge is out"))
@@ -150,7 +150,7 @@ def evaluating() -> Bench:
     return Bench(plan(evals=(EvalPlan(name="held", rows=[0], samples=1, every=5),))).start()
 
 
-def test_more_troubles_than_a_heartbeat_may_have_are_refused() -> None:
+def test_too_many_troubles_in_a_heartbeat_are_refused() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     many = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y")] * 17)
@@ -159,7 +159,7 @@ def test_more_troubles_than_a_heartbeat_may_have_are_refused() -> None:
     assert "no text has more than 1024 characters" in bench.ask(long).message
 
 
-def test_parts_that_some_tasks_lack_are_nan_there_and_other_columns_are_left_out() -> None:
+def test_parts_that_some_tasks_lack_are_nan_there_and_other_columns_are_omitted() -> None:
     both = {
         "reward": np.zeros(2, np.float32),
         "reward/part/a": np.array([1, 2], np.float32),

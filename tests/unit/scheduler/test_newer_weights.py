@@ -1,4 +1,4 @@
-"""Which heartbeats are told of a newer version: those of engines that hold an older one."""
+"""Announcement of newer versions: heartbeats of engines that hold an older one are told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.scheduler.test_scheduler import Bench
 
 
 def told(bench: Bench, service: str, lineage: int, step: int) -> Any:
-    """The step that an instance holding (lineage, step) is told of, or None."""
+    """Return the step that an instance holding (lineage, step) is told of, or None."""
     bench.register(service, 0, 7)
     beat = Heartbeat(service=service, instance=0, incarnation=7, state="READY", holds_lineage=lineage, holds_step=step)
     ack = bench.ask(beat)
@@ -32,13 +32,13 @@ def test_an_engine_behind_the_newest_version_is_told_of_it(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_an_engine_that_holds_it_is_not(bench: Bench, step: int) -> None:
+def test_an_engine_that_holds_the_newest_version_is_told_nothing(bench: Bench, step: int) -> None:
     assert told(bench, "rollout", 0, step) is None
 
 
-def test_an_engine_without_weights_gets_its_first_with_a_lease(bench: Bench) -> None:
+def test_an_engine_without_weights_gets_its_first_version_with_a_lease(bench: Bench) -> None:
     assert told(bench, "rollout", 0, -1) is None
 
 
-def test_a_service_that_holds_no_policy_is_not(bench: Bench) -> None:
+def test_a_service_without_the_policy_is_told_nothing(bench: Bench) -> None:
     assert told(bench, "reference", 0, 0) is None

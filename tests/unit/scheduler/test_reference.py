@@ -1,4 +1,4 @@
-"""Which version of the policy the reference stands at: the scheduler says so with each lease, on the machine alone."""
+"""The policy version of a refreshed reference, which the scheduler names with each lease, on the state machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY = 2
 
 
 def bench(steps: int = 9) -> Bench:
-    """Four tasks a step, scored by a reference that is refreshed after every second step."""
+    """Return a run of four tasks per step, scored by a reference that is refreshed after every second step."""
     made = Bench(plan(stages=train_graph(with_reference=True), reference_every=EVERY), Configure(steps, 3, 2, False))
     return made.start()
 
@@ -21,7 +21,7 @@ def roll_out(made: Bench) -> None:
 
 
 def score(made: Bench, most: int = 4) -> int:
-    """Score a block; the step of the version that did, 0 for the first model."""
+    """Score a block; return the step of the version that scored it, or 0 for the first model."""
     grant = made.granted("reference", most)
     assert made.complete(grant) == []
     return grant.weights.step if grant.weights is not None else 0
@@ -52,7 +52,7 @@ def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_a_block_ne
     roll_out(made)  # step 2
     roll_out(made)  # step 3, one version ahead
     grant = made.granted("reference", most=100)
-    assert len(ids(grant)) == 4  # those of step 2 only
+    assert len(ids(grant)) == 4  # only tasks of step 2
     assert grant.weights is None
     made.complete(grant)
     assert made.lease("reference", most=100) is None
@@ -63,7 +63,7 @@ def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_a_block_ne
     assert len(ids(answer)) == 4
 
 
-def test_the_reference_s_version_is_kept_while_the_policy_s_go() -> None:
+def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_collected() -> None:
     made = bench()
     for step in range(1, 6):
         roll_out(made)
@@ -72,7 +72,7 @@ def test_the_reference_s_version_is_kept_while_the_policy_s_go() -> None:
     run = made.machine.run
     assert run.versions.at_step(4) is not None
     assert run.versions.at_step(3) is None
-    # until a checkpoint covers them, a return to the first step may ask for the older refresh again
+    # until a checkpoint covers the steps, a return to the first step may need the older refresh again
     assert run.versions.at_step(2) is not None
     made.ask(CheckpointSaved(driver=1, step=5, kept=[5]))
     roll_out(made)
@@ -85,7 +85,7 @@ def test_the_reference_s_version_is_kept_while_the_policy_s_go() -> None:
 def test_after_a_return_to_before_the_refresh_the_first_model_scores_again() -> None:
     made = Bench(
         plan(stages=train_graph(with_reference=True), reference_every=EVERY), Configure(9, 3, 2, True)
-    ).start()  # collected at each commit: no step can be replayed
+    ).start()  # collection at each commit: no step can be replayed
     for step in (1, 2):
         roll_out(made)
         score(made)
@@ -96,14 +96,14 @@ def test_after_a_return_to_before_the_refresh_the_first_model_scores_again() -> 
     info = made.ask(GetRunInfo(driver=1, reload=True, loaded_step=1))
     assert info.committed_step == 1
     made.publish_again(1)
-    roll_out(made)  # under a new fence: what the later version scored is gone with its shards
+    roll_out(made)  # under a new fence: the scores of the later version were collected with their shards
     assert score(made) == 0
     train(made, 2)
     roll_out(made)
     assert score(made) == EVERY
 
 
-def test_a_version_that_went_with_its_store_is_asked_for_from_its_checkpoint() -> None:
+def test_a_version_lost_with_its_store_is_requested_from_its_checkpoint() -> None:
     made = bench()
     for step in (1, 2, 3):
         roll_out(made)

@@ -1,4 +1,4 @@
-"""What no worker of ours sends, and what the journal would keep if it were taken: refused, with nothing half done."""
+"""Requests that no worker sends and that would corrupt the journal: refused without any effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.unit.shared.rpc.rpc_actors import serving, short_directory
 
 
 def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> str:
-    """Why; the journal has no more than before."""
+    """Return why `request` is refused, after a check that the journal has not grown."""
     before = len(bench.journal)
     answer = bench.ask(request)
     assert isinstance(answer, Fail), answer
@@ -57,7 +57,7 @@ def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> st
         {"fence": 1 << 32},
     ],
 )
-def test_weights_whose_name_is_not_that_of_their_step_are_refused(wrong: dict[str, Any]) -> None:
+def test_weights_named_after_another_step_are_refused(wrong: dict[str, Any]) -> None:
     bench = Bench().start()
     right = {
         "lineage": 0, "step": 0, "task_id": "weights/0/0", "fence": 9, "store": STORE, "nbytes": 100,
@@ -97,7 +97,7 @@ def test_one_set_of_scalars_too_many_is_refused_and_its_lease_stays_open() -> No
 
 
 @pytest.mark.parametrize("rewards", [[float("inf"), float("-inf")], [math.nan, math.inf]])
-def test_evaluation_with_rewards_that_have_no_mean_ends(rewards: list[float]) -> None:
+def test_evaluation_whose_rewards_have_no_mean_ends(rewards: list[float]) -> None:
     bench = Bench(plan=plan(evals=(EvalPlan("held", range(4), 1, 1),))).start()
     bench.register("rollout", 0, 7)
     for _ in range(20):
@@ -109,7 +109,7 @@ def test_evaluation_with_rewards_that_have_no_mean_ends(rewards: list[float]) ->
     assert bench.machine.run.evaluations.known("held", 0)
 
 
-def test_the_drivers_part_of_a_row_does_not_name_its_step() -> None:
+def test_the_drivers_metrics_do_not_set_the_step_of_a_row() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     batch = bench.ask(NextBatch(driver=1, step=1))
@@ -125,7 +125,7 @@ def test_the_drivers_part_of_a_row_does_not_name_its_step() -> None:
 
 
 @pytest.mark.parametrize("last", [b"\n", b"{}\n", b"[]\n", b'{"step": 1e999}\n', b"\xff\n", b'{"step": null}\n'])
-def test_metrics_whose_last_line_is_no_row_are_written_anew(tmp_path: Path, last: bytes) -> None:
+def test_metrics_with_an_invalid_last_line_are_rewritten(tmp_path: Path, last: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + last)
     rows = ['{"step": 0}', '{"step": 1}']
@@ -141,7 +141,7 @@ def test_metrics_whose_last_line_is_no_row_are_written_anew(tmp_path: Path, last
     assert path.read_text() == "".join(f"{row}\n" for row in rows)
 
 
-def test_a_row_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+def test_an_existing_row_is_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = ['{"step": 1}', '{"step": 2}']
     made = MetricsFile(path, lambda _: rows, 2, 0)
@@ -151,7 +151,7 @@ def test_a_row_that_is_there_already_is_not_written_again(tmp_path: Path) -> Non
     assert path.read_text() == "".join(f"{row}\n" for row in rows)
 
 
-def test_client_that_was_given_an_endpoint_it_cannot_use_takes_the_next_one() -> None:
+def test_client_given_an_unusable_endpoint_can_use_the_next_one() -> None:
     async def main(folder: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         async with serving(f"ipc://{folder}/echo-0", (Ping, lambda _, __: Ack())) as (_, bound):

@@ -1,4 +1,4 @@
-"""What a run does when it goes back: the tasks of the steps taken back come first, whatever else was decided stays."""
+"""Rewinds of a run: the tasks of undone steps come first, and other decisions are kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
-    """Everything was killed; the stores come back empty, and the driver loads a checkpoint (-1: the newest)."""
+    """Kill everything; the stores come back empty and the driver loads a checkpoint (-1: the newest)."""
     life = bench.machine.run.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))
@@ -44,7 +44,7 @@ def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
 
 
 def lease_now(bench: Bench) -> LeaseGrant | None:
-    """Up to two tasks; None, and no call that is held back, when there are none."""
+    """Lease up to two tasks; return None, with no call held back, if there are none."""
     request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=7, max_tasks=2)
     grant = bench.ask(request, wait_s=0.0)
     bench.event(Tick())
@@ -61,7 +61,7 @@ def saved(bench: Bench, step: int, *kept: int, at_stop: bool = False) -> None:
 
 @pytest.mark.parametrize("config", [AT_COMMIT, AT_CHECKPOINT], ids=["commit", "checkpoint"])
 @pytest.mark.parametrize("by_completion", [False, True], ids=["order", "completion"])
-def test_the_tasks_of_steps_taken_back_are_sampled_again_before_all_others(
+def test_the_tasks_of_undone_steps_are_sampled_again_before_all_others(
     config: Configure, *, by_completion: bool
 ) -> None:
     bench = begun(plan(by_completion=by_completion), config)
@@ -80,7 +80,7 @@ def test_the_tasks_of_steps_taken_back_are_sampled_again_before_all_others(
     assert names(bench.step(5)) == ids(waits)
 
 
-def test_filtered_and_dropped_tasks_stay_so() -> None:
+def test_filtered_and_dropped_tasks_stay_dropped() -> None:
     bench = begun(plan(filter_limit=8))
     bad = bench.granted(most=2)
     bench.complete(bad, outcome=Outcome.DROP)
@@ -101,8 +101,8 @@ def test_filtered_and_dropped_tasks_stay_so() -> None:
     assert not {*ids(bad), *ids(equal)} & {*lost}
 
 
-def test_a_run_that_goes_back_further_opens_those_tasks_first() -> None:
-    """The newest checkpoint turns out to be damaged, after some tasks were opened again."""
+def test_a_run_that_goes_back_further_reopens_the_earlier_tasks_first() -> None:
+    """The newest checkpoint turns out to be damaged after some tasks were reopened."""
     bench = begun(plan(), AT_COMMIT)
     steps = [names(bench.step(1))]
     saved(bench, 1)
@@ -116,7 +116,7 @@ def test_a_run_that_goes_back_further_opens_those_tasks_first() -> None:
     assert [names(bench.step(step)) for step in (2, 3, 4, 5)] == steps[1:]
 
 
-def test_identities_last_until_the_oldest_checkpoint_covers_them() -> None:
+def test_identities_are_kept_until_the_oldest_checkpoint_covers_them() -> None:
     bench = begun(plan(), AT_COMMIT)
     for step in (1, 2, 3, 4):
         bench.step(step)
@@ -124,7 +124,7 @@ def test_identities_last_until_the_oldest_checkpoint_covers_them() -> None:
     assert list(bench.machine.run.identities) == [4]
 
 
-def test_a_checkpoint_made_at_a_stop_is_one_more_to_fall_back_to() -> None:
+def test_a_checkpoint_made_at_a_stop_leaves_earlier_ones_to_fall_back_to() -> None:
     bench = begun(plan(), Configure(9, 3, 1, False))
     bench.step(1)
     saved(bench, 1)
@@ -132,16 +132,16 @@ def test_a_checkpoint_made_at_a_stop_is_one_more_to_fall_back_to() -> None:
     saved(bench, 3, 1, at_stop=True)
     resumed(bench)
     assert bench.machine.run.committed_step == 3
-    resumed(bench, loaded=1)  # that of step 3 is damaged
+    resumed(bench, loaded=1)  # the checkpoint of step 3 is damaged
     assert [names(bench.step(step)) for step in (2, 3)] == lost
 
 
 @pytest.mark.parametrize(("config", "steps"), [(AT_COMMIT, 2), (AT_CHECKPOINT, 3)], ids=["commit", "checkpoint"])
 @pytest.mark.parametrize("by_completion", [False, True], ids=["order", "completion"])
-def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits(
+def test_reopened_tasks_never_exceed_a_store_of_the_smallest_accepted_size(
     config: Configure, steps: int, *, by_completion: bool
 ) -> None:
-    """The tasks of two steps, and of one that waits for its checkpoint: what `worst_case_bytes` asks for."""
+    """The store fits what `worst_case_bytes` asks for: tasks of two steps, and of one that waits for its checkpoint."""
     limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
     bench = begun(made, config, limit_bytes)
@@ -150,7 +150,7 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
     kept, ordered = [0], 0
 
     def train(step: int) -> list[str]:
-        """The checkpoint that a step orders is saved beside the next one."""
+        """Train a step, during which the checkpoint that the previous step ordered is saved."""
         nonlocal most, ordered
         held: list[LeaseGrant] = []
         while not isinstance(batch := bench.ask(NextBatch(driver=1, step=step)), StepBatch):
@@ -184,7 +184,7 @@ def test_tasks_that_are_opened_again_never_take_more_than_a_store_that_just_fits
     assert len(trained) == len(set(trained))
 
 
-def test_rows_of_steps_taken_back_are_discarded_and_written_again() -> None:
+def test_rows_of_undone_steps_are_discarded_and_written_again() -> None:
     bench = begun(plan())
     for step in (1, 2, 3):
         bench.step(step)
@@ -198,7 +198,7 @@ def test_rows_of_steps_taken_back_are_discarded_and_written_again() -> None:
     assert [effect.step for effect in bench.effects if isinstance(effect, WriteRow)] == [2]
 
 
-def test_a_run_that_stands_at_its_checkpoint_does_not_go_back() -> None:
+def test_a_run_at_its_checkpoint_does_not_go_back() -> None:
     bench = begun(plan())
     bench.step(1)
     saved(bench, 1)
@@ -208,7 +208,7 @@ def test_a_run_that_stands_at_its_checkpoint_does_not_go_back() -> None:
     assert names(bench.step(2)) == ids(grant)
 
 
-def test_going_back_replays_to_the_same_state() -> None:
+def test_a_rewind_replays_to_the_same_state() -> None:
     bench = begun(plan(), AT_COMMIT)
     for step in (1, 2, 3, 4):
         bench.step(step)

@@ -1,4 +1,4 @@
-"""The transition table, the story of a task, and what `validate` finds."""
+"""The transition table, the story of a task, and the errors that `validate` finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.scheduler.test_scheduler import Bench, ids
 
 @pytest.mark.parametrize("before", TaskState)
 @pytest.mark.parametrize("after", TaskState)
-def test_a_task_moves_along_the_table_of_transitions_only(before: TaskState, after: TaskState) -> None:
+def test_a_task_moves_only_along_the_table_of_transitions(before: TaskState, after: TaskState) -> None:
     tasks = Tasks(stages=1)
     task = tasks.add("train/0/0", 0)
     task.state = before
@@ -56,7 +56,7 @@ def test_story_tells_every_change_of_a_task_with_its_cause() -> None:
         ("clears", 1, "1 stores are to acknowledge its last clear"),
     ],
 )
-def test_validate_names_the_task_that_is_wrong_and_tells_its_story(field: str, value: object, problem: str) -> None:
+def test_validate_names_an_inconsistent_task_and_tells_its_story(field: str, value: object, problem: str) -> None:
     run = Bench().start().machine.run
     run.validate()
     task = next(iter(run.tasks))
@@ -65,7 +65,7 @@ def test_validate_names_the_task_that_is_wrong_and_tells_its_story(field: str, v
         run.validate()
 
 
-def test_validate_finds_wrong_counts_and_a_task_that_no_lease_would_get() -> None:
+def test_validate_finds_wrong_counts_and_a_task_that_no_lease_can_get() -> None:
     run = Bench().start().machine.run
     run.tasks.counts[TaskState.READY] += 1
     run.waiting[0].pop()

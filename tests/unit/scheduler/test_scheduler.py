@@ -1,4 +1,4 @@
-"""The rules of a task's life, on the state machine alone: no socket, no clock, no file."""
+"""The life cycle of tasks on the state machine alone: no socket, no clock, no file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def plan(**changes: Any) -> Plan:
 
 @dataclass
 class Bench:
-    """A machine with a clock of its own; keeps all effects and the journal."""
+    """A state machine with its own clock, which keeps all effects and the journal."""
 
     plan: Plan = field(default_factory=plan)
     config: Configure = field(default_factory=lambda: Configure(5, 3, 2, False))
@@ -107,7 +107,7 @@ class Bench:
         return self._keep(self.machine.handle(event, self.now))
 
     def ask(self, request: Any, *, wait_s: float = 5.0) -> Any:
-        """The reply, a Fail, or None while the call is held back."""
+        """Return the reply, a Fail, or None while the call is held back."""
         self.calls += 1
         asked = Asked(self.calls, request, self.now + wait_s, (1, self.calls))
         return self.answer(self.event(asked), self.calls)
@@ -159,7 +159,7 @@ class Bench:
         return self.ask(PublishWeights(driver=1, ref=ref))
 
     def publish_again(self, step: int) -> Any:
-        """Under the lineage that the scheduler has opened since."""
+        """Publish a step under the newest lineage of the scheduler."""
         self.lineage = self.machine.run.lineage
         return self.publish(step)
 
@@ -235,7 +235,7 @@ class Bench:
         return dict(self.ask(GetStatus()).tasks)
 
     def acknowledge(self) -> set[tuple[str, int]]:
-        """Let the store acknowledge everything it is told to clear; returns what that was."""
+        """Have the store acknowledge everything it was told to clear, and return that."""
         done: set[tuple[str, int]] = set()
         seen = 0
         while seen < len(self.effects):
@@ -256,7 +256,7 @@ def ids(grant: LeaseGrant) -> list[str]:
 # ------------------------------------------------------------------------------------------------ fences, leases
 
 
-def test_an_accepted_result_again_is_a_no_op_and_other_content_a_conflict() -> None:
+def test_a_repeated_result_is_a_no_op_and_other_content_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted()
     assert bench.complete(grant, content=5) == []
@@ -288,7 +288,7 @@ def test_a_result_counts_only_under_the_lease_that_holds_its_task() -> None:
     assert bench.complete(other) == []
 
 
-def test_a_result_of_a_former_life_of_the_holder_is_refused() -> None:
+def test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused() -> None:
     bench = Bench().start()
     grant = bench.granted(life=8)
     assert {refusal.code for refusal in bench.complete(grant, life=7)} == {ErrorCode.LOST}
@@ -305,7 +305,7 @@ def test_a_result_counts_only_for_the_stage_of_its_lease() -> None:
     assert bench.counts()["ROLLED_OUT"] == len(ids(rollout))
 
 
-def test_a_fence_that_was_never_given_is_a_conflict() -> None:
+def test_a_fence_that_was_never_granted_is_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
     result = TaskResult(ids(grant)[0], 9, Outcome.DONE, STORE, 1, 0, 0, 0)
@@ -324,7 +324,7 @@ def test_only_progress_renews_a_lease() -> None:
     assert list(ack.lost_leases) == [stuck.lease_id]
 
 
-def test_a_new_life_frees_the_leases_of_the_old_one_and_answers_its_held_back_call() -> None:
+def test_a_new_incarnation_frees_the_leases_of_the_old_one_and_answers_its_held_back_call() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     first, second = bench.granted(), bench.granted()
@@ -339,7 +339,7 @@ def test_a_new_life_frees_the_leases_of_the_old_one_and_answers_its_held_back_ca
 
 
 @pytest.mark.parametrize("untouched", [True, False])
-def test_leases_handed_back_count_as_attempts_unless_nothing_was_made_of_their_tasks(untouched: bool) -> None:
+def test_leases_handed_back_count_as_attempts_unless_their_tasks_are_untouched(untouched: bool) -> None:
     bench = Bench().start()
     for _ in range(3 * FAILURE):
         grant = bench.granted(most=1)
@@ -349,7 +349,7 @@ def test_leases_handed_back_count_as_attempts_unless_nothing_was_made_of_their_t
 
 
 @pytest.mark.parametrize("untouched", [True, False])
-def test_leases_that_expire_count_as_attempts_unless_they_only_waited_for_their_turn(untouched: bool) -> None:
+def test_expired_leases_count_as_attempts_unless_their_tasks_are_untouched(untouched: bool) -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     for _ in range(3):
@@ -365,7 +365,7 @@ def test_leases_that_expire_count_as_attempts_unless_they_only_waited_for_their_
     assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
 
 
-def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_it() -> None:
+def test_a_task_is_dropped_after_its_attempts_and_the_next_step_continues_without_it() -> None:
     bench = Bench().start()
     for attempt in range(3):
         grant = bench.granted(most=1)
@@ -377,7 +377,7 @@ def test_a_task_is_dropped_after_its_attempts_and_the_next_step_goes_on_without_
     assert ("train/0/0", 3) in bench.acknowledge()
 
 
-def test_a_run_all_of_whose_tasks_are_dropped_ends_and_goes_on_when_it_is_resumed() -> None:
+def test_a_run_whose_tasks_are_all_dropped_ends_and_continues_when_it_is_resumed() -> None:
     bench = Bench().start()
     assert bench.ask(NextBatch(driver=1, step=1)) is None
     waiting = bench.calls
@@ -412,7 +412,7 @@ def test_tasks_left_out_of_a_final_completion_are_leased_again() -> None:
     assert ids(bench.granted(most=3)) == ids(grant)[1:]
 
 
-def test_the_request_that_was_granted_gets_the_same_grant_when_it_is_retried() -> None:
+def test_a_retried_request_gets_the_same_grant() -> None:
     bench = Bench().start()
     request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=7, max_tasks=2)
     first = bench.answer(bench.event(Asked("a", request, 5.0, (7, 41))), "a")  # type: ignore[arg-type]
@@ -467,7 +467,7 @@ def test_a_lost_reference_lease_sends_the_task_back_to_the_start() -> None:
 # ------------------------------------------------------------------------------------------------ admission
 
 
-def test_live_tasks_never_pass_the_bound() -> None:
+def test_live_tasks_never_exceed_the_bound() -> None:
     bench = Bench().start()
     leased = []
     while isinstance(grant := bench.lease(), LeaseGrant):
@@ -476,7 +476,7 @@ def test_live_tasks_never_pass_the_bound() -> None:
     assert bench.machine.run.window.live == 8
 
 
-def test_the_tasks_of_a_step_that_is_being_trained_are_live_until_it_is_committed() -> None:
+def test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
@@ -505,7 +505,7 @@ def test_a_lease_never_spans_two_steps() -> None:
     assert [len(ids(bench.granted(most=3))) for _ in range(4)] == [3, 1, 3, 1]
 
 
-def test_staleness_zero_goes_on_after_a_drop() -> None:
+def test_staleness_zero_continues_after_a_drop() -> None:
     bench = Bench(plan(staleness=0)).start()
     grant = bench.granted(most=4)
     bench.complete(grant, outcome=Outcome.DROP, tasks=1, final=False)
@@ -535,7 +535,7 @@ def test_a_step_consumes_in_admission_order_and_waits_for_the_oldest() -> None:
     assert batch.scalars["length"].tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
 
 
-def test_room_holds_admission_back_but_never_the_next_step() -> None:
+def test_lack_of_room_delays_admission_but_never_the_next_step() -> None:
     bench = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=900)
     assert bench.machine.run.window.live == 6  # 900 - 3 versions of 100 bytes
     small = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=100)
@@ -550,7 +550,7 @@ def test_trained_bytes_that_fill_the_store_order_a_checkpoint() -> None:
 
 def test_every_epoch_has_its_own_order_of_all_usable_rows() -> None:
     order = EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True))
-    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # never of two epochs at once
+    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # never rows of two epochs at once
     assert all(sorted(rows) == [0, 2, 3, 5] for _, rows in epochs)
     assert [epoch for epoch, _ in epochs] == [0, 1, 2]
     assert len({tuple(rows) for _, rows in epochs}) > 1
@@ -584,7 +584,7 @@ def test_a_commit_is_carried_out_once() -> None:
     assert [(effect.step, effect.state) for effect in saved] == [(1, "BATCHED"), (1, "TRAINED")]
 
 
-def test_a_newer_driver_fences_the_older_off() -> None:
+def test_a_newer_driver_fences_off_the_older_one() -> None:
     bench = Bench().start()
     bench.ask(GetRunInfo(driver=2))
     for request in (NextBatch(driver=1, step=1), GetRunInfo(driver=1)):
@@ -601,7 +601,7 @@ def test_a_reload_begins_a_lineage_and_replays_the_journaled_batches() -> None:
     bench.lineage = 1
     assert [bench.ask(NextBatch(driver=1, step=step)).batch for step in (1, 2, 3)] == batches
     bench.publish(0)
-    assert bench.lease() is None  # tasks of step 5 wait until the new lineage is there again
+    assert bench.lease() is None  # tasks of step 5 wait for the first version of the new lineage
 
 
 # ------------------------------------------------------------------------------------------------ collection
@@ -620,7 +620,7 @@ def test_trained_tasks_wait_for_the_oldest_kept_checkpoint() -> None:
     assert bench.counts()["TRAINED"] == 8
 
 
-def test_reconciliation_clears_what_nobody_may_read_and_nothing_else() -> None:
+def test_reconciliation_clears_only_shards_that_no_peer_may_read() -> None:
     bench = Bench().start()
     leased, done = bench.granted(most=1), bench.granted(most=1)
     bench.complete(done)
@@ -632,7 +632,7 @@ def test_reconciliation_clears_what_nobody_may_read_and_nothing_else() -> None:
         PutTask(ids(lost)[0], 1),
         PutTask("train/0/77", 1),
         PutTask("weights/0/0", 1),
-        PutTask("weights/0/1", 1),  # put, about to be published
+        PutTask("weights/0/1", 1),  # put and about to be published
     ]
     cleared = [
         effect for effect in bench.event(Listed(STORE, held)) if isinstance(effect, SendClear) and not effect.tracked
@@ -640,7 +640,7 @@ def test_reconciliation_clears_what_nobody_may_read_and_nothing_else() -> None:
     assert [each.tasks for each in cleared] == [[PutTask(ids(lost)[0], 1), PutTask("train/0/77", 1)]]
 
 
-def test_a_version_goes_when_no_lease_and_no_evaluation_names_it() -> None:
+def test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it() -> None:
     bench = Bench().start()
     grant = bench.granted()
     old = bench.granted(most=1)
@@ -652,8 +652,8 @@ def test_a_version_goes_when_no_lease_and_no_evaluation_names_it() -> None:
     assert bench.machine.run.versions.newest == (0, 1)
 
 
-def test_slow_leases_name_as_many_versions_as_the_staleness_lets_live_and_no_more() -> None:
-    """Of each of the steps 5 to 9 a task does not end, each leased under another version; steps 1 to 4 are trained."""
+def test_slow_leases_keep_no_more_versions_alive_than_the_staleness_allows() -> None:
+    """Steps 1 to 4 are trained. One task of each of the steps 5 to 9 never ends, each leased under another version."""
     bench = Bench(plan(staleness=4, tasks_per_step=2), Configure(20, 3, 2, False)).start()
     slow: list[LeaseGrant] = []
     for newest in range(5):
@@ -690,7 +690,7 @@ def test_evaluations_come_first_with_exactly_their_version_and_outside_admission
     assert [(e.version, e.accuracy) for e in bench.effects if isinstance(e, SaveEval)] == [(0, 0.5)]
 
 
-def test_rows_leave_in_step_order_and_wait_for_their_evaluation() -> None:
+def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     bench = Bench(evaluated(), Configure(3, 3, 2, False)).start()
     held = bench.granted(most=8)
     for _ in range(2):
@@ -707,7 +707,7 @@ def test_rows_leave_in_step_order_and_wait_for_their_evaluation() -> None:
 
 
 def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
-    """Rows [1, 0, 0, 0] and [0, 0, 0, 0] and [1, 1, 0, 0]: a mean of 0.25, and two of three rows solved."""
+    """Rows [1, 0, 0, 0], [0, 0, 0, 0] and [1, 1, 0, 0] have a mean of 0.25, and two of three rows are solved."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)
     bench.complete(grant, samples=4, reward=[1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0])
@@ -718,7 +718,7 @@ def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
 
 
 def test_samples_of_an_evaluation_that_failed_are_wrong_answers_and_counted() -> None:
-    """Of four samples a row: one solved and three failed, all failed, and a row that could never be asked."""
+    """Rows of four samples: one solved and three failed, all failed, and a row that could not be asked at all."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)
     first, second, third = grant.batch.tasks
@@ -753,7 +753,7 @@ def test_a_held_back_call_is_answered_before_its_deadline() -> None:
 
 
 def played() -> Bench:
-    """A history with everything in it: drops, losses, retries, evaluations, checkpoints, a reload."""
+    """Return a run whose history has drops, losses, retries, evaluations, checkpoints and a reload."""
     bench = Bench(
         plan(
             stages=train_graph(with_reference=True),
@@ -799,7 +799,7 @@ def test_replay_gives_the_same_state() -> None:
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
-def test_replay_goes_on_from_a_snapshot(part: float) -> None:
+def test_replay_continues_from_a_snapshot(part: float) -> None:
     bench = played()
     cut = int(len(bench.journal) * part)
     run = RunState(bench.plan)

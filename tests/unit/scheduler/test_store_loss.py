@@ -1,4 +1,4 @@
-"""A store that comes back without its data: unfinished tasks are rolled again, the run returns to its checkpoint."""
+"""A store that comes back without its data: unfinished tasks are sampled again, the run returns to its checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_restart_with_the_same_data_loses_nothing() -> None:
     assert bench.counts()["READY"] == 4
 
 
-def test_lost_data_rolls_unfinished_tasks_again_under_a_higher_fence() -> None:
+def test_lost_data_makes_unfinished_tasks_sampled_again_under_a_higher_fence() -> None:
     bench = started()
     grant = bench.granted()
     bench.complete(grant)
@@ -82,7 +82,7 @@ def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_the_same_tasks_a
     assert not {task.task_id for task in first.batch.tasks} & {task.task_id for task in batch.batch.tasks}
 
 
-def test_an_open_step_whose_shards_are_lost_is_given_up() -> None:
+def test_an_open_step_whose_shards_are_lost_is_abandoned() -> None:
     bench = started()
     assert bench.ask(NextBatch(driver=1, step=1)) is None
     held = bench.calls
@@ -115,13 +115,13 @@ def test_a_driver_that_does_not_resume_is_refused_after_the_loss() -> None:
     assert bench.ask(GetRunInfo(driver=1)).checkpoint_step == -1
 
 
-def test_an_evaluation_nobody_can_score_any_more_leaves_no_result_and_holds_no_row_back() -> None:
+def test_an_evaluation_that_can_no_longer_be_scored_has_no_result_and_delays_no_row() -> None:
     bench = Bench(plan=plan(evals=(EvalPlan("test", range(2), 1, 1),)))
     register(bench, "a", 1)
     bench.ask(GetRunInfo(driver=1))
     bench.publish(0)
     bench.ask(Heartbeat(service="rollout", instance=0, incarnation=7, state="READY"))
-    while (grant := bench.granted()).split != "train":  # the evaluation is leased and never done
+    while (grant := bench.granted()).split != "train":  # the evaluation is leased and never completed
         pass
     bench.complete(grant)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
@@ -132,7 +132,7 @@ def test_an_evaluation_nobody_can_score_any_more_leaves_no_result_and_holds_no_r
     assert 0 in [effect.step for effect in bench.effects if isinstance(effect, WriteRow)]
 
 
-def test_a_finished_run_goes_on_with_more_steps() -> None:
+def test_a_finished_run_continues_with_more_steps() -> None:
     bench = started()
     bench.step(1)
     bench.ask(FinishRun(driver=1))

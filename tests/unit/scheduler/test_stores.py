@@ -1,4 +1,4 @@
-"""A run with two stores: which of them has to clear what, and how much each has room for."""
+"""A run with two stores: the clears of each and the room in each."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ AT_COMMIT = Configure(9, 3, 2, True)
 
 @dataclass
 class TwoHosts(Bench):
-    """The trainer and `rollout/0` at home, `rollout/1` on a host that joined with a store of its own."""
+    """The trainer and `rollout/0` are at home; `rollout/1` is on a joined host with its own store."""
 
     def begin(self, home_bytes: int = 1 << 30, away_bytes: int = 1 << 30) -> TwoHosts:
         self.register("rollout", 0, 7, host_id="home")
         self.register("rollout", 1, 8, host_id="away")
         stores = [(home_bytes, "batch-store", 0, 1, "home"), (away_bytes, "batch-store", 1, 5, "away")]
-        for limit, *instance, host in sorted(stores):  # the first that registers lets tasks in
+        for limit, *instance, host in sorted(stores):  # the first registration admits tasks
             self.register(*instance, limit_bytes=limit, host_id=host, data_id=f"data of {host}")
         self.ask(GetRunInfo(driver=1))
         self.publish(0)
         return self
 
     def beat(self, service: str, instance: int, life: int, *leases: LeaseProgress) -> list[int]:
-        """Which leases it hears are lost."""
+        """Send a heartbeat; return the leases that its answer declares lost."""
         beat = Heartbeat(service=service, instance=instance, incarnation=life, state="READY", leases=list(leases))
         lost: list[int] = self.ask(beat).lost_leases
         return lost
 
     def acknowledges(self, store: str) -> None:
-        """All that it was told so far."""
+        """Acknowledge every clear that `store` was told so far."""
         while told := self.machine.run.clears.head(store):
             self.event(ClearDone(store, len(told)))
 
     def sent(self) -> dict[str, list[str]]:
-        """What each store is being told to clear."""
+        """Return the tasks that each store was told to clear."""
         told: dict[str, list[str]] = {}
         for effect in self.effects:
             if isinstance(effect, SendClear) and effect.tracked:
@@ -69,23 +69,23 @@ def steps(bench: TwoHosts, store: str) -> list[bool]:
 
 
 def test_one_full_store_orders_a_checkpoint_however_empty_the_other_is() -> None:
-    """A step puts 200 bytes; 400 are kept for live tasks, 300 at home for weights."""
+    """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 at home for weights."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 400 + 1000), AWAY)
-    assert away == [False] * 4 + [True] * 5  # 1000 bytes are more than 0.8 of 1000
+    assert away == [False] * 4 + [True] * 5  # after five steps 1000 of 1000 bytes are in use, which is over 0.8
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
 
 def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
-    """20 tokens a task: 80 bytes a step, beside rollouts that lie elsewhere."""
+    """20 tokens per task are 80 bytes per step; the rollouts are in the other store."""
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
     assert steps(bench, AWAY) == [False, False, *[True] * 7]
     assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
-def test_what_each_stage_made_counts_where_it_was_put() -> None:
+def test_results_of_each_stage_count_in_the_store_where_they_were_put() -> None:
     bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
     run = bench.machine.run
     bench.complete(bench.granted(), store=AWAY)
@@ -113,13 +113,13 @@ def test_a_task_is_admitted_when_every_store_could_hold_it() -> None:
 # ------------------------------------------------------------------------------------------------ clears
 
 
-def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_for_these_only() -> None:
+def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     home = {task.task_id for task in bench.step(1, STORE).batch.tasks}
     assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
     bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 4
-    bench.step(2, AWAY)  # the trainer's log-probs may lie at home
+    bench.step(2, AWAY)  # the trainer's log-probs may be in the store at home
     bench.acknowledges(AWAY)
     assert bench.counts()["COLLECTED"] == 4
     bench.acknowledges(STORE)
@@ -133,21 +133,21 @@ def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
     told = bench.sent()
     assert told[AWAY] == ids(there)
     assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # the trainer's store is always asked
-    late = PutTask(ids(here)[0], 1)  # put into the store that was told nothing: an instance that moved
+    late = PutTask(ids(here)[0], 1)  # an instance that moved put it into the store that was told nothing
     [sent] = [
         effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
     ]
     assert sent.tasks == [late]
 
 
-def test_an_instance_that_comes_up_on_another_host_has_put_into_the_store_of_the_former() -> None:
+def test_an_instance_that_restarts_on_another_host_is_cleared_in_its_former_store() -> None:
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     bench.register("rollout", 1, 9, host_id="home")
     assert bench.sent()[AWAY] == ids(there)
 
 
-def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> None:
+def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     for step in range(1, 9):
         assert isinstance(bench.step(step, STORE), StepBatch)
@@ -161,7 +161,7 @@ def test_a_store_that_never_answers_keeps_nothing_of_the_others_waiting() -> Non
 
 
 def quiet(bench: TwoHosts, *, alive: tuple[tuple[str, int, int], ...] = (("batch-store", 0, 1),)) -> None:
-    """Time passes until a store that says nothing is gone; everybody in `alive` goes on beating."""
+    """Let time pass until a silent store is declared gone, while the instances in `alive` send heartbeats."""
     for _ in range(5):
         bench.now += STORE_GONE_S / 4
         for service, instance, life in alive:
@@ -186,26 +186,26 @@ def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() 
     assert bench.machine.run.limit_bytes == 1 << 30
     assert bench.machine.run.clears.stores == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
-    assert bench.event(ClearDone(AWAY, 4)) == []  # of the message that was on its way
+    assert bench.event(ClearDone(AWAY, 4)) == []  # acknowledges the message that was on its way
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
     bench.step(2, STORE)
     assert replays_alike(bench)
 
 
-def test_a_placed_store_is_waited_for_however_long_it_takes() -> None:
+def test_a_placed_store_is_waited_for_indefinitely() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
     assert bench.machine.run.clears.stores == [STORE, AWAY]
 
 
-def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> None:
+def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_others_stay() -> None:
     bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
     here = bench.granted(most=2)
     bench.complete(here, store=STORE)
     there = bench.granted(most=2, instance=1, life=8)
     bench.complete(there, store=AWAY, life=8)
     reading = bench.granted("reference", most=1)
-    bench.complete(reading, store=AWAY)  # of a task whose rollout lies at home
+    bench.complete(reading, store=AWAY)  # of a task whose rollout is at home
     quiet(bench)
     again = bench.granted(most=4)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
@@ -216,11 +216,11 @@ def test_unfinished_tasks_of_a_gone_store_are_rolled_again_and_others_stay() -> 
     assert replays_alike(bench)
 
 
-def test_leases_on_the_host_of_a_gone_store_go_to_others_though_their_holder_lives() -> None:
+def test_leases_on_the_host_of_a_gone_store_are_reassigned_although_their_holder_is_alive() -> None:
     bench = TwoHosts().begin()
     here = bench.granted(most=2)
     there = bench.granted(most=2, instance=1, life=8)
-    for progress in range(1, 10):  # its put never comes to an end, and each attempt counts as progress
+    for progress in range(1, 10):  # its put never succeeds, and each attempt counts as progress
         bench.now += STORE_GONE_S / 8
         bench.beat("batch-store", 0, 1)
         bench.beat("rollout", 0, 7, LeaseProgress(here.lease_id, progress))
@@ -248,7 +248,7 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
     assert bench.machine.run.leases.get(there.lease_id) is not None
 
 
-def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
+def test_a_result_in_a_gone_store_is_made_again() -> None:
     bench = TwoHosts().begin()
     quiet(bench)
     grant = bench.granted(instance=1, life=8)
@@ -258,7 +258,7 @@ def test_a_result_that_lies_in_a_gone_store_is_made_again() -> None:
     assert {task.fence for task in again.batch.tasks} == {2}
 
 
-def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_goes_on() -> None:
+def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_continues() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1, AWAY)
     quiet(bench)
@@ -271,7 +271,7 @@ def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_goes_on() 
     assert replays_alike(bench)
 
 
-def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
+def test_a_trainer_that_reloads_before_that_checkpoint_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -284,7 +284,7 @@ def test_a_trainer_that_reloads_before_that_checkpoint_goes_back() -> None:
     assert replays_alike(bench)
 
 
-def test_an_open_step_that_reads_from_a_gone_store_is_given_up() -> None:
+def test_an_open_step_that_reads_from_a_gone_store_is_abandoned() -> None:
     bench = TwoHosts().begin()
     bench.complete(bench.granted(), store=AWAY)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
@@ -295,7 +295,7 @@ def test_an_open_step_that_reads_from_a_gone_store_is_given_up() -> None:
     assert replays_alike(bench)
 
 
-def test_a_store_that_comes_back_late_is_reconciled_and_owes_nothing() -> None:
+def test_a_store_that_comes_back_late_is_reconciled_without_pending_clears() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     [old, *_] = bench.step(1, AWAY).batch.tasks
     quiet(bench)
@@ -309,7 +309,7 @@ def test_a_store_that_comes_back_late_is_reconciled_and_owes_nothing() -> None:
     assert replays_alike(bench)
 
 
-def test_a_gone_store_that_comes_back_without_what_is_wanted_of_it_takes_the_run_back() -> None:
+def test_a_gone_store_that_comes_back_without_needed_shards_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1, AWAY)
     quiet(bench)
@@ -322,25 +322,26 @@ def come_back_empty(bench: TwoHosts) -> None:
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
 
 
-def test_a_store_that_held_nothing_and_comes_back_empty_takes_no_step_back() -> None:
+def test_an_unused_store_that_comes_back_empty_undoes_no_step() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     waits = bench.granted()
     bench.complete(waits)
     come_back_empty(bench)
-    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver goes on too
+    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver continues too
     assert bench.machine.run.lineage == 0
     assert replays_alike(bench)
 
 
-def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_rolled_again_and_no_step_is_taken_back() -> None:
+def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_sampled_again_without_a_rewind() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     finished = bench.granted(most=2)
     bench.complete(finished, store=AWAY)
     there, here = bench.granted(most=1, instance=1, life=8), bench.granted(most=1)
     come_back_empty(bench)
-    assert [refusal.code for refusal in bench.complete(there, store=AWAY, life=8)] == ["collected"]  # it was put before
+    # it was put before the loss
+    assert [refusal.code for refusal in bench.complete(there, store=AWAY, life=8)] == ["collected"]
     assert bench.complete(here) == []
     again = bench.granted(most=4)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
@@ -350,7 +351,7 @@ def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_rolled_again_and_
     assert replays_alike(bench)
 
 
-def test_a_store_that_comes_back_without_what_a_step_was_made_of_takes_the_run_back() -> None:
+def test_a_store_that_comes_back_without_the_shards_of_a_step_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1, AWAY)
     come_back_empty(bench)

@@ -1,4 +1,4 @@
-"""Access files: one role's secret and where the run answers; made, read and refused."""
+"""Access files, with one role's secret and the endpoints of the run: written, read and refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> Iterator[RunDir]:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_an_access_file_holds_one_secret_and_where_the_run_answers(home: RunDir, tmp_path: Path, role: Role) -> None:
+def test_an_access_file_holds_one_secret_and_the_endpoints_of_the_run(home: RunDir, tmp_path: Path, role: Role) -> None:
     file = tmp_path / "file"
     launch_access.export(home, role, file)
     assert file.stat().st_mode & 0o777 == 0o600
@@ -46,7 +46,7 @@ def test_an_access_file_holds_one_secret_and_where_the_run_answers(home: RunDir,
     assert load(home.keys, role).secret.decode() not in repr(found)
 
 
-def test_a_file_that_others_could_read_is_replaced_by_one_that_they_cannot(home: RunDir, tmp_path: Path) -> None:
+def test_a_file_that_others_could_read_is_replaced_by_a_private_one(home: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
     file.chmod(0o644)
@@ -80,7 +80,7 @@ def test_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
     assert load(home.keys, Role.OPERATOR).secret.decode() not in text
 
 
-def test_a_run_that_answers_no_other_machine_hands_out_nothing(tmp_path: Path) -> None:
+def test_a_run_that_listens_only_locally_writes_no_access_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     try:
         with pytest.raises(RpcError, match=r"answers this machine only; set transport\.listen"):

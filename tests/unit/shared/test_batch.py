@@ -1,4 +1,4 @@
-"""Batch: cutting and joining keep every task once, and only `fetch` moves data."""
+"""Batch: splitting and joining keep every task once, and only `fetch` moves data."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_status_tells_where_the_data_is() -> None:
     assert Batch(meta([])).status is BatchStatus.EMPTY
 
 
-def test_item_of_a_remote_batch_says_to_fetch_first() -> None:
+def test_item_of_a_remote_batch_is_refused_until_it_is_fetched() -> None:
     with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
         Batch(meta([1]))["a"]
 
 
-def test_items_of_a_local_batch_are_one_array_a_task() -> None:
+def test_items_of_a_local_batch_are_one_array_per_task() -> None:
     assert [array.tolist() for array in local([1, 2])["b"]] == [[98], [98, 98]]
     with pytest.raises(KeyError, match="holds a, b"):
         local([1])["c"]
@@ -55,7 +55,7 @@ def test_fetch_without_a_client_is_refused() -> None:
         asyncio.run(Batch(meta([1])).fetch(["a"]))
 
 
-def test_task_that_comes_twice_is_refused() -> None:
+def test_duplicate_task_is_refused() -> None:
     one = meta([1])
     with pytest.raises(ValueError, match="comes twice"):
         Batch(BatchMeta(tasks=[*one.tasks, *one.tasks], parts=one.parts, stores=one.stores))
@@ -74,7 +74,7 @@ def test_parts_of_a_local_batch_are_handles() -> None:
         local([5, 3]).take([0])["a"]
 
 
-def test_scalars_have_one_value_a_sample() -> None:
+def test_scalars_have_one_value_per_sample() -> None:
     whole = Batch(meta([5, 3])).with_scalars({"x": np.arange(4)})
     assert whole.take([1, 0]).scalars["x"].tolist() == [2, 3, 0, 1]
     assert [part.scalars["x"].tolist() for part in whole.split(1)] == [[0, 1], [2, 3]]

@@ -8,7 +8,7 @@ from proto.errors import WireError
 from shared.dataplane.bulk_socket import connect, listen
 
 
-def test_endpoints_are_tcp_or_ipc_and_an_old_socket_file_is_no_obstacle(tmp_path: object) -> None:
+def test_endpoints_are_tcp_or_ipc_and_a_stale_socket_file_is_replaced(tmp_path: object) -> None:
     for endpoint in ("tcp://127.0.0.1:*", f"ipc://{tmp_path}/bulk"):
         for _ in range(2):
             listener, bound = listen(endpoint)

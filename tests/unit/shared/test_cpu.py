@@ -1,4 +1,4 @@
-"""A process that computes keeps what it frees until it is told to give it back, on whichever thread that was."""
+"""A computing process keeps the memory it frees until it is told to return it, whichever thread freed it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ else:
 
 
 def mib_held_kept_and_left(where: str, **environment: str) -> list[int]:
-    """Of a tensor of 20 MiB: while it is there, when it is gone, and after giving back."""
+    """Return the resident MiB of a 20 MiB tensor: while it exists, after it is freed, and after memory is returned."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     ended = subprocess.run(
         [sys.executable, "-c", CODE, where],
@@ -53,14 +53,14 @@ def mib_held_kept_and_left(where: str, **environment: str) -> list[int]:
 
 
 @pytest.mark.parametrize("where", ["main", "thread"])
-def test_freed_memory_is_kept_until_it_is_given_back(where: str) -> None:
+def test_freed_memory_is_kept_until_it_is_returned(where: str) -> None:
     held, kept, left = mib_held_kept_and_left(where)
     assert held >= 19
     assert kept >= 19
     assert left <= 4
 
 
-def test_what_the_environment_says_stands() -> None:
+def test_settings_of_the_environment_are_respected() -> None:
     held, kept, _ = mib_held_kept_and_left("main", MALLOC_MMAP_THRESHOLD_=str(MIB))
     assert held >= 19
     assert kept <= 4

@@ -1,4 +1,4 @@
-"""What a dataset source promises: stable indices, rows read one at a time, errors that name the place."""
+"""The contract of a dataset source: stable indices, rows read one at a time, errors that name the place."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_jsonl_accepts_a_list_of_messages_and_tools(write_jsonl: WriteJsonl) -> 
     assert source.validate() == []
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(write_jsonl: WriteJsonl) -> None:
+def test_blank_lines_are_not_rows_but_count_as_lines(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl("", '{"prompt": "a"}', "  \t", "oops", '{"prompt": "b"}', "")
     source = open_jsonl(path)
     assert len(source) == 3
@@ -152,7 +152,7 @@ def test_byte_order_mark_is_skipped(write_jsonl: WriteJsonl) -> None:
     assert [source.row(0), source.row(1)] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_row_longer_than_a_read_buffer_is_whole(write_jsonl: WriteJsonl) -> None:
+def test_row_longer_than_a_read_buffer_is_complete(write_jsonl: WriteJsonl) -> None:
     long = "x" * (3 << 20)
     source = open_jsonl(write_jsonl(json.dumps({"prompt": long}), '{"prompt": "b"}'))
     assert source.row(0)["prompt"] == long

@@ -1,4 +1,4 @@
-"""Rows out of Parquet files, saved data sets and reasoning-gym."""
+"""Rows from Parquet files, saved data sets and reasoning-gym."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_parquet_rows_are_read_in_any_order_over_all_row_groups(tmp_path: Path) 
         source.row(7)
 
 
-def test_a_field_that_a_row_leaves_empty_is_no_field_of_it(tmp_path: Path) -> None:
+def test_null_fields_are_left_out_of_a_row(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
         {"prompt": [{"role": "user", "content": "1"}], "answer": "1", "level": None},
         {"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "t"}], "level": 3},
@@ -61,7 +61,7 @@ def test_a_bad_row_names_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot be read"), (b"PAR1 is not enough", "cannot be read"), (b"", "cannot be read")]
 )
-def test_a_file_that_is_no_parquet_is_one_line(tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_a_file_that_is_not_parquet_is_a_one_line_error(tmp_path: Path, content: bytes | None, says: str) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "rows.parquet"
     if content is not None:
@@ -87,7 +87,7 @@ def test_a_saved_data_set_is_read_without_the_library_that_wrote_it() -> None:
     assert [source.row(index)["prompt"] for index in range(3)] == ["3+3=", "1+1=", "2+2="]
     assert source.row(0) == {"prompt": "3+3=", "answer": "6", "id": 3}
     assert source.place(1).endswith("splits/train row 1")
-    chat = open_source(f"datasets:{SAVED / 'chat'}", where=WHERE)  # of two files
+    chat = open_source(f"datasets:{SAVED / 'chat'}", where=WHERE)  # stored in two files
     assert chat.row(0) == {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
     assert chat.row(1)["prompt"][1] == {"role": "assistant", "content": "x", "name": "bob"}
     assert chat.validate() == []
@@ -102,7 +102,7 @@ def test_a_saved_data_set_is_read_without_the_library_that_wrote_it() -> None:
         ("nowhere", "give a folder written by Dataset.save_to_disk"),
     ],
 )
-def test_a_folder_that_is_no_saved_data_set_is_one_line(source: str, says: str) -> None:
+def test_a_folder_that_is_not_a_saved_data_set_is_a_one_line_error(source: str, says: str) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError) as caught:
         open_source(f"datasets:{SAVED / source}", where=WHERE)
@@ -144,7 +144,7 @@ def test_reasoning_gym_makes_the_same_rows_in_every_process() -> None:
         ("chain_sum?size=many", "refuses its parameters"),
     ],
 )
-def test_what_reasoning_gym_does_not_have_is_one_line(source: str, says: str) -> None:
+def test_an_unknown_reasoning_gym_data_set_or_option_is_a_one_line_error(source: str, says: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError) as caught:
         open_source(f"reasoning-gym:{source}", where=WHERE)

@@ -1,4 +1,4 @@
-"""The block file: what is written reads back, and what is not exactly a block file is refused with WireError."""
+"""The block file: written shards read back, and anything that is not exactly a block file is refused with WireError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def image(tasks: list[tuple[str, int, dict[str, Array]]], tmp_path: Path) -> byt
     path = tmp_path / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
     layout = BlockLayout(tasks)
-    os.ftruncate(descriptor, layout.file_bytes)  # as the store does: an empty last shard may lie behind padding
+    os.ftruncate(descriptor, layout.file_bytes)  # as the store does, since an empty last shard may follow padding
     write_block(descriptor, layout)
     os.close(descriptor)
     return path.read_bytes()
@@ -40,7 +40,7 @@ def small(tmp_path: Path) -> bytes:
 
 
 def resealed(data: bytes, at: int, patch: bytes) -> bytes:
-    """`data` with a patch inside header or table and both checksums made right again."""
+    """Return `data` with a patch in header or table and both checksums corrected."""
     body = bytearray(data)
     body[at : at + len(patch)] = patch
     size = table_size(data)
@@ -110,8 +110,8 @@ def test_content_hash_is_over_the_checksums_in_put_order() -> None:
     assert layout.sums(sums) == ([xxhash.xxh3_64_intdigest(each) for each in (packed, empty)], [60, 0])
 
 
-def test_what_no_reader_would_take_is_not_put() -> None:
-    with pytest.raises(WireError, match="dimensions"):  # no bytes, and yet more than a file may have
+def test_shards_that_no_reader_accepts_are_not_put() -> None:
+    with pytest.raises(WireError, match="dimensions"):  # no bytes, and yet more dimensions than a file may have
         BlockLayout([("train/0/1", 1, {"a": np.empty((0, 1 << 60), np.int8)})])
     with pytest.raises(WireError, match="train/0/1#deep: tensor of 9 dimensions"):
         client._plan([client.TaskShards("train/0/1", 1, {"a": np.zeros(1), "deep": np.zeros((1,) * 9, np.int32)})])
@@ -196,6 +196,6 @@ def test_hostile_tables_with_right_checksums_raise_wire_error_only(at: int, patc
         [("t/0/0", 0, {"a": np.zeros(1, object)})],
     ],
 )
-def test_what_cannot_be_written_is_refused(tasks: list[tuple[str, int, dict[str, Array]]]) -> None:
+def test_shards_that_cannot_be_written_are_refused(tasks: list[tuple[str, int, dict[str, Array]]]) -> None:
     with pytest.raises(WireError):
         BlockLayout(tasks)

@@ -1,4 +1,4 @@
-"""numpy and torch over one memory: same bits, no copy, for every dtype of the wire."""
+"""numpy and torch over the same memory: equal bits and no copy, for every dtype of the wire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.tensors_torch import to_numpy, to_torch
 
 @pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)])
-def test_every_dtype_goes_there_and_back_without_a_copy(row: dtypes.DType, shape: tuple[int, ...]) -> None:
+def test_every_dtype_round_trips_without_a_copy(row: dtypes.DType, shape: tuple[int, ...]) -> None:
     raw = np.random.default_rng(row.code).integers(
         0, 2 if row.name == "bool" else 256, int(np.prod(shape)) * row.itemsize, np.uint8
     )

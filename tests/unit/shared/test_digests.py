@@ -1,4 +1,4 @@
-"""Digests of weights: they add up over slices, and every change of a byte is seen."""
+"""Digests of weights add up over slices and change with every byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40, 24), (5, 3), (77,), (6, 4, 5), (3, 70000), ()])
-def test_the_digests_of_slices_add_up_to_that_of_the_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_digests_of_slices_add_up_to_the_digest_of_the_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = weight(*shape, dtype=dtype)
     rows, columns = matrix_shape(shape)
     matrix = tensor.reshape(rows, columns)
@@ -56,7 +56,7 @@ def test_every_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
     assert whole(tensor) == expected
 
 
-def test_what_was_moved_or_swapped_has_another_digest() -> None:
+def test_moved_or_swapped_values_have_another_digest() -> None:
     tensor = weight(32, 48)
     others = [tensor.roll(1, 0), tensor.roll(1, 1), tensor.flip(0), tensor.t().contiguous().reshape(32, 48), -tensor]
     assert len({whole(each) for each in [tensor, *others]}) == 1 + len(others)
@@ -65,7 +65,7 @@ def test_what_was_moved_or_swapped_has_another_digest() -> None:
     assert whole(a) != whole(tensor)
 
 
-def test_zeros_of_both_signs_and_not_a_numbers_have_digests_of_their_own() -> None:
+def test_signed_zeros_and_nans_have_distinct_digests() -> None:
     zeros = torch.zeros(20, 16)
     assert whole(zeros) == 0
     assert whole(-zeros) != 0
@@ -73,7 +73,7 @@ def test_zeros_of_both_signs_and_not_a_numbers_have_digests_of_their_own() -> No
 
 
 def by_definition(tensor: Tensor) -> int:
-    """As the module's text and proto/SPEC.md have it, in Python's own numbers."""
+    """Compute the digest as proto/SPEC.md defines it, with Python integers."""
 
     def mixed(value: int) -> int:
         z = value * 0x9E3779B97F4A7C15 & MASK
@@ -95,7 +95,8 @@ def test_digests_are_those_of_the_specification() -> None:
     values = weight(19, 7)
     weights = {"float32": values, "bfloat16": values.to(torch.bfloat16), "bias": values[0], "float16": values.half()}
     assert digests_of(weights) == {name: by_definition(each) for name, each in weights.items()}
-    assert whole(torch.arange(6, dtype=torch.float32)) == PINNED  # trainer and engine may be of different releases
+    # pinned, since trainer and engine may be of different releases
+    assert whole(torch.arange(6, dtype=torch.float32)) == PINNED
 
 
 def test_unaligned_memory_and_short_rows_have_the_same_digest() -> None:

@@ -1,4 +1,4 @@
-"""Ranks meet before every collective: all go on, or none, and who is missing has a name."""
+"""Ranks meet before every collective: all continue or none does, and a missing rank is named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GENERATION = 77
 
 
 class Ranks:
-    """Notes what every rank is answered."""
+    """Records the answers to every rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,7 +30,7 @@ class Ranks:
         return self
 
 
-def test_nobody_goes_on_before_all_have_come() -> None:
+def test_no_rank_continues_before_all_have_arrived() -> None:
     ranks = Ranks(3).formed()
     ranks.come(0, "a")
     ranks.come(2, "a")
@@ -39,7 +39,7 @@ def test_nobody_goes_on_before_all_have_come() -> None:
     assert all(ranks.answers[rank, "a"] == [Met(generation=GENERATION)] for rank in range(3))
 
 
-def test_one_failure_is_every_ranks_failure_at_once_and_for_late_ones() -> None:
+def test_one_failure_fails_every_rank_at_once_including_late_ones() -> None:
     ranks = Ranks(3).formed()
     ranks.come(0, "a")
     ranks.come(1, "a", failure="no shards")
@@ -71,12 +71,12 @@ def test_a_missing_rank_ends_the_group_by_name() -> None:
     assert ranks.rendezvous.next_deadline() is None
 
 
-def test_a_second_life_of_a_rank_ends_the_group_and_is_not_let_in() -> None:
+def test_a_second_incarnation_of_a_rank_ends_the_group_and_is_not_admitted() -> None:
     ranks = Ranks(2).formed()
     ranks.come(0, END)
     ranks.come(1, JOIN)
     assert "policy-trainer-worker/1 was restarted" in str(ranks.answers[0, END][0])
-    assert len(ranks.answers[1, JOIN]) == 1  # only its first life's
+    assert len(ranks.answers[1, JOIN]) == 1  # only that of its first incarnation
 
 
 def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:
@@ -85,7 +85,7 @@ def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:
     assert "has ended" in str(ranks.answers[1, END][0])
 
 
-def test_a_rank_that_cannot_be_is_refused_and_harms_no_round() -> None:
+def test_an_impossible_rank_is_refused_and_affects_no_round() -> None:
     ranks = Ranks(2).formed()
     ranks.come(0, "a")
     for rank in (-1, 2, 10**9):

@@ -1,4 +1,4 @@
-"""The drill's noise: the same everywhere, on every parameter, never the same for two."""
+"""The drill's noise: reproducible, on every parameter, and different for each."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def test_noise_has_the_stated_scale() -> None:
     assert abs(noise.mean()) < 0.002
 
 
-def test_names_and_seeds_move_the_noise() -> None:
+def test_noise_depends_on_name_and_seed() -> None:
     values = np.ones(1000, np.float32)
     one = perturb("a", values, 0)
     assert not np.array_equal(one, perturb("b", values, 0))
     assert not np.array_equal(one, perturb("a", values, 1))
 
 
-def test_a_parameter_of_zeros_moves_too() -> None:
+def test_a_parameter_of_zeros_changes_too() -> None:
     moved = perturb("bias", np.zeros(5000, np.float32), 0)
     assert moved.std() == pytest.approx(ZERO_SCALE, rel=0.1)
 
 
-def test_integers_stay() -> None:
+def test_integers_are_unchanged() -> None:
     assert perturb("steps", np.arange(4), 0).tolist() == [0, 1, 2, 3]
 
 
@@ -67,7 +67,7 @@ def test_only_canaries_of_large_float32_weights_are_short() -> None:
     large = SHORT_CANARY_BYTES // 4
     assert canary_length(large, "float32") == SHORT_CANARY_TOKENS
     assert canary_length(large - 1, "float32") == CANARY_TOKENS
-    assert canary_length(100 * large, "bfloat16") == LONG_CANARY_TOKENS  # a median needs them
+    assert canary_length(100 * large, "bfloat16") == LONG_CANARY_TOKENS  # a median needs many tokens
 
 
 def test_the_noise_of_each_parameter_grows_by_its_factor() -> None:
@@ -80,7 +80,7 @@ def test_the_noise_of_each_parameter_grows_by_its_factor() -> None:
         noise_factors(["b", "a"], [1.0, 3.0, 1.0])
 
 
-def test_the_canarys_error_is_a_quantile_and_no_number_is_no_match() -> None:
+def test_the_canarys_error_is_a_quantile_and_nan_is_a_mismatch() -> None:
     expected, scores = np.zeros(5, np.float32), np.array([0.1, -0.3, 0.0, 0.2, 9.0], np.float32)
     assert canary_error(expected, scores, 1.0) == 9.0
     assert canary_error(expected, scores, 0.5) == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""Linear layers for a handful of rows: the same up to rounding, and plain passes wherever bits or gradients count."""
+"""Linear layers for a few rows: equal up to rounding, with the plain implementation where bits or gradients matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.model.few_rows import MAX_ROWS, FewRows
 
 
 def passed(layer: nn.Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of `layer` without and within the mode."""
+    """Return outputs of `layer` outside and inside the mode."""
     with torch.no_grad():
         plain = layer(rows)
         with FewRows():
@@ -22,7 +22,7 @@ def passed(layer: nn.Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the rows that took the other way."""
+    """Return the shapes of the inputs that took the other implementation."""
     shapes: list[tuple[int, ...]] = []
     real = few_rows._linear
 
@@ -35,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_few_rows_give_the_same_up_to_rounding(bias: bool, seen: list[tuple[int, ...]]) -> None:
+def test_few_rows_are_equal_up_to_rounding(bias: bool, seen: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     plain, other = passed(nn.Linear(300, 77, bias=bias), torch.randn(2, 3, 300))
     assert seen == [(2, 3, 300)] * 2
@@ -43,7 +43,7 @@ def test_few_rows_give_the_same_up_to_rounding(bias: bool, seen: list[tuple[int,
     assert torch.allclose(other, plain, atol=1e-5)
 
 
-def test_many_rows_other_types_and_gradients_pass_plainly(seen: list[tuple[int, ...]]) -> None:
+def test_many_rows_other_dtypes_and_gradients_use_the_plain_implementation(seen: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     assert torch.equal(*passed(nn.Linear(64, 8), torch.randn(MAX_ROWS + 1, 64)))
     assert torch.equal(*passed(nn.Linear(64, 8, dtype=torch.bfloat16), torch.randn(2, 64, dtype=torch.bfloat16)))

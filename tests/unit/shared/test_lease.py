@@ -1,4 +1,4 @@
-"""A lease's progress: the compute thread's until it is computed, then only its own."""
+"""A lease's progress: that of the compute thread until the lease is computed, then only its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_waiting_lease_is_renewed_by_the_block_before_it_and_a_computed_one_is
     counter[0] = 15
     assert lease.progress == 15
     lease.computed()
-    counter[0] = 99  # the next block computes: a lease stuck in its rewards must not live from that
+    counter[0] = 99  # the next block computes, which does not renew a lease stuck in its rewards
     assert lease.progress == 15
     lease.advance()
     assert lease.progress == 16
 
 
-def test_a_cancelled_lease_says_so() -> None:
+def test_checking_a_cancelled_lease_raises() -> None:
     lease = Lease(grant(), lambda: 0)
     lease.check()
     lease.cancel.set()
@@ -45,12 +45,12 @@ def book_of(lease: Lease) -> LeaseBook:
 
 
 def gets_on(book: LeaseBook) -> bool:
-    """Whether the next heartbeat says more than this one."""
+    """Return whether the next heartbeat reports more progress than this one."""
     [first], [second] = book.progress(), book.progress()
     return second.progress > first.progress
 
 
-def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_does_not(
+def test_waiting_renews_a_lease_within_the_limit_of_the_call_and_not_beyond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -73,7 +73,7 @@ def test_waiting_renews_a_lease_as_long_as_the_call_may_take_and_hanging_in_it_d
         await begun.wait()
         now = 19.0
         assert gets_on(book)
-        now = 21.0  # the call should have ended by itself: it hangs
+        now = 21.0  # the call is over its own limit, so it hangs
         assert not gets_on(book)
         calls[0]()
         assert gets_on(book)

@@ -1,4 +1,4 @@
-"""The converter between Hugging Face and megatron-core: exact both ways, for every family and split."""
+"""The converter between Hugging Face and megatron-core is exact both ways, for every family and split."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_holds_whole_groups_of_queries_beside_their_key_and_value() -> No
     assert torch.equal(second, torch.cat([q[24:], k[12:], v[12:]]))
 
 
-def test_a_rank_holds_its_gate_above_its_up() -> None:
+def test_a_rank_holds_its_gate_before_its_up_projection() -> None:
     converter = Converter(architecture.read(config("llama")), 2, 1)
     gate, up = torch.zeros(64, 48) + torch.arange(64)[:, None], torch.zeros(64, 48) - torch.arange(64)[:, None]
     second = converter.split(weight_named(converter, "linear_fc1.weight"), [gate, up])[1]
@@ -105,7 +105,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(layout: Layout, said: 
         ),
     ],
 )
-def test_a_model_that_would_not_be_reproduced_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+def test_a_model_that_cannot_be_reproduced_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RpcError, match=said):
         architecture.read(config(kind, **options))
 

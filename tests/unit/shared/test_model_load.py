@@ -1,4 +1,4 @@
-"""Loading a model folder: the same bits each time, tied weights once, one line for whatever is wrong with it."""
+"""Loading a model folder: the same bits each time, tied weights once, one-line errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_tied_weight_is_named_once(folder: Path) -> None:
     assert set(weights) == set(load_file(folder / "model.safetensors"))
 
 
-def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
+def test_an_untied_head_is_a_separate_weight(tmp_path: Path) -> None:
     make_model("qwen3", head_dim=12, tie_word_embeddings=False).save_pretrained(tmp_path)
     assert "lm_head.weight" in named_weights(load_model(tmp_path, "float32"))
 
@@ -57,7 +57,7 @@ def test_a_truncated_file_is_refused(folder: Path) -> None:
     check_refused(folder, "cannot be loaded")
 
 
-def test_a_weight_that_is_not_in_the_file_is_refused_and_not_made_up(folder: Path) -> None:
+def test_a_weight_missing_from_the_file_is_refused_rather_than_initialised(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -70,12 +70,12 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
 
 
 def test_a_padding_token_that_was_sampled_has_a_gradient_like_any_other(folder: Path) -> None:
-    """transformers' embedding keeps its row without one, and backends would disagree about such a sample."""
+    """transformers' embedding gives its row no gradient, and backends would disagree about such a sample."""
     model = load_model(folder, "float32")
     pad = int(model.config.pad_token_id)  # type: ignore[arg-type, union-attr]
     logits = model(input_ids=torch.tensor([[5, pad, 7, 9]])).logits
     logits[0, 3, 11].backward()
     weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = torch.autograd.grad(model(input_ids=torch.tensor([[5, 6, 7, 9]])).logits[0, 3, 11], weight)[0]
-    assert float(head[pad].abs().max()) == 0  # what the tied output layer gives that row
+    assert float(head[pad].abs().max()) == 0  # the gradient of that row from the tied output layer
     assert float(weight.grad[pad].abs().max()) > 1e-4

@@ -82,14 +82,14 @@ def test_bfloat16_is_scored_in_float32_after_the_head() -> None:
     assert 0 < (found - exact).abs().max() < 0.5
 
 
-def test_the_models_own_attention_is_back_afterwards() -> None:
+def test_the_models_own_attention_is_restored_afterwards() -> None:
     model = make_model("qwen3", head_dim=12)
     before = model.config._attn_implementation
     token_logprobs(model, *ragged(), 1.0, 4096)
     assert model.config._attn_implementation == before != attention.NAME
 
 
-def test_nothing_masked_in_gives_zeros() -> None:
+def test_an_empty_mask_gives_zeros() -> None:
     model = make_model("qwen3", head_dim=12)
     found, entropy = token_logprobs(model, np.array([3, 4]), np.array([2]), np.zeros(2), 1.0, 64, with_entropy=True)
     assert found.tolist() == [0.0, 0.0]

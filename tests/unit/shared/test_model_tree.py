@@ -23,7 +23,7 @@ def flat(rows: list[list[int]]) -> tuple[Array, Array, Array]:
 
 
 def visible(batch: MicroBatch) -> list[list[int]]:
-    """For each node the tokens it may attend to, in order of depth."""
+    """Return, for each node, the tokens it may attend to in order of depth."""
     result: list[list[int]] = [[] for _ in batch.token_ids]
     slot_of_block = 0
     for block in batch.blocks:
@@ -71,7 +71,7 @@ def test_a_common_prefix_is_one_path(rows: list[list[int]]) -> None:
     assert len(batch.token_ids) == len(prefixes)
 
 
-def test_micro_batches_keep_to_the_limit_unless_one_sequence_is_longer() -> None:
+def test_micro_batches_respect_the_limit_unless_one_sequence_is_longer() -> None:
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 50, size=size).tolist() for size in (5, 9, 30, 7, 12, 3)]
     ids, lengths, mask = flat(rows)
@@ -81,9 +81,7 @@ def test_micro_batches_keep_to_the_limit_unless_one_sequence_is_longer() -> None
 
 
 @given(sequences, st.data(), st.booleans())
-def test_only_what_comes_before_a_scored_token_is_computed(
-    rows: list[list[int]], data: st.DataObject, share: bool
-) -> None:
+def test_only_prefixes_of_scored_tokens_are_computed(rows: list[list[int]], data: st.DataObject, share: bool) -> None:
     masks = [[0, *data.draw(st.lists(st.booleans(), min_size=len(row) - 1, max_size=len(row) - 1))] for row in rows]
     ids, lengths, _ = flat(rows)
     mask = np.concatenate(masks).astype(np.uint8)

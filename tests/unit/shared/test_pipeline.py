@@ -1,4 +1,4 @@
-"""Leases on their way through a compute thread: how many are computed at a time, and how many are held ahead."""
+"""Leases in a pipeline around a compute thread: how many are computed at a time, and how many are held ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Rig:
-    """A pipeline over leases that compute until they are told to end."""
+    """A pipeline over leases that compute until the test ends them."""
 
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0
@@ -89,14 +89,14 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 3])
-def test_so_many_leases_are_computed_at_a_time_and_one_is_held_ahead(side_by_side: int) -> None:
+def test_leases_are_computed_side_by_side_and_one_is_held_ahead(side_by_side: int) -> None:
     async def scenario() -> None:
         made = Rig(side_by_side)
         running = asyncio.create_task(made.pipeline.run())
         await settle()
         assert sorted(made.computing) == list(range(1, side_by_side + 1))
         assert made.leased == side_by_side + 1
-        made.computing[side_by_side].set()  # the last one is the first to end
+        made.computing[side_by_side].set()  # the last lease ends first
         await settle()
         assert made.finished == [side_by_side]
         assert side_by_side + 1 in made.computing
@@ -109,7 +109,7 @@ def test_so_many_leases_are_computed_at_a_time_and_one_is_held_ahead(side_by_sid
 
 
 async def full(made: Rig) -> asyncio.Task[None]:
-    """Two leases are being finished, one waits to be, one to be computed."""
+    """Return a running pipeline: two leases are being finished, one waits for that, one waits to be computed."""
     made.may_finish.clear()
     running = asyncio.create_task(made.pipeline.run())
     for number in (1, 2, 3):
@@ -119,7 +119,7 @@ async def full(made: Rig) -> asyncio.Task[None]:
     return running
 
 
-def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> None:
+def test_a_failed_computation_ends_the_pipeline_and_the_computations_beside_it() -> None:
     async def scenario() -> None:
         made = Rig(2)
         ended: list[int] = []
@@ -142,7 +142,7 @@ def test_a_computation_that_fails_ends_the_pipeline_and_those_beside_it() -> Non
     asyncio.run(scenario())
 
 
-def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> None:
+def test_leases_behind_slow_ones_share_their_progress() -> None:
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
@@ -150,7 +150,7 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
         assert made.untouched() == {4}
         made.progress()
         before = made.progress()
-        assert made.progress() == before  # nobody gets on: none of them is renewed
+        assert made.progress() == before  # no lease makes progress, so none is renewed
         made.finishing[1].advance()
         after = made.progress()
         assert {number: after[number] - before[number] for number in after} == {1: 1, 2: 0, 3: 1, 4: 1}
@@ -162,7 +162,7 @@ def test_leases_behind_those_that_are_slow_to_finish_get_on_as_these_do() -> Non
         made.progress()
         before = made.progress()
         made.book._held[2].advance()
-        assert made.progress()[4] == before[4]  # it is computed itself now
+        assert made.progress()[4] == before[4]  # lease 4 is itself being computed now
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -173,7 +173,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
-        made.book.lost([3, 4])  # computed, and prepared
+        made.book.lost([3, 4])  # one is computed, the other prepared
         made.may_finish.set()
         await settle()
         assert sorted(made.finishing) == made.finished == [1, 2]
@@ -184,7 +184,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     asyncio.run(scenario())
 
 
-def test_a_drain_is_no_attempt_of_tasks_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_is_not_an_attempt_for_tasks_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.pipeline.DRAIN_FINISH_S", 0.0)
 
     async def scenario() -> dict[int, bool]:
@@ -204,7 +204,7 @@ def test_a_drain_is_no_attempt_of_tasks_that_were_not_computed(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("versions", [[1, 1, 1, 1], [1, 1, 1, 2, 2, 2, 2]])
-def test_weights_that_are_never_to_be_had_end_the_service_aloud(
+def test_weights_that_can_never_be_fetched_end_the_service_with_an_error(
     versions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.pipeline.PREPARE_S", 0.0)
@@ -229,7 +229,7 @@ def test_weights_that_are_never_to_be_had_end_the_service_aloud(
     assert made.handed_back == {number: True for number in range(1, len(versions) + 1)}
 
 
-def test_nothing_is_leased_while_it_may_not_be_and_a_grant_that_comes_then_goes_back() -> None:
+def test_leasing_can_be_paused_and_a_grant_during_the_pause_is_handed_back() -> None:
     async def scenario() -> None:
         made = Rig(1)
         running = asyncio.create_task(made.pipeline.run())
@@ -238,7 +238,7 @@ def test_nothing_is_leased_while_it_may_not_be_and_a_grant_that_comes_then_goes_
         made.may_lease.clear()
         made.computing[1].set()
         await settle()
-        assert (made.leased, sorted(made.computing)) == (2, [2])  # what was held ahead goes on
+        assert (made.leased, sorted(made.computing)) == (2, [2])  # the lease that was held ahead continues
         acquire = made.pipeline._acquire
 
         async def late() -> Lease:

@@ -1,4 +1,4 @@
-"""The run directory: made once, opened by everyone, its shared memory swept when nobody lives."""
+"""The run directory: made once, opened by every process, its shared memory swept when no process is left."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_reopened_run_has_fresh_sockets_and_shared_memory_and_keeps_the_rest(run
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"sockets": "/x"}'])
-def test_directory_that_is_no_run_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_directory_that_is_not_a_run_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(RpcError, match=rf"run directory {tmp_path}: not a run"):
@@ -80,22 +80,22 @@ def test_too_long_temporary_directory_is_refused_with_the_remedy(
 
 
 def long_ago(run: RunDir) -> None:
-    """As if the run had been begun in 1970."""
+    """Make the run look as if it had begun in 1970."""
     for folder in (run.shm, run.sockets):
         os.utime(folder, (0, 0))
 
 
 @pytest.fixture
 def alone(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep looks for sockets in a temporary directory of this test's own."""
+    """Make the sweep look for sockets in a temporary directory of this test."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
 @pytest.mark.usefixtures("alone")
-def test_sweep_takes_runs_that_nobody_holds_and_no_others(run: RunDir, shm_root: Path) -> None:
+def test_sweep_removes_only_runs_that_no_process_holds(run: RunDir, shm_root: Path) -> None:
     (shm_root / "somebody-else").mkdir()
     long_ago(run)
-    assert sweep_abandoned(shm_root) == []  # never held: cannot be told to be ours
+    assert sweep_abandoned(shm_root) == []  # never held, so the sweep cannot tell that it is ours
     held = run.hold()
     long_ago(run)
     assert sweep_abandoned(shm_root) == []
@@ -139,7 +139,7 @@ def test_newest_run_is_the_one_begun_last(run: RunDir, tmp_path: Path, shm_root:
         later.remove_volatile()
 
 
-def test_service_names_come_apart_again() -> None:
+def test_service_names_can_be_split_into_their_parts() -> None:
     assert parse_service_name(service_name("policy-trainer", 3)) == ("policy-trainer", 3)
     assert parse_service_name("rollout") == ("rollout", -1)
     for name in ("", "/1", "rollout/x", "rollout/-1", "rollout/1/2"):

@@ -1,4 +1,4 @@
-"""Keys, roles and the gate: who gets in over tcp, as what, and what each role may send."""
+"""Keys, roles and the gate: the peers admitted over tcp, their roles, and the messages that each role may send."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ring: Keyring
 
 
 def stranger() -> Keyring:
-    """Has a key of its own making, and knows the server's public one."""
+    """Return the keys of a client that made its own and knows the server's public one."""
     public, secret = zmq.curve_keypair()
     return Keyring(Role.SERVICE, public, secret, keyring().known)
 
@@ -145,7 +145,7 @@ def test_bad_key_file_is_one_line_that_names_it_and_no_secret(tmp_path: Path, da
     assert secret not in text
 
 
-def test_a_link_is_no_key_file(tmp_path: Path) -> None:
+def test_a_link_is_refused_as_a_key_file(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     mine = key_file(tmp_path / "keys", Role.SERVICE)
     mine.rename(tmp_path / "elsewhere")
@@ -157,7 +157,7 @@ def test_a_link_is_no_key_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the roles
 
 
-def test_what_is_not_listed_is_for_services_and_rights_grow_with_the_role() -> None:
+def test_unlisted_messages_are_for_services_and_rights_grow_with_the_role() -> None:
     allowed = {role: {kind for kind in all_messages().values() if least_role(kind) <= role} for role in Role}
     assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot"}
     assert {kind.__name__ for kind in allowed[Role.OPERATOR] - allowed[Role.OBSERVER]} == {
@@ -246,12 +246,12 @@ def test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted
             **keyring().known, Role.SERVICE: zmq.curve_keypair()[0]})  # fmt: skip
         refused.append(dealer(peers, bound, wrong_server))
         for socket in refused:
-            with contextlib.suppress(zmq.Again):  # refused before we could send
+            with contextlib.suppress(zmq.Again):  # refused before it could send
                 socket.send_multipart(ping, zmq.DONTWAIT)
         async with asking(bound) as client, asking(bound, role=Role.OPERATOR) as operator:
             await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
             await operator.call(Ping(), Pong, deadline_s=DEADLINE_S)
-            await eventually(lambda: gate.refused == {"unknown_key": 1, "role": 1})  # libzmq does not try again
+            await eventually(lambda: gate.refused == {"unknown_key": 1, "role": 1})  # libzmq does not reconnect
             await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
         assert not any(socket.poll(0) for socket in refused)
         assert gate.admitted == {Role.SERVICE: 1, Role.OPERATOR: 1}
@@ -264,7 +264,7 @@ def test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted
     asyncio.run(main())
 
 
-def test_a_locked_endpoint_takes_nobody_while_no_gate_answers() -> None:
+def test_a_locked_endpoint_admits_no_peer_while_no_gate_answers() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         server = context.socket(zmq.ROUTER)
@@ -280,7 +280,7 @@ def test_a_locked_endpoint_takes_nobody_while_no_gate_answers() -> None:
 
 
 def test_a_peer_cannot_name_its_own_role() -> None:
-    """Metadata that a client sends in its handshake, a User-Id included, is not what the gate said."""
+    """Metadata in a client's handshake, including a User-Id, does not replace that of the gate."""
     roles: list[Role] = []
 
     async def main() -> None:
@@ -337,7 +337,7 @@ def test_one_mailbox_answers_ipc_and_tcp_and_a_client_can_move_between_them() ->
 
 
 def test_the_largest_body_goes_through_encrypted() -> None:
-    """libzmq measures a frame with what encryption adds; over its limit the peers would connect again for ever."""
+    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect for ever."""
 
     async def main() -> None:
         room = CONTROL.body_bytes - len(codec.encode_body(LogLines(lines=[""], position=0))) - 4
@@ -350,7 +350,7 @@ def test_the_largest_body_goes_through_encrypted() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_went_from_tcp_to_ipc_has_no_curve_left() -> None:
+def test_a_client_that_moved_from_tcp_to_ipc_no_longer_uses_curve() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     unlock(socket, keyring())
@@ -364,12 +364,12 @@ def test_a_client_that_went_from_tcp_to_ipc_has_no_curve_left() -> None:
     "endpoint", ["tcp://*:1", "tcp://0.0.0.0:0", "tcp://[::]:0", "ipc:///x", "tcp://10.0.0.1", "tcp://10.0.0.1:x",
                  "tcp://10.0.0.1:99999", "tcp://:5", ""]
 )  # fmt: skip
-def test_listening_everywhere_or_nowhere_is_refused_in_one_line(endpoint: str) -> None:
+def test_invalid_listen_addresses_are_refused_in_one_line(endpoint: str) -> None:
     with pytest.raises(RpcError, match=r"^--listen .*must be tcp://ADDRESS:PORT.*$"):
         check_listen(endpoint)
 
 
-def test_an_endpoint_that_can_be_announced_is_taken() -> None:
+def test_an_endpoint_that_can_be_announced_is_accepted() -> None:
     for endpoint in ("tcp://127.0.0.1:0", "tcp://host-1.example:7747", "tcp://[fe80::1]:9"):
         check_listen(endpoint)
 
@@ -436,6 +436,6 @@ def test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afte
     asyncio.run(main())
 
 
-def test_key_files_belong_to_who_made_them(tmp_path: Path) -> None:
+def test_key_files_belong_to_the_user_who_made_them(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     assert {path.stat().st_uid for path in (tmp_path / "keys").iterdir()} == {os.geteuid()}

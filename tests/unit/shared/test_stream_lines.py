@@ -1,4 +1,4 @@
-"""Lines between stores and readers, on real sockets: turns, windows, seals, stalled and hostile peers at both ends."""
+"""Lines between stores and readers on real sockets: turns, windows, seals, stalled and hostile peers at both ends."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def table_of(path: Path) -> Table:
     return blockfile.parse(data, len(data))
 
 
-def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, source: StreamSource) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, source: StreamSource) -> None:
     kept = SealedFile(str(tmp_path / "file"), table_of(tmp_path / "file"))
     os.truncate(tmp_path / "file", SIZE // 2)
     with pytest.raises(WireError, match=f"s: {kept.path} has {SIZE // 2} bytes, it was sealed with"):
         pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, MappingCache())
 
 
-def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
+def test_kept_mapping_is_dropped_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
     cache = MappingCache()
     files = StoreFiles("store", tmp_path, on_retire=cache.drop)
     layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])
@@ -76,7 +76,7 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
     files.retire(Retire("p.blk", "p.zombie"))
-    assert files.unmapped() == []  # the stream still sends it
+    assert files.unmapped() == []  # the stream is still sending it
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))
     del stream
@@ -84,7 +84,7 @@ def test_mapping_kept_for_the_next_stream_goes_with_its_file_and_not_before_its_
     files.close()
 
 
-def test_tables_of_many_small_files_are_kept_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_kept_tables_is_limited_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "CACHED_ROWS", 1000)
     layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])
     file = np.zeros(layout.file_bytes, np.uint8)
@@ -114,7 +114,7 @@ def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monk
     with pytest.raises(FileNotFoundError):
         cache.get(str(path))
     with (tmp_path / "file.zombie").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock is left
 
 
 @pytest.fixture(params=["sealed", "plain"])
@@ -139,7 +139,7 @@ def connected(endpoint: str) -> socket.socket:
 
 
 def ended(line: socket.socket) -> bool:
-    """Whether the other end has closed, now or within 10 s; what came before is left out."""
+    """Return whether the other end closes within 10 s, discarding anything that arrives before."""
     with contextlib.suppress(ConnectionError):
         while line.recv(1 << 16):
             pass
@@ -147,7 +147,7 @@ def ended(line: socket.socket) -> bool:
 
 
 class Reader:
-    """A line by hand; streams are opened on it and read range by range."""
+    """A line driven by hand, on which streams are opened and read range by range."""
 
     def __init__(self, server: StreamServer, *, stalls: bool = False) -> None:
         self.opened = server.open_line()
@@ -173,14 +173,14 @@ class Reader:
         return self._server.open_stream(self.opened.line_id, source).stream
 
     def ask(self, stream: int, *offsets: int) -> None:
-        """For the `CHUNK` bytes at each of them."""
+        """Ask for `CHUNK` bytes at each of the offsets."""
         self.socket.sendall(b"".join(self.message(Head(Kind.READ, stream, CHUNK, at)) for at in offsets))
 
     def close_stream(self, stream: int) -> None:
         self.socket.sendall(self.message(Head(Kind.CLOSE, stream)))
 
     def raw(self) -> tuple[bytes, bytes]:
-        """Head and all that follows it; empty ones when the server closed. Raises TimeoutError."""
+        """Return a head and the bytes that follow it, both empty if the server closed. Raises TimeoutError."""
         packed = self._exactly(bulk.HEAD_BYTES)
         tag_bytes = bulk.TAG_BYTES if self._opener is not None else 0
         return packed, self._exactly(bulk.unpack_head(packed).nbytes + tag_bytes) if packed else b""
@@ -233,7 +233,7 @@ def test_ranges_are_sent_exactly_as_asked_for(server: StreamServer, source: Stre
     reader.ask(other, 0)
     assert reader.receive()[0].stream == other
     reader.ask(stream, 0)
-    assert ended(reader.socket)  # with a stream that is closed nobody knows what its reader means
+    assert ended(reader.socket)  # requests for a closed stream have no meaning
     until(lambda: server.stats().streams == 0)
 
 
@@ -246,14 +246,14 @@ def test_stream_ends_with_its_last_byte(server: StreamServer, source: StreamSour
     assert reader.receive()[0].stream == 2
 
 
-def test_readers_share_the_line_and_many_streams_are_no_more_than_one(
+def test_readers_share_the_server_fairly_however_many_streams_each_has(
     server: StreamServer,
     source: StreamSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stated bound: when the first reader has its ranges, each other has at least half as many.
+    """When the first reader has its ranges, every other reader has at least half as many.
 
-    Reading the files is what takes time here, so that the server's turns decide; on a line they are TCP's.
+    Reading the files is the bottleneck here, so that the server's turns decide. On a real line, TCP decides.
     """
     read = source.pieces
 
@@ -266,7 +266,7 @@ def test_readers_share_the_line_and_many_streams_are_no_more_than_one(
     wanted = 120
     nexts: dict[tuple[Reader, int], int] = {}
     for number, reader in enumerate(readers):
-        for _ in range(4 if number == 0 else 1):  # the first is greedy
+        for _ in range(4 if number == 0 else 1):  # the first reader is greedy
             nexts[reader, reader.take(source)] = 16
     for reader, stream in nexts:
         reader.ask(stream, *(at * CHUNK for at in range(16)))
@@ -284,13 +284,13 @@ def test_readers_share_the_line_and_many_streams_are_no_more_than_one(
     assert min(got) >= wanted / 2, got
 
 
-def test_stalled_reader_holds_no_more_than_its_share_and_holds_nobody_up(
+def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
     server: StreamServer, source: StreamSource
 ) -> None:
     stalled, reader = Reader(server, stalls=True), Reader(server)
     stream, mine = stalled.take(source), reader.take(source)
     stalled.socket.settimeout(0.2)
-    with contextlib.suppress(TimeoutError):  # asks for all of it, again and again, and reads nothing
+    with contextlib.suppress(TimeoutError):  # requests everything repeatedly and reads nothing
         while True:
             stalled.socket.sendall(stalled.message(Head(Kind.READ, stream, bulk.MAX_RANGE_BYTES, 0)))
     asked, peak, chunks = 8, 0, source.total_bytes // CHUNK
@@ -302,9 +302,10 @@ def test_stalled_reader_holds_no_more_than_its_share_and_holds_nobody_up(
             reader.ask(mine, asked * CHUNK)
             asked += 1
     assert 0 < max(each.asked_bytes for each in server._readers.values()) <= READER_BYTES
-    # what was read and not obeyed
+    # received requests that were not yet processed
     assert max(len(each.inbox) for each in server._readers.values()) <= stream_server._RECEIVE_BYTES + 64
-    assert 0 < peak <= bulk.MAX_RANGE_BYTES + CHUNK + 2 * (bulk.HEAD_BYTES + bulk.TAG_BYTES), peak  # a message each
+    # one message for each reader
+    assert 0 < peak <= bulk.MAX_RANGE_BYTES + CHUNK + 2 * (bulk.HEAD_BYTES + bulk.TAG_BYTES), peak
     stalled.socket.close()
     until(lambda: server.stats().queued_bytes == 0)
 
@@ -318,7 +319,7 @@ def test_copies_for_stalled_readers_are_one_range_each(source: StreamSource) -> 
         buffer = bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES
         until(lambda: server.stats().sent_bytes > 4 << 20)
         sent = -1
-        while sent != server.stats().sent_bytes:  # until the kernel takes no more
+        while sent != server.stats().sent_bytes:  # until the kernel buffers no more
             sent = server.stats().sent_bytes
             assert server.stats().buffer_bytes <= len(readers) * buffer
             time.sleep(0.05)
@@ -327,9 +328,7 @@ def test_copies_for_stalled_readers_are_one_range_each(source: StreamSource) -> 
         until(lambda: server.stats().buffer_bytes == 0)
 
 
-def test_hostile_messages_are_counted_and_end_nothing_but_their_connection(
-    server: StreamServer, source: StreamSource
-) -> None:
+def test_hostile_messages_are_counted_and_end_only_their_connection(server: StreamServer, source: StreamSource) -> None:
     good = Reader(server)
     stream = good.take(source)
     total = source.total_bytes
@@ -356,7 +355,7 @@ def test_hostile_messages_are_counted_and_end_nothing_but_their_connection(
     for message in (
         b"GET / HTTP/1.1\r\nHost: store.example\r\nUser-Agent: nobody\r\n\r\n",
         good.hello[1:] + good.hello,
-        bulk.pack_head(Head(Kind.READ, 1, 1, 0)) + bytes(bulk.TAG_BYTES),  # before its hello
+        bulk.pack_head(Head(Kind.READ, 1, 1, 0)) + bytes(bulk.TAG_BYTES),  # a request before the hello
         bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + bytes(CHUNK),
         bytes(1 << 20),
     ):
@@ -371,7 +370,7 @@ def test_hostile_messages_are_counted_and_end_nothing_but_their_connection(
 
 
 @pytest.mark.parametrize("cut", [1, 7, 39])
-def test_requests_are_understood_however_their_bytes_are_cut(
+def test_requests_are_parsed_however_their_bytes_are_split(
     server: StreamServer, source: StreamSource, cut: int
 ) -> None:
     reader = Reader(server)
@@ -382,7 +381,7 @@ def test_requests_are_understood_however_their_bytes_are_cut(
     assert [reader.receive()[0] for _ in range(8)] == [Head(Kind.DATA, stream, 10 + at, at) for at in range(8)]
 
 
-def test_line_takes_one_connection_and_a_hello_that_is_played_again_gets_nothing(
+def test_line_accepts_one_connection_and_a_replayed_hello_gets_nothing(
     server: StreamServer, source: StreamSource
 ) -> None:
     reader = Reader(server)
@@ -396,7 +395,7 @@ def test_line_takes_one_connection_and_a_hello_that_is_played_again_gets_nothing
     reader.ask(stream, CHUNK)
     assert reader.receive()[0].offset == CHUNK
     reader.socket.close()
-    until(lambda: server.stats().streams == 0)  # with its line
+    until(lambda: server.stats().streams == 0)  # the stream ends with its line
     late = connected(reader.opened.endpoint)
     late.sendall(reader.hello)
     assert ended(late)
@@ -406,7 +405,7 @@ def test_line_takes_one_connection_and_a_hello_that_is_played_again_gets_nothing
 
 
 @pytest.mark.parametrize("line_id", ["", "xy" * 16, "ab" * 15, "ab " * 16, "AB" * 16, "ab" * 500_000])
-def test_line_that_cannot_be_is_lost(server: StreamServer, source: StreamSource, line_id: str) -> None:
+def test_unknown_or_invalid_line_is_lost(server: StreamServer, source: StreamSource, line_id: str) -> None:
     with pytest.raises(RpcError) as caught:
         server.open_stream(line_id, source)
     assert caught.value.code == ErrorCode.LOST
@@ -421,9 +420,9 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         asked = first.message(Head(Kind.READ, stream, CHUNK, 0))
         first.socket.sendall(asked)
         first.receive()
-        first.socket.sendall(asked)  # once more
+        first.socket.sendall(asked)  # a repeated request
         assert ended(first.socket)
-        second.socket.sendall(asked)  # of another line
+        second.socket.sendall(asked)  # a request of another line
         assert ended(second.socket)
         third = Reader(server)
         third.take(source)
@@ -433,7 +432,7 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         assert server.stats().refused == 3
 
 
-def test_connections_are_counted_and_silent_ones_end(
+def test_connections_are_limited_and_silent_ones_end(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_places, "MOST", 2)
@@ -441,7 +440,7 @@ def test_connections_are_counted_and_silent_ones_end(
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
-    assert ended(connected(readers[0].opened.endpoint))  # all places are held by those who have proved themselves
+    assert ended(connected(readers[0].opened.endpoint))  # all places are held by proven readers
     assert server.stats().turned_away == 1
     monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")
@@ -462,14 +461,16 @@ def test_strangers_cannot_take_every_place_from_readers(
     for number in range(60):
         reader.ask(stream, number * CHUNK)
         assert reader.receive()[1] == b"".join(source.pieces(number * CHUNK, CHUNK))
-        if number < 20:  # they go on coming; the reader itself pushed out the first
+        if number < 20:  # more strangers arrive; the reader pushed out the first one
             strangers.append(connected(endpoint))
             until(lambda expected=number + 2: server.stats().evicted == expected)  # type: ignore[misc]
     assert ended(strangers[0])
     assert len(server._places) <= 4
 
 
-def test_stranger_whose_bytes_trickle_in_has_to_go(server: StreamServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
+    server: StreamServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_places, "PROVE_S", 0.3)
     stranger = connected(server.open_line().endpoint)
     stranger.settimeout(0.02)
@@ -478,7 +479,7 @@ def test_stranger_whose_bytes_trickle_in_has_to_go(server: StreamServer, monkeyp
     while not over:
         assert time.monotonic() < end
         try:
-            if at < bulk.HEAD_BYTES + bulk.LINE_ID_BYTES - 1:  # never the whole of it
+            if at < bulk.HEAD_BYTES + bulk.LINE_ID_BYTES - 1:  # never the complete message
                 stranger.sendall(message[at : at + 1])
                 at += 1
             over = not stranger.recv(1)
@@ -490,7 +491,7 @@ def test_stranger_whose_bytes_trickle_in_has_to_go(server: StreamServer, monkeyp
     assert server.stats().refused == 0
 
 
-def test_newcomer_pushes_out_the_oldest_stranger_of_the_host_with_most_of_them(
+def test_newcomer_evicts_the_oldest_stranger_of_the_host_with_most_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_places, "MOST", 4)
@@ -505,7 +506,7 @@ def test_newcomer_pushes_out_the_oldest_stranger_of_the_host_with_most_of_them(
     assert (places.evicted, places.unproven, len(places)) == (2, 1, 4)
 
 
-def test_lines_and_streams_are_counted_and_one_too_many_is_busy(
+def test_lines_and_streams_are_limited_and_one_too_many_is_busy(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_server, "MAX_STREAMS", 2)
@@ -520,7 +521,7 @@ def test_lines_and_streams_are_counted_and_one_too_many_is_busy(
         assert caught.value.retry_after_s > 0
 
 
-def test_line_that_nobody_connects_to_and_stream_that_nobody_asks_of_end(
+def test_unconnected_line_and_idle_stream_end(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Reader(server)
@@ -542,20 +543,20 @@ def test_line_that_nobody_connects_to_and_stream_that_nobody_asks_of_end(
     assert ended(reader.socket)
 
 
-def test_sealed_bytes_do_not_cross_the_line_in_clear(source: StreamSource) -> None:
+def test_sealed_bytes_are_not_sent_in_plaintext(source: StreamSource) -> None:
     with serving() as server:
         reader = Reader(server)
         reader.ask(reader.take(source), 2 * CHUNK, 2 * CHUNK)
         messages = [reader.raw() for _ in range(2)]
         plain = b"".join(source.pieces(2 * CHUNK, CHUNK))
         assert all(plain[at : at + 32] not in payload for _, payload in messages for at in (0, 5000, 60_000))
-        assert messages[0][1] != messages[1][1]  # the same bytes again: another nonce
+        assert messages[0][1] != messages[1][1]  # the same bytes have another nonce
         opener = Seal(bytes(32), reader.line_id, TO_READER)
         with pytest.raises(WireError):
             opener.open(*messages[0], memoryview(bytearray(CHUNK)))
 
 
-def test_lines_have_secrets_of_their_own(source: StreamSource) -> None:
+def test_every_line_has_its_own_secret(source: StreamSource) -> None:
     with serving() as server:
         secrets = {server.open_line().secret for _ in range(10)}
         assert len(secrets) == 10
@@ -566,7 +567,7 @@ def test_lines_have_secrets_of_their_own(source: StreamSource) -> None:
 
 
 class Lines:
-    """The reader's ends of lines, and what became of their streams."""
+    """The reader's ends of lines, with their counts."""
 
     def __init__(self, inflight_bytes: int = 16 << 20) -> None:
         self.counts = Counts()
@@ -592,7 +593,7 @@ def lines() -> Iterator[Lines]:
 
 
 class Taken:
-    """A stream that a line is given."""
+    """A stream to add to a line, with its outcome."""
 
     def __init__(self, opened: StreamOpened, group: StreamGroup | None = None, arrival: Arrival | None = None) -> None:
         self.settled: list[tuple[StreamOutcome, str]] = []
@@ -611,7 +612,7 @@ def expected() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
 
 
-def test_stream_comes_whole_within_its_window(server: StreamServer, source: StreamSource) -> None:
+def test_stream_arrives_completely_within_its_window(server: StreamServer, source: StreamSource) -> None:
     lines = Lines(3 << 20)
     try:
         opened = server.open_line()
@@ -630,8 +631,8 @@ def test_stream_comes_whole_within_its_window(server: StreamServer, source: Stre
         lines.close()
 
 
-def test_stream_whose_line_breaks_or_uses_up_its_key_goes_on_over_others(source: StreamSource, lines: Lines) -> None:
-    """A key lasts for five ranges here; each line has another one, and no byte comes twice."""
+def test_stream_whose_line_breaks_or_uses_up_its_key_continues_over_others(source: StreamSource, lines: Lines) -> None:
+    """A key lasts for five ranges here. Each line has a different key, and no byte is received twice."""
     with serving(key_limit_bytes=5 << 20) as server:
         arrival, outcome, used = None, StreamOutcome.LOST, 0
         while outcome is StreamOutcome.LOST:
@@ -675,7 +676,7 @@ def test_groups_of_streams_take_turns_and_those_of_one_group_do_not(
     assert all(abs(first - third) <= 4 << 20 for first, _, third in seen)
 
 
-def test_cancelled_stream_is_not_written_to_and_others_on_its_line_go_on(
+def test_cancelled_stream_is_not_written_to_and_others_on_its_line_continue(
     server: StreamServer, source: StreamSource, lines: Lines
 ) -> None:
     opened = server.open_line()
@@ -709,7 +710,7 @@ def test_line_that_no_stream_needs_is_closed(
     "endpoint",
     ["tcp://127.0.0.1:99999", "tcp://127.0.0.1:\u00b2", "tcp://127.0.0.1\0:80", "ipc://a\0b", f"tcp://{'x' * 70}:80"],
 )
-def test_endpoint_that_cannot_be_ends_no_other_line(
+def test_invalid_endpoint_ends_no_other_line(
     server: StreamServer, source: StreamSource, lines: Lines, endpoint: str
 ) -> None:
     opened = server.open_line()
@@ -723,14 +724,14 @@ def test_endpoint_that_cannot_be_ends_no_other_line(
 
 
 @pytest.mark.parametrize(("line_id", "secret"), [("ab" * 16, " "), ("ab " * 16, ""), ("ab" * 16, "cd" * 31 + "  ")])
-def test_blanks_are_no_digits_of_an_id_or_a_secret(lines: Lines, line_id: str, secret: str) -> None:
+def test_blanks_in_an_id_or_a_secret_are_refused(lines: Lines, line_id: str, secret: str) -> None:
     with pytest.raises(WireError, match="hexadecimal digits are expected"):
         lines.line(LineOpened(line_id=line_id, endpoint="tcp://127.0.0.1:1", secret=secret))
 
 
 @contextmanager
 def lying(lines: Lines, total_bytes: int) -> Iterator[tuple[socket.socket, Taken, StreamLine]]:
-    """The store's end of a line in clear after the hello, and a stream that its reader wants."""
+    """Yield the store's end of a plaintext line after the hello, and a stream that its reader wants."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         line = lines.line(LineOpened(line_id="ab" * 16, endpoint=endpoint))
@@ -745,7 +746,7 @@ def lying(lines: Lines, total_bytes: int) -> Iterator[tuple[socket.socket, Taken
             yield store, taken, line
 
 
-def test_ranges_come_whole_however_their_bytes_are_cut(lines: Lines) -> None:
+def test_ranges_arrive_completely_however_their_bytes_are_split(lines: Lines) -> None:
     data = np.random.default_rng(2).integers(0, 256, 5000, np.uint8).tobytes()
     with lying(lines, len(data)) as (store, taken, _):
         store.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -765,7 +766,7 @@ def test_ranges_come_whole_however_their_bytes_are_cut(lines: Lines) -> None:
         Head(Kind.READ, 1, CHUNK, 0),
     ],
 )
-def test_bytes_that_nobody_asked_for_are_not_written_and_end_the_line(lines: Lines, head: Head) -> None:
+def test_unrequested_bytes_are_not_written_and_end_the_line(lines: Lines, head: Head) -> None:
     with lying(lines, CHUNK) as (store, taken, line):
         with contextlib.suppress(ConnectionError):
             store.sendall(bulk.pack_head(head) + b"\xee" * head.nbytes)
@@ -776,7 +777,7 @@ def test_bytes_that_nobody_asked_for_are_not_written_and_end_the_line(lines: Lin
     assert lines.counts.refused == 1
 
 
-def test_bytes_that_were_not_put_end_the_stream_soon_after_they_come(lines: Lines) -> None:
+def test_bytes_that_were_not_put_end_the_stream_soon_after_they_arrive(lines: Lines) -> None:
     size = 400 << 20
     with lying(lines, size) as (store, taken, _):
         at = 0
@@ -786,7 +787,7 @@ def test_bytes_that_were_not_put_end_the_stream_soon_after_they_come(lines: Line
                 store.sendall(bulk.pack_head(head) + b"\xee" * bulk.MAX_RANGE_BYTES)
                 at += bulk.MAX_RANGE_BYTES
                 until(lambda sent=at: bool(taken.settled) or taken.arrival.received == sent)  # type: ignore[misc]
-                time.sleep(0.01)  # so that the check is not overtaken
+                time.sleep(0.01)  # gives the check time
         assert taken.outcome() is StreamOutcome.CORRUPT
         assert taken.arrival.received <= stream_line.CHECK_BYTES + (2 << 20)
 
@@ -800,7 +801,7 @@ def test_store_that_stays_silent_loses_the_line(lines: Lines, monkeypatch: pytes
         assert taken.arrival.received == 0
 
 
-def test_memory_is_left_alone_once_its_stream_is_cancelled_in_the_midst_of_a_range(lines: Lines) -> None:
+def test_memory_is_not_written_after_its_stream_is_cancelled_during_a_range(lines: Lines) -> None:
     with lying(lines, CHUNK) as (store, taken, line):
         store.sendall(bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + b"\xee" * 100)
         until(lambda: taken.arrival.room(CHUNK)[99] == 0xEE)
@@ -811,7 +812,7 @@ def test_memory_is_left_alone_once_its_stream_is_cancelled_in_the_midst_of_a_ran
     assert not any(taken.arrival.room(CHUNK)[100:])
 
 
-def test_stream_ends_with_shards_that_are_empty(tmp_path: Path) -> None:
+def test_stream_may_end_with_empty_shards(tmp_path: Path) -> None:
     shards = {"a": np.arange(5, dtype=np.uint8), "b": np.zeros(0, np.float32), "c": np.zeros((0, 3))}
     layout = BlockLayout([("train/0/0", 1, shards)])
     with (tmp_path / "file").open("w+b") as file:

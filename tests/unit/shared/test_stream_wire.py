@@ -1,4 +1,4 @@
-"""The parts of a stream without sockets: messages, seals, excerpts, arrivals and memory."""
+"""Streams without sockets: messages, seals, excerpts, arrivals and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tasks = list[tuple[str, int, dict[str, Array]]]
 
 
 def block_file(tasks: Tasks) -> tuple[Table, bytes]:
-    """A whole block file, as a put writes it."""
+    """Return a complete block file as a put writes it."""
     layout = BlockLayout(
         [(task_id, fence, {k: as_wire(a) for k, a in shards.items()}) for task_id, fence, shards in tasks]
     )
@@ -51,7 +51,7 @@ def assembled(tables: list[Table], files: list[bytes], picks: Picks, keys: list[
 
 
 def picked(wanted: Iterable[tuple[str, int, list[tuple[int, int]]]]) -> Picks:
-    """Of (task, fence, [(file, task in it), ...])."""
+    """Return the picks of (task, fence, [(file, number of the task in it), ...])."""
     tasks = list(wanted)
     places = [(file, number, at) for at, (_, _, each) in enumerate(tasks) for file, number in each]
     files, numbers, owners = ([place[column] for place in places] for column in range(3))
@@ -70,12 +70,12 @@ def tasks_of(count: int, seed: int = 0) -> Tasks:
             raw = rng.integers(0, 2, int(np.prod(shape)) * kind.itemsize, np.uint8)
             shards[key] = raw.view(kind).reshape(shape)
             if j == i % 3:
-                break  # tasks with fewer keys too
+                break  # some tasks have fewer keys
         made.append((f"train/0/{i}", i, shards))
     return made
 
 
-def test_excerpt_is_the_block_file_that_a_put_of_those_shards_would_write() -> None:
+def test_excerpt_equals_the_block_file_of_a_put_of_its_shards() -> None:
     first, second = tasks_of(7, 1), [(f"train/1/{i}", 3, shards) for i, (_, _, shards) in enumerate(tasks_of(6, 2))]
     (one, one_bytes), (two, two_bytes) = block_file(first), block_file(second)
     everything = [(0, i, task) for i, task in enumerate(first)] + [(1, i, task) for i, task in enumerate(second)]
@@ -88,7 +88,7 @@ def test_excerpt_is_the_block_file_that_a_put_of_those_shards_would_write() -> N
         assert assembled([one, two], [one_bytes, two_bytes], picks, ["a"], 1 << 40) == some
 
 
-def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_the_order_of_the_keys() -> None:
+def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_key_order() -> None:
     a, b = np.arange(5, dtype=np.int32), np.arange(9, dtype=np.float64)
     one = block_file([("train/0/1", 1, {"a": a})])
     two = block_file([("train/0/2", 1, {"b": b}), ("train/0/1", 1, {"b": b, "a": a})])
@@ -100,7 +100,7 @@ def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_the_order_of_t
         assert assembled(tables, files, picks, list(shards), 1 << 40) == whole
 
 
-def test_excerpt_stops_before_the_task_that_is_too_much_but_takes_the_first() -> None:
+def test_excerpt_stops_before_exceeding_its_limit_but_takes_the_first_task() -> None:
     table, _ = block_file([(f"train/0/{i}", 1, {"a": np.zeros(100, np.uint8)}) for i in range(10)])
     picks = picked((f"train/0/{i}", 1, [(0, i)]) for i in range(10))
     covered = []
@@ -111,7 +111,7 @@ def test_excerpt_stops_before_the_task_that_is_too_much_but_takes_the_first() ->
     assert covered == [1, 1, 3, 4, 10]
 
 
-def test_shards_that_are_not_there_make_no_excerpt_and_are_named() -> None:
+def test_missing_shards_make_no_excerpt_and_are_named() -> None:
     table, _ = block_file([("train/0/0", 1, {"a": np.zeros(1)}), ("train/0/1", 1, {"b": np.zeros(1)})])
     picks = picked([("train/0/0", 1, [(0, 0)]), ("train/0/1", 1, [(0, 1)])])
     assert excerpt.make([table], picks, ["a"], 1 << 40) is None
@@ -121,7 +121,7 @@ def test_shards_that_are_not_there_make_no_excerpt_and_are_named() -> None:
 # ---- messages and seals
 
 
-def test_bulk_heads_survive_the_wire_and_anything_else_is_refused() -> None:
+def test_bulk_heads_round_trip_and_anything_else_is_refused() -> None:
     longest = Head(Kind.READ, (1 << 32) - 1, bulk.MAX_RANGE_BYTES, (1 << 64) - 1)
     for head in (longest, Head(Kind.DATA, 1, 1, 0), Head(Kind.HELLO), Head(Kind.CLOSE, 7)):
         assert bulk.unpack_head(bulk.pack_head(head)) == head
@@ -236,7 +236,7 @@ def named(table: Table) -> list[PutTask]:
     return [PutTask(task_id, fence) for task_id, fence in zip(table.task_ids, table.fences, strict=True)]
 
 
-def test_nothing_is_given_out_before_the_last_byte_is_here_and_checked() -> None:
+def test_arrays_are_withheld_until_the_last_byte_has_arrived_and_is_checked() -> None:
     arrays: dict[str, Array] = {
         "a": np.random.default_rng(0).random(1_000_000),
         "b": np.arange(200_000, dtype=np.int32),
@@ -265,7 +265,7 @@ def fill(arrival: Arrival, data: bytes) -> None:
         arrival.check(arrival.received)
 
 
-def test_one_wrong_bit_anywhere_in_what_was_put_is_found() -> None:
+def test_one_wrong_bit_anywhere_is_found() -> None:
     table, data = block_file([("train/0/0", 1, {"a": np.arange(900_000, dtype=np.int64), "b": np.arange(300)})])
     shards = list(table.shards(0))
     spots = [3, 70, shards[0].offset, shards[0].offset + 5_000_000, shards[0].offset + shards[0].nbytes - 1]
@@ -277,7 +277,7 @@ def test_one_wrong_bit_anywhere_in_what_was_put_is_found() -> None:
             fill(arrival, bytes(wrong))
 
 
-def test_stream_of_something_else_than_was_asked_for_is_refused() -> None:
+def test_stream_of_other_shards_than_requested_is_refused() -> None:
     table, data = block_file([("train/0/0", 1, {"a": np.zeros(10), "b": np.zeros(10)})])
     for tasks, keys in (
         ([PutTask("train/0/1", 1)], ["a", "b"]),
@@ -286,7 +286,7 @@ def test_stream_of_something_else_than_was_asked_for_is_refused() -> None:
     ):
         arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions())
         receive(arrival, data)
-        for _ in range(2):  # however often it is asked
+        for _ in range(2):  # also on the second request
             with pytest.raises(WireError):
                 arrival.check(arrival.received)
         with pytest.raises(WireError):
@@ -310,7 +310,7 @@ def test_announced_sizes_are_checked_before_anything_is_allocated() -> None:
 # ---- memory
 
 
-def test_region_is_used_again_only_after_its_last_array_went() -> None:
+def test_region_is_reused_only_after_its_last_array_is_freed() -> None:
     regions = Regions()
     whole = regions.take(3 * MIB)
     first = whole.ctypes.data
@@ -321,20 +321,20 @@ def test_region_is_used_again_only_after_its_last_array_went() -> None:
     assert first in {each.ctypes.data for each in [regions.take(3 * MIB) for _ in range(2)]}
 
 
-def test_idle_memory_makes_room_for_new_memory_and_can_be_given_back() -> None:
+def test_idle_memory_makes_room_for_new_memory_and_can_be_returned() -> None:
     regions = Regions()
     for array in [regions.take(4 * MIB) for _ in range(5)]:
         array[0] = 1
     del array
     assert regions.idle_bytes == 20 * MIB
-    large = regions.take(10 * MIB)  # none of those will do: three of them go
+    large = regions.take(10 * MIB)  # none of those is large enough: three of them are freed
     assert regions.idle_bytes == 8 * MIB
     regions.close()
     del large
     assert regions.idle_bytes == 0
 
 
-def test_memory_idle_for_long_is_given_back_and_what_is_in_use_is_watched() -> None:
+def test_memory_idle_for_long_is_returned_and_memory_in_use_is_tracked() -> None:
     regions = Regions()
     array, used = regions.take(4 * MIB), regions.take(6 * MIB)
     del array

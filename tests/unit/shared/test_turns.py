@@ -1,4 +1,4 @@
-"""A process's own side of the turns on shared devices; the scheduler's is in tests/property/test_device_turns.py."""
+"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def _nothing(parts: Parts) -> Parts:
     return parts
 
 
-def test_a_process_that_nobody_could_kill_ends_before_it_takes_a_turn(tmp_path: Path) -> None:
+def test_a_process_without_a_supervisor_ends_before_it_takes_a_turn(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     try:
         by_hand = Sharer(run, 1)
@@ -42,7 +42,7 @@ def test_a_process_that_nobody_could_kill_ends_before_it_takes_a_turn(tmp_path: 
 
 
 class Desk:
-    """A service whose scheduler is the test: it sees every report, and grants when it is told to."""
+    """A service whose scheduler is the test, which sees every report and gives the grants."""
 
     NAME, instance, incarnation = "policy-trainer-worker", 0, 1
 
@@ -56,7 +56,7 @@ class Desk:
         return await self.orders.get()
 
 
-def test_who_waits_for_a_turn_goes_on_waiting_whatever_else_has_ended() -> None:
+def test_a_wait_for_a_turn_continues_whatever_else_has_ended() -> None:
     async def scene() -> None:
         desk = Desk()
         turns = SharedDevices(cast(Any, desk), _nothing)
@@ -65,7 +65,7 @@ def test_who_waits_for_a_turn_goes_on_waiting_whatever_else_has_ended() -> None:
         async with asyncio.timeout(LIMIT_S):
             while not (await desk.reports.get()).wants:
                 pass
-            turns.done()  # a driver asked the worker for its state, say
+            turns.done()  # for example, a driver asked the worker for its state
             desk.orders.put_nowait(DeviceOrder(parts=[PARAMETERS], granted=True))
             await waiting
         running.cancel()

@@ -1,4 +1,4 @@
-"""A put that cannot be written ends before its descriptor and its mapping are somebody else's."""
+"""A put that cannot be written ends before its descriptor and its mapping are reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_half_that_fails_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) 
             assert begun.wait(30)
             raise OSError(28, "No space left on device")
         begun.set()
-        ended.wait(0.5)  # still at it when the other half has failed
+        ended.wait(0.5)  # still writing when the other half fails
         ended.set()
         return [0] * (end - begin)
 

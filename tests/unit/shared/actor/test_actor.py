@@ -1,4 +1,4 @@
-"""The life of a service: states as its supervisor hears them, signals, ownership of its endpoint, heartbeats."""
+"""The life cycle of a service: states reported to its supervisor, signals, ownership of its endpoint, heartbeats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 class Quiet(Service):
-    """Reports to a supervisor, but knows no scheduler."""
+    """A service that reports to a supervisor but has no scheduler."""
 
     NAME = "quiet"
     HEARTBEATS = False
@@ -58,7 +58,7 @@ def reports(run: RunDir, seen: list[ServiceReport]) -> Any:
 
 @asynccontextmanager
 async def living(service: Service, state: str = ProcessState.READY) -> AsyncIterator[asyncio.Task[int]]:
-    """The service running in this loop, stopped at the end."""
+    """Run the service in this loop, and stop it at the end."""
     task = asyncio.create_task(service.run_until_stopped())
     await eventually(lambda: service.state == state)
     try:
@@ -109,19 +109,19 @@ def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str
     asyncio.run(main())
 
 
-def test_stop_during_start_ends_well(run: RunDir) -> None:
+def test_stop_during_start_ends_with_success(run: RunDir) -> None:
     async def main() -> None:
         service = Quiet(run, 0)
         service.start = asyncio.Event().wait  # type: ignore[assignment,method-assign]
         async with living(service, ProcessState.STARTING) as task, asking(run.endpoint("quiet", 0)) as client:
             pong = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
-            assert pong.state == "STARTING"  # answers while it starts
+            assert pong.state == "STARTING"  # it answers while it starts
         assert task.result() == 0
 
     asyncio.run(main())
 
 
-def test_missing_supervisor_and_forgotten_socket_do_not_hold_up_the_end(run: RunDir) -> None:
+def test_missing_supervisor_and_unclosed_socket_do_not_delay_the_end(run: RunDir) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
@@ -135,7 +135,7 @@ def test_missing_supervisor_and_forgotten_socket_do_not_hold_up_the_end(run: Run
     asyncio.run(main())
 
 
-def test_supervisor_restarting_in_between_gets_the_states_it_missed(run: RunDir) -> None:
+def test_restarted_supervisor_gets_the_states_it_missed(run: RunDir) -> None:
     async def main() -> None:
         seen: list[ServiceReport] = []
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
@@ -154,7 +154,7 @@ class Beating(Service):
         self.lost = lease_ids
 
 
-def test_service_registers_beats_and_registers_again_at_a_restarted_scheduler(run: RunDir) -> None:
+def test_service_registers_sends_heartbeats_and_registers_again_at_a_restarted_scheduler(run: RunDir) -> None:
     async def main() -> None:
         registered: list[Register] = []
         beats: list[Heartbeat] = []
@@ -185,7 +185,7 @@ def test_service_registers_beats_and_registers_again_at_a_restarted_scheduler(ru
     asyncio.run(main())
 
 
-def test_scheduler_that_refuses_registration_is_not_hammered(run: RunDir) -> None:
+def test_registration_that_is_refused_is_retried_slowly(run: RunDir) -> None:
     async def main() -> None:
         asked = 0
 
@@ -202,7 +202,7 @@ def test_scheduler_that_refuses_registration_is_not_hammered(run: RunDir) -> Non
     asyncio.run(main())
 
 
-def test_service_whose_heartbeat_breaks_fails_aloud(run: RunDir) -> None:
+def test_service_whose_heartbeat_raises_fails_with_its_cause(run: RunDir) -> None:
     async def main() -> None:
         def broken() -> Heartbeat:
             raise KeyError("lease")
@@ -263,7 +263,7 @@ def arguments(run: RunDir, *more: str) -> list[str]:
     return ["service", "--run", str(run.path), "--instance", "0", *more]
 
 
-def test_sigterm_ends_a_process_well_and_leaves_no_file(run: RunDir) -> None:
+def test_sigterm_ends_a_process_with_success_and_leaves_no_file(run: RunDir) -> None:
     with process(*arguments(run)) as child:
         assert line_of(child).startswith("serving")
         assert run.socket_file("echo", 0).is_socket()
@@ -272,7 +272,7 @@ def test_sigterm_ends_a_process_well_and_leaves_no_file(run: RunDir) -> None:
         assert list(run.sockets.glob("echo*")) == []
 
 
-def test_process_may_open_as_many_descriptors_as_it_is_allowed_at_all(run: RunDir) -> None:
+def test_process_raises_its_descriptor_limit_to_the_maximum(run: RunDir) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))}
     with process(*arguments(run), **few) as child:
@@ -280,7 +280,7 @@ def test_process_may_open_as_many_descriptors_as_it_is_allowed_at_all(run: RunDi
         assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_goes_on(run: RunDir) -> None:
+def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_continues(run: RunDir) -> None:
     with process(*arguments(run)) as first:
         line_of(first)
         with process(*arguments(run)) as second:
@@ -295,7 +295,7 @@ def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_goes_
         assert asyncio.run(ask()) == 8
 
 
-def test_process_killed_with_9_can_be_started_again_at_once(run: RunDir) -> None:
+def test_process_killed_with_sigkill_can_be_restarted_at_once(run: RunDir) -> None:
     with process(*arguments(run)) as first:
         line_of(first)
         first.kill()
@@ -305,7 +305,7 @@ def test_process_killed_with_9_can_be_started_again_at_once(run: RunDir) -> None
         assert line_of(second) == f"serving {second.pid}"
 
 
-def test_process_that_fails_says_why_and_exits_1(run: RunDir) -> None:
+def test_process_that_fails_prints_its_cause_and_exits_1(run: RunDir) -> None:
     with process(*arguments(run), env={"ECHO_FAIL": "no cheese"}) as child:
         _, complaint = child.communicate(timeout=20)
         assert child.returncode == 1

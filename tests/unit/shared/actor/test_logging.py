@@ -1,4 +1,4 @@
-"""Logs on a disk that fills up: lines are lost and counted, nobody ends."""
+"""Logs on a disk that fills up: lines are lost and counted, and no process ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
     lines = path.read_text().split("\n")
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # the one that was torn, and what follows the last
+        with contextlib.suppress(ValueError):  # the torn line, and the text after the last one
             events.append(json.loads(line))
     assert [events[0]["event"], events[0]["value"], events[0]["service"]] == ["first", 1, "a"]
     written = [each["number"] for each in events if "number" in each]
@@ -52,7 +52,7 @@ def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
     assert "lost_lines" not in events[-1]
 
 
-def test_console_that_is_gone_ends_nobody(tmp_path: Path) -> None:
+def test_closed_console_ends_no_process(tmp_path: Path) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -1,7 +1,7 @@
-"""What the rpc and actor tests talk to: a small mailbox and a small service, as objects or as processes.
+"""The peers of the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
 
 Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
-It must never stand in for a real service of the product.
+It does not stand in for real services of the product.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def double(request: GetInventory, _: Call) -> Inventory:
 
 @contextmanager
 def short_directory() -> Iterator[Path]:
-    """A directory whose socket paths stay under 107 bytes, whatever pytest's own are."""
+    """Yield a directory whose socket paths stay under 107 bytes, however long pytest's own are."""
     with tempfile.TemporaryDirectory(prefix="rlb-") as name:
         yield Path(name)
 
 
 @functools.cache
 def key_folder() -> Path:
-    """Keys for the tcp endpoints of this test process, removed with it."""
+    """Return keys for the tcp endpoints of this test process, which are removed with it."""
     folder = tempfile.mkdtemp(prefix="rlb-keys-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run_keys.create(Path(folder))
@@ -72,7 +72,7 @@ def keyring(role: Role = Role.SERVICE) -> Keyring:
 async def serving(
     endpoint: str, *handlers: tuple[Any, Any], admits: Role = Role.OPERATOR
 ) -> AsyncIterator[tuple[Mailbox, str]]:
-    """A bound mailbox with these (request class, handler) pairs, closed afterwards; tcp with `keyring()`."""
+    """Yield a bound mailbox with these (request class, handler) pairs; over tcp it uses `keyring()`."""
     context = zmq.Context()
     mailbox = Mailbox("echo/0", SERVER_INCARNATION)
     for request, handler in handlers:
@@ -103,7 +103,7 @@ async def asking(
 
 @contextmanager
 def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iterator[zmq.Socket[bytes]]:
-    """A DEALER that speaks whatever the test makes it speak; over tcp with the key of `role`."""
+    """Yield a DEALER that sends whatever the test makes it send; over tcp it has the key of `role`."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     if is_tcp(endpoint):
@@ -118,7 +118,7 @@ def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iter
 
 
 async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> list[bytes]:
-    """The next message of a raw socket, without blocking the loop that serves it."""
+    """Return the next message of a raw socket without blocking the loop that serves it."""
     ready = await asyncio.get_running_loop().run_in_executor(None, socket.poll, int(within_s * 1000))
     assert ready, f"no message in {within_s} s"
     return socket.recv_multipart()
@@ -127,13 +127,13 @@ async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> li
 async def eventually(condition: Any, within_s: float = DEADLINE_S) -> None:
     """Wait until `condition()` holds; fail after `within_s`."""
     async with asyncio.timeout(within_s):
-        while not condition():  # what is waited for may lie in another process
+        while not condition():  # the condition may depend on another process
             await asyncio.sleep(0.005)
 
 
 @contextmanager
 def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """This file as a process of its own, killed at the end if it still runs."""
+    """Run this file as a process, which is killed at the end if it is still alive."""
     child = subprocess.Popen(
         [sys.executable, str(Path(__file__)), *arguments],
         stdout=subprocess.PIPE,
@@ -151,7 +151,7 @@ def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
-    """Its next line of output."""
+    """Return the next line of its output."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], within_s)
     assert ready, f"no output in {within_s} s"
@@ -159,7 +159,7 @@ def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
 
 
 class Echo(Service):
-    """Says READY on its output, doubles numbers; `ECHO_FAIL` makes its start fail, `ECHO_SPAWNER` is its parent."""
+    """Prints READY and doubles numbers. `ECHO_FAIL` makes its start fail, and `ECHO_SPAWNER` is its parent."""
 
     NAME = "echo"
     HEARTBEATS = False
@@ -188,7 +188,7 @@ async def _mailbox(endpoint: str) -> None:
 
 
 def _spawn(arguments: list[str]) -> None:
-    """Be a supervisor that starts one service and then only waits to be killed."""
+    """Act as a supervisor that starts one service and waits to be killed."""
     with subprocess.Popen([sys.executable, __file__, "service", *arguments]):
         signal.pause()
 

@@ -76,7 +76,7 @@ def test_request_and_reply(ipc: str, transport: str) -> None:
 
 
 def test_thousands_of_concurrent_calls_are_all_answered_in_both_directions(ipc: str) -> None:
-    """Many more than one drain takes, so that a lost edge of the socket's descriptor would hang one of them."""
+    """There are many more calls than one drain reads, so a lost edge of the socket's descriptor would hang one."""
 
     async def main() -> None:
         other = f"{ipc}b"
@@ -102,7 +102,7 @@ def test_slow_answer_is_computed_once_although_the_client_asks_again(ipc: str) -
         async def slow(body: GetInventory, _: Call) -> Inventory:
             nonlocal handled
             handled += 1
-            await asyncio.sleep(1.0)  # several resends long
+            await asyncio.sleep(1.0)  # long enough for several resends
             return Inventory(tasks=[], cursor=body.cursor)
 
         async with serving(ipc, (GetInventory, slow)) as (mailbox, bound), asking(bound) as client:
@@ -164,19 +164,19 @@ def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
                 assert line_of(server) == "bound"
                 first = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 assert first.incarnation == server.pid
-                server.send_signal(signal.SIGSTOP)  # it has our request, and dies with it
+                server.send_signal(signal.SIGSTOP)  # the server has our request and dies with it
                 asked = asyncio.create_task(client.call(Ping(), Pong, deadline_s=30.0))
                 await eventually(lambda: all(pending.sent for pending in client._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert os.path.exists(stale)  # in the way of the next owner
+            assert os.path.exists(stale)  # it is in the way of the next owner
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 
     asyncio.run(main())
 
 
-def test_request_to_a_peer_that_is_not_there_yet_is_sent_when_it_comes(ipc: str) -> None:
+def test_request_to_an_absent_peer_is_sent_when_the_peer_starts(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:
             asked = asyncio.create_task(client.call(GetInventory(cursor=4), Inventory, deadline_s=DEADLINE_S))
@@ -187,7 +187,7 @@ def test_request_to_a_peer_that_is_not_there_yet_is_sent_when_it_comes(ipc: str)
     asyncio.run(main())
 
 
-def test_request_given_up_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
+def test_request_abandoned_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
     async def main() -> None:
         seen: list[int] = []
 
@@ -255,7 +255,7 @@ def test_cancelled_call_leaves_nothing_behind(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_rpc_error_of_a_handler_arrives_whole(ipc: str) -> None:
+def test_rpc_error_of_a_handler_arrives_unchanged(ipc: str) -> None:
     async def main() -> None:
         def busy(_: Ping, __: Call) -> Pong:
             raise RpcError(ErrorCode.BUSY, "no room", retry_after_s=1.5, names=["a", "b"])
@@ -274,7 +274,7 @@ def test_rpc_error_of_a_handler_arrives_whole(ipc: str) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_defect_in_a_handler_is_internal_and_the_mailbox_goes_on(ipc: str, asynchronous: bool) -> None:
+def test_defect_in_a_handler_is_an_internal_error_and_the_mailbox_continues(ipc: str, asynchronous: bool) -> None:
     async def main() -> None:
         def broken(_: Ping, __: Call) -> Any:
             raise KeyError("cheese")
@@ -294,7 +294,7 @@ def test_defect_in_a_handler_is_internal_and_the_mailbox_goes_on(ipc: str, async
 
 
 @pytest.mark.parametrize("answer", [None, 3, [Ack()]])
-def test_handler_that_answers_nonsense_is_internal(ipc: str, answer: Any) -> None:
+def test_invalid_answer_of_a_handler_is_an_internal_error(ipc: str, answer: Any) -> None:
     async def main() -> None:
         async with serving(ipc, (StopRun, lambda _, __: answer)) as (mailbox, bound), asking(bound) as client:
             with pytest.raises(RpcError, match="StopRun failed") as failure:
@@ -326,7 +326,7 @@ def test_message_without_a_handler_and_unknown_type_are_refused_by_name(ipc: str
     asyncio.run(main())
 
 
-def test_oversize_request_is_refused_before_it_is_sent_and_oversize_reply_is_said(ipc: str) -> None:
+def test_oversize_request_is_refused_before_it_is_sent_and_oversize_reply_is_reported(ipc: str) -> None:
     async def main() -> None:
         big = Inventory(tasks=[PutTask("train/0/0" + "0" * 200, 1)] * 50_000, cursor=0)
         async with serving(ipc, (GetInventory, lambda _, __: big)) as (_, bound), asking(bound) as client:
@@ -354,10 +354,10 @@ def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
                     socket.send_multipart([random.bytes(int(random.integers(0, 200))) for _ in range(i % 5 + 1)])
                 for i in range(40):
                     assert (await client.call(GetInventory(cursor=i), Inventory, deadline_s=2.0)).cursor == 2 * i
-                # what comes in quarantine is dropped unread
+                # messages of a quarantined peer are dropped unread
                 await eventually(lambda: mailbox.offenders.malformed + mailbox.offenders.unread == sent)
                 assert mailbox.offenders.malformed == STRIKES
-                assert not socket.poll(0)  # nothing that could be told apart as a request, so no answer
+                assert not socket.poll(0)  # no message could be identified as a request, so there is no answer
             assert not mailbox._running
             silent[1].close()
             shouting[1].close()
@@ -373,14 +373,14 @@ def test_two_hundred_thousand_empty_frames_are_one_refusal_and_little_memory(ipc
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 socket.send_multipart([b""] * 200_000)
                 await eventually(lambda: mailbox.offenders.malformed == 1)
-                # libzmq keeps 64 bytes a frame in each of two queues of this process
+                # libzmq keeps 64 bytes per frame in each of two queues of this process
                 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
             assert (await client.call(GetInventory(cursor=5), Inventory, deadline_s=DEADLINE_S)).cursor == 10
 
     asyncio.run(main())
 
 
-def test_client_that_never_reads_loses_its_replies_and_blocks_nobody(ipc: str) -> None:
+def test_client_that_never_reads_loses_its_replies_and_blocks_no_other(ipc: str) -> None:
     async def main() -> None:
         async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
             with raw_dealer(bound, RCVHWM=1, SNDHWM=0) as socket:
@@ -418,7 +418,7 @@ def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_deferred_answer_goes_out_once_when_it_is_given(ipc: str) -> None:
+def test_deferred_answer_is_sent_once_when_it_is_given(ipc: str) -> None:
     async def main() -> None:
         held: list[Call] = []
 
@@ -428,7 +428,7 @@ def test_deferred_answer_goes_out_once_when_it_is_given(ipc: str) -> None:
 
         async with serving(ipc, (GetInventory, hold)) as (mailbox, _):
             with raw_dealer(ipc) as socket:
-                for number in (1, 1, 2):  # the first is asked again before it is answered
+                for number in (1, 1, 2):  # the first request is resent before it is answered
                     socket.send_multipart(request(number))
                 await eventually(lambda: len(held) == 2)
                 for number, call in enumerate(held):
@@ -500,7 +500,7 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
         async with serving(ipc, (Telemetry, lambda body, _: seen.append(body.topic) or Ack())) as (mailbox, bound):
             async with asking(bound) as client:
                 for _ in range(3):
-                    assert client.tell(message)  # the first ones before the connection stands
+                    assert client.tell(message)  # the first messages precede the connection
                 await eventually(lambda: len(seen) == 3)
             assert not mailbox._running
             assert not mailbox._replies[Role.SERVICE]
@@ -509,7 +509,7 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
 
 
 def test_request_that_wants_no_answer_is_refused(ipc: str) -> None:
-    """Nothing would bound how many are under way: their sender does not wait, and they have no deadline."""
+    """Their number would be unbounded, because their sender does not wait and they have no deadline."""
 
     async def main() -> None:
         seen: list[int] = []
@@ -523,7 +523,7 @@ def test_request_that_wants_no_answer_is_refused(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_telling_nobody_keeps_a_few_messages_and_says_when_it_drops(ipc: str) -> None:
+def test_messages_to_an_absent_peer_are_kept_up_to_a_limit_and_drops_are_reported(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:
             results = [client.tell(Ack()) for _ in range(UNSENT_MESSAGES + 10)]
@@ -584,7 +584,7 @@ def test_callback_that_raises_loses_no_later_message(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_goes_on(ipc: str) -> None:
+def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_continues(ipc: str) -> None:
     async def main() -> None:
         path = Path(ipc.removeprefix("ipc://"))
         async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as client:
@@ -608,7 +608,7 @@ def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_goes_o
 
 
 def test_quick_change_of_owner_never_loses_the_new_owners_socket(ipc: str) -> None:
-    """libzmq unlinks the path of a closed socket some time later; the next owner's file must not be hit."""
+    """libzmq unlinks the path of a closed socket some time later, which must not delete the next owner's file."""
 
     async def main() -> None:
         for _ in range(20):

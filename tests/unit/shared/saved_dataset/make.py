@@ -1,4 +1,4 @@
-"""Makes the saved data sets beside it, with `datasets==5.2.0` in an environment of its own. Nothing imports it.
+"""Makes the saved data sets in this folder, with `datasets==5.2.0` in a separate environment. Nothing imports it.
 
 python tests/unit/shared/saved_dataset/make.py tests/unit/shared/saved_dataset
 """
@@ -13,7 +13,7 @@ import datasets
 folder = Path(sys.argv[1])
 rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "id": a} for a in range(10)]
 every = datasets.Dataset.from_list(rows)
-# Shuffled and selected: the library keeps an index of rows, which saving must have written out.
+# Shuffled and selected: the library keeps an index of rows, which saving has to apply.
 train = every.select([3, 1, 2]).shuffle(seed=1)
 datasets.DatasetDict({"train": train, "test": every.select(range(5, 7))}).save_to_disk(folder / "splits")
 chat = [

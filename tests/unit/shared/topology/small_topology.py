@@ -1,4 +1,4 @@
-"""A topology small enough to read, for the topology's tests, and what `load` says of edited copies."""
+"""A small topology for the topology's tests, and the errors of `load` for edited copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ services:
 
 
 def make(folder: Path) -> Path:
-    """Put what BASE names into `folder`: a model of WEIGHTS parameters and a data set of one row."""
+    """Create the files that BASE names in `folder`: a model of WEIGHTS parameters and a data set of one row."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))

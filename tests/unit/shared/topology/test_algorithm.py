@@ -1,4 +1,4 @@
-"""What the section `algorithm` fills in, and which of its options are refused because they could not act."""
+"""Defaults of the section `algorithm`, and its options that are refused because they would have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, *overrides: str) -> Topology:
-    """Loaded, and loaded again as resolved: what was filled in must be as good as written."""
+    """Load the topology, and check that its resolved copy loads equal to it."""
     topology = load(write(folder), list(overrides))
     resolved = folder / "resolved.yaml"
     topology.dump_resolved(resolved)
@@ -41,7 +41,7 @@ def loaded(folder: Path, *overrides: str) -> Topology:
         ('{name: "my.module:fn", params: {a: 1}}', None, 2.0),
     ],
 )
-def test_each_loss_has_the_options_it_uses_and_no_others(
+def test_each_loss_has_only_the_options_it_uses(
     folder: Path, loss: str, clip: tuple[float, float] | None, tis_cap: float | None
 ) -> None:
     topology = loaded(folder, f"algorithm.loss={loss}", TWO_UPDATES)
@@ -65,7 +65,7 @@ def test_only_a_step_of_several_updates_needs_a_forward_pass_before_them(folder:
     )
     rollout = loaded(folder, "algorithm.loss.anchor=rollout", TWO_UPDATES)
     assert [loss_spec(each).anchor for each in (one, two, rollout)] == ["present", "proximal", "rollout"]
-    # what is run is what room is kept for
+    # room is kept exactly for the passes that run
     assert [each.needs_proximal for each in (one, two, rollout)] == [False, True, False]
 
 
@@ -124,13 +124,13 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         (["algorithm.filter_zero_variance.max_refill=0"], "0 is out of range"),
     ],
 )
-def test_option_that_cannot_act_is_refused(folder: Path, overrides: list[str], message: str) -> None:
+def test_option_without_effect_is_refused(folder: Path, overrides: list[str], message: str) -> None:
     lines = problems(write(folder), *overrides)
     assert len(lines) == 1
     assert message in lines[0]
 
 
-def test_rewards_may_be_normalised_where_something_is_added_to_them(folder: Path) -> None:
+def test_rewards_may_be_normalised_where_it_has_an_effect(folder: Path) -> None:
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.overlong_penalty={tokens: 4}")
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.advantage={name: dr_grpo}")
 

@@ -1,4 +1,4 @@
-"""`services.rollout.in_flight` and `consume`: what goes together and what is refused, in one line."""
+"""`services.rollout.in_flight` and `consume`: valid combinations, and one-line refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_blocks_wait_unless_the_topology_says_keep(folder: Path) -> None:
     assert load(write(folder), [KEEP]).services.rollout.in_flight == "keep"
 
 
-def test_vllm_knows_both_ways(folder: Path) -> None:
+def test_vllm_supports_both_modes(folder: Path) -> None:
     for mode in ("keep", "recompute"):
         overrides = ["services.rollout.engine=vllm", f"services.rollout.in_flight={mode}"]
         assert load(write(folder), overrides).services.rollout.in_flight == mode
@@ -35,7 +35,7 @@ def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -
     assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
 
 
-def test_tensor_parallelism_is_vllms(folder: Path) -> None:
+def test_tensor_parallelism_needs_vllm(folder: Path) -> None:
     two = "services.rollout.parallel.tp=2"
     assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2
     (line,) = [each for each in problems(write(folder), two) if "services.rollout.parallel.tp: " in each]
@@ -55,7 +55,7 @@ def test_completion_order_is_available(folder: Path) -> None:
         ("workflow.function=builtin:single_turn", "keep", "a workflow's calls are short blocks"),
     ],
 )
-def test_an_update_is_refused_where_it_would_do_nothing(folder: Path, override: str, mode: str, why: str) -> None:
+def test_an_update_is_refused_where_it_has_no_effect(folder: Path, override: str, mode: str, why: str) -> None:
     lines = problems(write(folder), override, f"services.rollout.in_flight={mode}", check_supported=False)
     assert [line for line in lines if "services.rollout.in_flight: " in line and why in line]
 
@@ -75,7 +75,7 @@ def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
         ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
     ],
 )
-def test_what_a_server_cannot_do_is_refused(folder: Path, override: str, why: str) -> None:
+def test_options_that_a_server_does_not_support_are_refused(folder: Path, override: str, why: str) -> None:
     server = [
         "services.rollout.engine=openai",
         "services.rollout.engine_args.base_url=http://127.0.0.1:1",

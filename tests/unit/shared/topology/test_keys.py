@@ -1,6 +1,6 @@
-"""Every key of the topology acts, or is refused. Changing a key alone changes what the launcher starts, what the
-scheduler is told or how a task is sampled; or a named test shows what it changes, and the product reads it where this
-file says. A key that is new in the schema must be entered here.
+"""Every key of the topology has an effect or is refused. Changing one key changes what the launcher starts, what the
+scheduler is told or how a task is sampled; or a named test shows its effect, and the product reads it where this file
+says. A new key of the schema must be entered here.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
         "topology.run.on_bad_step",
-        "unit/policy_trainer/test_numbers.py::test_bad_data_is_skipped_when_the_run_may_and_anything_else_never",
+        "unit/policy_trainer/test_numbers.py::test_only_bad_data_is_skipped_and_only_when_the_run_allows_it",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",
-        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_assistants_opening_or_not",
+        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for",
     ),
     "reward.timeout_s": (
         ROLLOUT,
@@ -167,17 +167,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.retry.limit_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_without_a_time_to_wait_its_samples_are_lost_at_once",
+        "unit/rollout/test_rewards_judge.py::test_with_a_wait_limit_of_zero_samples_are_lost_at_once",
     ),
     "reward.retry.backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_pauses_between_tries_follow_the_topology",
     ),
     "reward.retry.max_backoff_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_tries_are_as_far_apart_as_the_topology_says",
+        "unit/rollout/test_rewards_judge.py::test_pauses_between_tries_follow_the_topology",
     ),
     "workflow.function": (
         ROLLOUT,
@@ -332,7 +332,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
 
 
 def keys(model: type[Section] = Topology, above: str = "") -> Iterator[str]:
-    """Every leaf of the schema as a user writes it; `*` is any name, or any place in a list."""
+    """Yield every leaf of the schema as a user writes it; `*` is any name or any list index."""
     for name, field in model.model_fields.items():
         key = f"{above}{field.alias or name}"
         section = _section(field.annotation)
@@ -374,7 +374,7 @@ def test_every_key_is_entered_once() -> None:
 
 
 def derived(topology: Topology) -> list[Any]:
-    """What follows from a topology outside of it: processes and their arguments, the scheduler's plan, sampling."""
+    """Return what follows from a topology: processes and their arguments, the scheduler's plan, sampling."""
     plan = [(spec.service, spec.instance) for spec in topology.services_plan()]
     sets = TaskSets(topology, PromptBuilder.__new__(PromptBuilder), context_tokens=64)
     splits = [TRAIN, *topology.data.eval]
@@ -394,7 +394,7 @@ def derived(topology: Topology) -> list[Any]:
 
 
 @pytest.mark.parametrize("key", OBSERVED)
-def test_a_key_that_is_changed_changes_what_follows(key: str, folder: Path) -> None:
+def test_changing_a_key_changes_what_follows(key: str, folder: Path) -> None:
     path = folder / "t.yaml"
     before = derived(load(path, BESIDE.get(key, ())))
     assert before == derived(load(path, BESIDE.get(key, ())))
@@ -407,7 +407,7 @@ def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None
         load(folder / "t.yaml", [REFUSED[key]])
 
 
-def test_what_this_build_refuses_is_what_is_tried_here() -> None:
+def test_the_refused_keys_of_this_build_are_those_tried_here() -> None:
     patterns = [f"{option.path}*" for option in UNSUPPORTED]
     assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
     assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
@@ -421,7 +421,7 @@ def test_rewards_follow_their_keys(key: str, folder: Path) -> None:
 
 
 async def scores(reward: Reward) -> list[float | None]:
-    """What four completions are worth whose task's answer is 7."""
+    """Return the rewards of four completions of a task whose answer is 7."""
     samples = [Sample("train/0/0", {"answer": "7"}, [], each, [], "stop") for each in ("a", "4", "is 7", "7")]
     pool = RewardPool(
         reward.terms, timeout_s=10, memory_bytes=1 << 30, processes=1, retry=reward.retry, emit=lambda *_: None
@@ -435,7 +435,7 @@ async def scores(reward: Reward) -> list[float | None]:
 
 
 def trained(folder: Path, **given: Any) -> dict[str, torch.Tensor]:
-    """Weights after two updates under optimizer settings."""
+    """Return the weights after two updates with these optimizer settings."""
 
     def small(_: Path, dtype: str) -> torch.nn.Module:
         return make_model("qwen3", dtype=getattr(torch, dtype), head_dim=12, tie_word_embeddings=True, vocab_size=61)
@@ -461,7 +461,7 @@ def test_there_is_one_optimizer_to_choose(folder: Path) -> None:
         load(folder / "t.yaml", ["optimizer.name=sgd"])
 
 
-def test_a_prompt_ends_with_the_assistants_opening_or_not() -> None:
+def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
     model = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
     row = {"prompt": [{"role": "user", "content": "1+1="}]}
     opened, bare = (PromptBuilder(model, add_generation_prompt=each).token_ids(row) for each in (True, False))
@@ -470,7 +470,7 @@ def test_a_prompt_ends_with_the_assistants_opening_or_not() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_is_shown_elsewhere_is_read_where_this_file_says_and_has_its_test(key: str) -> None:
+def test_keys_tested_elsewhere_are_read_where_this_file_says_and_have_their_test(key: str) -> None:
     file, read, test = ELSEWHERE[key]
     assert read in (ROOT / file).read_text()
     where, _, name = test.partition("::")

@@ -1,4 +1,4 @@
-"""The topology: each way to get it wrong, the line that says so and the file:line it names."""
+"""Errors of the topology: each is one line that names its file and line."""
 
 from __future__ import annotations
 
@@ -337,9 +337,7 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
         ),
     ],
 )
-def test_colocation_that_cannot_be_is_one_line_with_its_place(
-    folder: Path, names: str, override: str, line: str
-) -> None:
+def test_impossible_colocation_is_one_line_with_its_place(folder: Path, names: str, override: str, line: str) -> None:
     path = write(folder, f"{BASE}placement: {{colocate: {names}}}\n")
     overrides = [override] if override.startswith("staleness") else [override, "staleness=0"]
     found = problems(path, *overrides)
@@ -404,7 +402,7 @@ def test_model_folder_without_its_files_is_named(folder: Path, file: str, messag
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
-def test_weights_that_are_no_safetensors_are_named(folder: Path, content: bytes) -> None:
+def test_weights_that_are_not_safetensors_are_named(folder: Path, content: bytes) -> None:
     (folder / "model" / "model.safetensors").write_bytes(content)
     [line] = problems(write(folder))
     assert line.startswith(f"t.yaml:3: policy.model: {folder}/model/model.safetensors is not a safetensors file")
@@ -442,12 +440,12 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     topology = load(write(folder), ["algorithm.num_iterations=2"])
     per_token = 4 + 1 + 4 + 4 + 4 + 4  # with reference and proximal log-probs
     data = 4 * (40 * per_token + 6 * 8)
-    # rollout, reference and proximal log-probs are puts of their own, of whole pages, with 8 shards in all
+    # rollout, reference and proximal log-probs are separate puts of whole pages, with 8 shards in all
     assert data + 3 * 4096 < task_bytes(topology, 32) < data + 3 * 4500 + 8 * 200
     # staleness 1: two steps are live, and a trained one waits for its checkpoint; a lease block for each of 2 engines
     block = topology.services.rollout.block_tasks
     held = 3 * 6 + 2 * block
-    # proximal log-probs of one step are put again when it is replayed, and the former ones go only afterwards
+    # a replayed step puts its proximal log-probs again before the former ones are collected
     again = 6 * 4 * 40 * 4
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
@@ -470,7 +468,8 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
         (3, ["staleness=0", "services.rollout.instances=1"]),
         (3, ["staleness=1", "services.rollout.instances=1"]),
         (6, ["staleness=4", "services.rollout.instances=1"]),
-        (9, ["staleness=4", "services.rollout.instances=4"]),  # which compute in versions that they have mapped
+        # these engines compute with weights that they have mapped
+        (9, ["staleness=4", "services.rollout.instances=4"]),
         (6, ["staleness=4", "services.rollout.instances=4", "services.rollout.gpus=1"]),
         (7, ["staleness=4", "run.deterministic=true"]),
         (5, ["staleness=1", "services.rollout.instances=1", "checkpoint.every=2", "algorithm.kl.refresh_every=2"]),
@@ -487,7 +486,7 @@ def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
     assert f"set at least {needed} (" in line
 
 
-def test_memory_too_small_names_the_number_that_would_do(folder: Path) -> None:
+def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
     weights = weight_bytes(str(folder / "model"), "bfloat16")
     assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
     needed = worst_case_bytes(load(write(folder)), 32, weights)

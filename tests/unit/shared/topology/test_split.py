@@ -1,4 +1,4 @@
-"""Degrees of trainer and reference that do not fit their backend or the model are errors before anything starts."""
+"""Parallel degrees that do not fit the backend or the model of a trainer or reference are errors before the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The topology: what follows from what is written, overrides, the resolved file and the examples."""
+"""The topology: derived values, overrides, the resolved file and the examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_defaults_follow_from_what_is_written(folder: Path) -> None:
+def test_defaults_follow_from_the_given_keys(folder: Path) -> None:
     topology = load(write(folder))
     assert topology.algorithm.mini_batch_tasks == 6
     assert topology.algorithm.updates_per_step == 1
@@ -143,7 +143,7 @@ def test_alias_that_contains_itself_is_refused(folder: Path) -> None:
     assert "t.yaml:18: algorithm.kl.coef.0: an alias that contains itself, write the value out" in lines
 
 
-def test_alias_of_a_value_is_read_in_both_places(folder: Path) -> None:
+def test_aliased_value_is_read_in_both_places(folder: Path) -> None:
     text = BASE.replace("tasks_per_step: 6", "tasks_per_step: &six 6").replace("steps: 3", "steps: 3, seed: 1")
     topology = load(write(folder, text.replace("  group_size: 4", "  group_size: *six")))
     assert topology.algorithm.group_size == 6
@@ -164,8 +164,8 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     assert sorted(line.split(": ")[:2] for line in lines) == [
         ["--set run.stps=4", "run.stps"],
         ["t.yaml:21", "optimizer.epss"],
-        ["t.yaml:24", "services.policy-trainer.host"],  # no such host in placement.hosts,
-        ["t.yaml:24", "services.policy-trainer.host"],  # and no placement in this build
+        ["t.yaml:24", "services.policy-trainer.host"],  # placement.hosts has no such host
+        ["t.yaml:24", "services.policy-trainer.host"],  # and this build has no placement
         ["t.yaml:4", "policy.dtyp"],
         ["t.yaml:6", "data.train.source"],
     ]
@@ -237,7 +237,7 @@ def test_engine_arguments_without_an_engine_that_takes_them_are_refused(folder: 
     assert line.endswith("services.rollout.engine_args: max_num_seqs: the transformers engine takes none, leave it out")
 
 
-def test_override_that_is_no_yaml_is_refused(folder: Path) -> None:
+def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
     [line] = problems(write(folder), "run.name=[1")
     assert line.startswith("--set run.name=[1: value is not YAML (")
 
@@ -265,7 +265,7 @@ def test_option_without_effect_in_this_build_is_refused(folder: Path, override: 
 
 
 def example(name: str, folder: Path) -> Path:
-    """The example in a folder where what it names relatively can be put."""
+    """Copy the example to a folder in which the files that it names can be created."""
     path = folder / f"{name}.yaml"
     path.write_text((EXAMPLES / f"{name}.yaml").read_text())
     return path
@@ -295,7 +295,7 @@ def test_qwen7b_lacks_only_its_files(
 
 
 def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
-    # Positions are those of the real model; the test's own tiny one has 64.
+    # The positions are those of the real model; the test's tiny one has 64.
     (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     files = [
         "data.train.source=builtin:x",
@@ -308,7 +308,7 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     assert topology.algorithm.updates_per_step == 2
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
-    # a put goes into one store: each has to hold what may be live, however many there are
+    # a put goes into one store, so each store has to hold everything that may be live
     weights = weight_bytes(topology.policy.model, topology.policy.dtype)
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]

@@ -1,4 +1,4 @@
-"""`transport` in the topology: which keys there are, and that none of them is silent or unsafe by accident."""
+"""The section `transport`: its keys, none of which is silently ignored or unsafe by accident."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ def with_transport(folder: Path, text: str) -> Path:
         ('{listen: "0.0.0.0"}', "t.yaml:28: transport.listen: "),
     ],
 )
-def test_transport_key_that_is_wrong_or_cannot_act_is_named_with_its_line(folder: Path, text: str, line: str) -> None:
+def test_transport_key_that_is_wrong_or_without_effect_is_named_with_its_line(
+    folder: Path, text: str, line: str
+) -> None:
     [found] = problems(with_transport(folder, text))
     assert found.startswith(line)
 
 
-def test_bulk_goes_in_clear_by_its_own_key_only(folder: Path) -> None:
+def test_bulk_is_unencrypted_only_by_its_own_key(folder: Path) -> None:
     assert load(with_transport(folder, "{listen: 10.0.0.1}")).transport.encrypt_bulk
     assert not load(with_transport(folder, "{listen: 10.0.0.1, encrypt_bulk: false}")).transport.encrypt_bulk
 
 
-def test_ports_are_known_for_whom_others_ask_first_and_free_for_the_rest(folder: Path) -> None:
+def test_only_services_that_others_contact_first_have_fixed_ports(folder: Path) -> None:
     transport = load(with_transport(folder, "{listen: 10.0.0.1, supervisor_port: 9}")).transport
     assert listen_endpoint(transport, "scheduler") == "tcp://10.0.0.1:7747"
     assert listen_endpoint(transport, "supervisor") == "tcp://10.0.0.1:9"
@@ -64,7 +66,7 @@ def test_ports_are_known_for_whom_others_ask_first_and_free_for_the_rest(folder:
 
 
 def test_address_of_another_machine_and_port_in_use_are_found_before_the_start(folder: Path) -> None:
-    away = load(with_transport(folder, "{listen: 192.0.2.1}"))  # a network for documentation: nobody has it
+    away = load(with_transport(folder, "{listen: 192.0.2.1}"))  # an address reserved for documentation
     [line] = preflight.check(away, "t.yaml").errors
     assert line.startswith("t.yaml: transport.listen: 192.0.2.1 cannot be used (Cannot assign requested address)")
     with socket.create_server(("127.0.0.1", 0)) as taken:

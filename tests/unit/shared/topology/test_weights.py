@@ -1,4 +1,4 @@
-"""`services.rollout.weights` and `transfer_s`: which routes an engine and a trainer have, in one line each."""
+"""`services.rollout.weights` and `transfer_s`: the routes between a trainer and an engine, and one-line refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def route(name: str) -> str:
     return f"services.rollout.weights={name}"
 
 
-def test_weights_are_shards_unless_the_topology_says_otherwise(folder: Path) -> None:
+def test_weights_are_shards_by_default(folder: Path) -> None:
     rollout = load(write(folder)).services.rollout
     assert (rollout.weights, rollout.transfer_s) == ("shards", None)
 
@@ -58,7 +58,7 @@ def test_nccl_and_ipc_are_for_vllm_on_gpus(folder: Path) -> None:
         ),
     ],
 )
-def test_a_route_that_they_do_not_have_is_refused(folder: Path, overrides: list[str], why: str) -> None:
+def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why: str) -> None:
     lines = problems(write(folder), *overrides, check_supported=False)
     assert [line for line in lines if "services.rollout.weights: " in line and why in line], lines
 
@@ -71,6 +71,6 @@ def test_a_route_that_they_do_not_have_is_refused(folder: Path, overrides: list[
         ([route("gloo"), "services.rollout.transfer_s=null"], "null: gloo needs a limit"),
     ],
 )
-def test_a_limit_that_cannot_act_is_refused(folder: Path, overrides: list[str], why: str) -> None:
+def test_a_limit_without_effect_is_refused(folder: Path, overrides: list[str], why: str) -> None:
     lines = problems(write(folder), *overrides)
     assert [line for line in lines if "services.rollout.transfer_s: " in line and why in line], lines

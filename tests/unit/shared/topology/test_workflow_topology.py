@@ -32,7 +32,7 @@ def refusal(folder: Path, *overrides: str) -> str:
     return str(problem)
 
 
-def test_a_penalty_for_length_that_knows_one_answer_only_is_refused(tmp_path: Path) -> None:
+def test_a_length_penalty_for_single_answers_is_refused_with_a_workflow(tmp_path: Path) -> None:
     overrides = ("algorithm.overlong_penalty={tokens: 4}", "workflow={function: 'my.module:fn'}")
     assert "the limit of one answer" in refusal(tmp_path, *overrides)
 
@@ -60,17 +60,17 @@ def test_a_workflow_is_optional_and_its_room_counts_all_its_tokens(tmp_path: Pat
         ("data.train.source=gym:chain_sum", "is not a source"),
     ],
 )
-def test_what_cannot_work_is_one_line(tmp_path: Path, override: str, says: str) -> None:
+def test_impossible_settings_are_one_line_errors(tmp_path: Path, override: str, says: str) -> None:
     assert says in refusal(tmp_path, override)
 
 
-def test_a_workflow_is_not_deterministic(tmp_path: Path) -> None:
+def test_a_workflow_is_refused_in_deterministic_mode(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(TOPOLOGY)
     with pytest.raises(TopologyError, match="calls of a workflow come as they come"):
         load(tmp_path / "t.yaml", ["workflow={function: 'a:b'}", "run.deterministic=true"], check_supported=False)
 
 
-def test_sources_of_files_are_found_from_the_topologys_folder(tmp_path: Path) -> None:
+def test_paths_of_sources_are_relative_to_the_topologys_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"")
     (tmp_path / "saved" / "train").mkdir(parents=True)
     parquet = loaded(tmp_path, "data.train.source=parquet:rows.parquet")
@@ -81,7 +81,7 @@ def test_sources_of_files_are_found_from_the_topologys_folder(tmp_path: Path) ->
     assert gym.data.train.source == "reasoning-gym:chain_sum?size=10&seed=1"
 
 
-def test_a_sum_of_reward_functions_is_taken(tmp_path: Path) -> None:
+def test_a_sum_of_reward_functions_is_accepted(tmp_path: Path) -> None:
     functions = "[{function: 'builtin:exact_match', weight: 2}, {function: 'builtin:regex', params: {pattern: x}}]"
     topology = loaded(tmp_path, f"reward={{functions: {functions}}}")
     assert [(term.function, term.weight) for term in topology.reward.terms] == [
