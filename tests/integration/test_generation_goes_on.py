@@ -1,5 +1,5 @@
-"""Nobody waits for an evaluation or a checkpoint: what the processes of a real run did at the same time, from the spans
-they report. One run serves all tests."""
+"""Generation and training continue during evaluations and checkpoints: tests over the spans that one real run's
+processes reported."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_an_engine_samples_for_training_throughout_an_evaluation(seen: Seen) -> None:
-    """Not only what it holds when the evaluation begins, nor what it takes ahead before it ends: three leases each."""
+    """Three leases during each evaluation are more than those held when it begins or taken ahead before it ends."""
     evaluated = sorted(seen.of("rollout/", "evaluate"), key=lambda span: span.began)
     assert len(evaluated) == LEASES * 4
-    for first in range(0, LEASES * 3, LEASES):  # after the last one there is nothing to sample for
+    for first in range(0, LEASES * 3, LEASES):  # after the last one there is nothing left to sample
         one = evaluated[first : first + LEASES]
         begun, ended = one[0].began, max(span.ended for span in one)
         generated = [span for span in seen.of("rollout/", "generate") if begun < span.began and span.ended < ended]

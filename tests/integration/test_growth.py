@@ -1,4 +1,4 @@
-"""No process of a run grows with the steps that it has done."""
+"""No process of a run grows with the number of steps."""
 
 from __future__ import annotations
 
