@@ -26,9 +26,9 @@ SMALL = (
     "services.rollout.block_tasks=4",
     "services.batch-store.memory=128MiB",
 )
-"""Four blocks a step, two updates of it, all kinds of shards."""
+"""Four blocks and two updates per step, and all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
-"""Of what a row tells, these are of the time, the machine and the weights' way; everything else is of the training."""
+"""Metrics that depend on time, the machine and the route of the weights; all others depend on the training."""
 LIMIT_S = 400.0
 
 

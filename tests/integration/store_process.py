@@ -71,7 +71,7 @@ class StoreProcess:
     killed: int = field(default=0)
     instance: int = 0
     module: str = "services.batch_store"
-    """What is started: a store, or a test's with a defect."""
+    """The module to start: the store, or a test's store with a defect."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(

@@ -56,7 +56,7 @@ GROUP = 4
 TASKS_PER_STEP = 4
 PROMPT, NEW = 1000, 1000
 SAMPLE_TOKENS = PROMPT + NEW
-"""Every sample is as long as the topology allows: the worst case is what comes."""
+"""Every sample is as long as the topology allows, which is the worst case."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TOPOLOGY = """\
 run: {{name: room, steps: {steps}, seed: 7}}
@@ -159,9 +159,9 @@ class Actor:
     instance: int = 0
     life: int = field(default_factory=new_incarnation)
     store: str = STORE
-    """Of its host: what it makes goes there."""
+    """The store of its host, which receives its puts."""
     spread: bool = False
-    """Whether the rewards of a group differ; else they are all 1."""
+    """Whether the rewards of a group differ; otherwise they are all 1."""
 
     def __post_init__(self) -> None:
         self.clients: dict[tuple[str, int], Client] = {}

@@ -19,7 +19,7 @@ from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
 
 IN_CLEAR = "transport: {listen: 127.0.0.1, encrypt_bulk: false}\n"
-"""The end of a topology."""
+"""Lines that end a topology and turn stream encryption off."""
 
 
 def free_port() -> int:
@@ -128,7 +128,7 @@ class TcpLine:
 
 
 Message = list[bytes]
-"""Head and payload; joined as they are, also when they do not belong together."""
+"""Head and payload, which are concatenated even if they do not belong together."""
 
 
 class Meddler:
@@ -143,7 +143,7 @@ class Meddler:
         self._target = target
         self._meddle = meddle
         self.tag_bytes = 0
-        """Behind each message: none on lines in clear."""
+        """Bytes of the tag after each message; 0 on an unencrypted connection."""
         self._lines: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -218,7 +218,7 @@ class Tap(Meddler):
 
     def __init__(self, target: str) -> None:
         self.sealed_bytes = 0
-        """Bytes of ranges."""
+        """Payload bytes of encrypted messages."""
         self.clear_bytes = 0
         super().__init__(target, self._look)
 

@@ -52,7 +52,7 @@ MIB = 1 << 20
 MEMORY = 8 * MIB
 SPILL = 16 * MIB
 SHARD = 2 * MIB - 4096
-"""With header and table a file of it takes 2 MiB exactly."""
+"""With header and table, a file of one shard is exactly 2 MiB."""
 
 
 @asynccontextmanager

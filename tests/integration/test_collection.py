@@ -1,4 +1,4 @@
-"""Garbage collection by task id between a real scheduler and a real store: kills neither lose nor repeat a collection."""
+"""Garbage collection by task id between a real scheduler and a real store: kills neither lose nor repeat one."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CHEAP = [
 ]
 ENGINE, WORKER, SCORER = "rollout/0", "policy-trainer-worker/0", "reference/0"
 Change = tuple[str, frozenset[str], str]
-"""Holder, the parts it has from then on, the phase."""
+"""The holder, the parts it has after the change, and the phase."""
 IN_STEP = [
     (WORKER, {"policy.gradients", "policy.parameters"}, "train"),
     (WORKER, {"policy.gradients", "policy.optimizer", "policy.parameters"}, "train"),

@@ -27,11 +27,11 @@ from tests.integration.store_scheduler import GROUP, STORE, TASKS_PER_STEP, Acto
 
 STEPS = 1000
 CALL_S = 1.0
-"""Answers are kept for retries until their deadline (and 5 s more): with long ones the run would end before they go."""
+"""Replies are kept for retries until 5 s after their deadline: with a longer one, none would expire during the run."""
 MEASURE_FROM = 600
-"""Until here allocators and caches reach the size that they keep."""
+"""The step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
-"""What the rest may add: SQLite's page cache and the tombstones are not full yet. Less than two kilobytes a task."""
+"""Growth allowed afterwards, less than 2 kB per task: SQLite's page cache and the tombstones are not yet full."""
 
 
 def resident_bytes(process: Process) -> int:

@@ -8,8 +8,8 @@ from tests.bench.growth import measure
 
 STEPS, FIRST = 300, 100
 MOST = 0.08
-"""Of a process's resident memory over 200 steps, which are 100,000 samples: less than 4 MiB of the smallest process and
-40 MiB of the largest. Measured: 3 to 5 %, the allocator's."""
+"""Maximum growth of a process's resident memory over 200 steps (100,000 samples): less than 4 MiB for the smallest
+process and 40 MiB for the largest. Measured: 3 to 5 %, from the allocator."""
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
-"""Trainer, reference and embedded engine on a CUDA device: the CPU's numbers, and an empty device when they left.
+"""Trainer, reference and embedded engine on a CUDA device compute what the CPU does and leave the device empty.
 
-The CPU is the yardstick: what it computes is proved elsewhere.
+Other tests verify the CPU's results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.tiny_models import make_model, ragged
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 CLOSE = 1e-3
-"""Of float32 on a GPU against a CPU."""
+"""Tolerance for float32 on a GPU against a CPU."""
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
 
@@ -59,7 +59,7 @@ def updated(
     moved: bool,
     backend: type[TorchBackend | MegatronBackend] = TorchBackend,
 ) -> dict[str, torch.Tensor]:
-    """The weights after two updates; `moved`: everything leaves the device between gradient and optimizer step."""
+    """Return the weights after two updates; if `moved`, everything leaves the device between gradient and update."""
     options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch)
     made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
     ids, lengths, mask = ragged()
@@ -84,7 +84,7 @@ def updated(
 
 
 def megatron_rank(place: Place, folder: Path) -> None:
-    """What a rank does on the device that its folder is named after."""
+    """Run a rank on the device named by its folder."""
     for moved in (False, True) if folder.name == "cuda" else (False,):
         weights = updated(folder.parent / "model", folder, folder.name, moved=moved, backend=MegatronBackend)
         save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")

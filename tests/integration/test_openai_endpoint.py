@@ -1,4 +1,4 @@
-"""An unmodified agent, which only knows OpenAI's chat completions, as a workflow: everything it samples is captured."""
+"""Unmodified agents that use OpenAI's chat completions as workflows: everything they sample is captured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample
             mask = sequence.loss_mask == 1
             assert logprob_error(sequence) < 1e-4
             assert set(sequence.versions[mask]) == {VERSION}
-            # Two stretches of sampled tokens: the history came back over HTTP and continued the same sequence.
+            # Two spans of sampled tokens: the history that came back over HTTP continued the same sequence.
             assert (np.diff(sequence.loss_mask.astype(int)) == 1).sum() == 2
             assert each.sample.completion == each.sample.state["answers"][1]
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_done_is_refused_by_name_in_openais_form() -> None:
     for (asked, says, code), (message, kind, got) in zip(REFUSED, made.sample.state["errors"], strict=True):
         assert says in message, asked
         assert (kind, got) == ("invalid_request_error", code), asked
-    assert made.sample.turns == 1  # nothing that was refused has been sampled
+    assert made.sample.turns == 1  # no refused request was sampled
 
 
 def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
@@ -125,7 +125,7 @@ def test_a_url_is_worth_nothing_to_others_and_after_the_sample() -> None:
 
 
 async def raw(made: Rig, data: bytes) -> bytes:
-    url = made.endpoint.open(object())  # type: ignore[arg-type]  # an address nobody calls
+    url = made.endpoint.open(object())  # type: ignore[arg-type]  # an address that is never called
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
     writer.write(data)
     writer.write_eof()
@@ -159,6 +159,6 @@ def test_bytes_that_are_no_request_end_their_connection_only(data: bytes) -> Non
 
 
 def test_an_agent_that_goes_away_leaves_nothing_behind() -> None:
-    # Room for one call only: those that were left have given theirs back, and nothing of theirs is trained on.
+    # There is room for one call only: abandoned calls release theirs, and their tokens are not trained on.
     made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
     assert len(made.rolled.sequences) == 1
