@@ -1,5 +1,5 @@
-"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and memory that a trainer shows is read by
-another process on the same GPU. One GPU is enough but for the last test.
+"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and another process on the same GPU reads memory
+that a trainer exports. Only the last test needs more than one GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_communicator_that_nobody_joins_is_given_up_at_the_deadline() -> None:
     with pytest.raises(TransferLost, match="join: not done within 3 s"):
         group.broadcast(tensors().values())
     assert time.monotonic() - began < 30
-    with pytest.raises(TransferLost):  # never mended: this is a new one with a used id
+    with pytest.raises(TransferLost):  # a used id is never valid again
         group.broadcast(tensors().values())
 
 

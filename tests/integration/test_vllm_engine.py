@@ -1,6 +1,6 @@
-"""The real vLLM engine against transformers: what it samples, that its log-probs are true, that updates arrive.
+"""The real vLLM engine against transformers: its samples, log-probs and weight updates.
 
-vLLM runs in a process of its own (`vllm_process`), one for each model; this process must never import it.
+vLLM runs in a separate process (`vllm_process`) per model; this process must never import it.
 """
 
 from __future__ import annotations
@@ -182,10 +182,10 @@ def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> N
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
     assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}
-    # whoever had not said EOS by then goes on, whatever it said in the pause
+    # a sample without EOS by then continues, whatever it sampled during the pause
     assert all(each["finish"] == ("stop" if each["ids"][-1] == EOS else "") for each in noted)
     assert any(not each["finish"] for each in noted)
-    # as many as when it was held
+    # as many as at the pause
     assert all(len(each["ids"]) <= 3 for each in noted)
 
 
@@ -208,7 +208,7 @@ def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case:
 
 def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
     _, _, awake, asleep = case.answer["sleep_rss"]
-    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # of 256 MiB of cache
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # the cache has 256 MiB
     assert "before its weights were set" in case.answer["unset"]
     assert case.answer["sleep_error"] <= TOLERANCE
     assert case.error("slept_2", 2, 1.0) < TOLERANCE
