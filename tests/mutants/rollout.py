@@ -1,4 +1,4 @@
-"""Defects of rollout and of weight syncs: what is sampled with what, and what is proved of it."""
+"""Defects of rollout and weight syncs: versions, verification of weights, and samples."""
 
 from __future__ import annotations
 

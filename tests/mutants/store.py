@@ -1,4 +1,4 @@
-"""Defects of the batch store and of what its readers check."""
+"""Defects of the batch store and of its readers' checks."""
 
 from __future__ import annotations
 

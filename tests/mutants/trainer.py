@@ -1,4 +1,4 @@
-"""Defects of the trainer: weights of tokens, losses, gradients over ranks, updates, checkpoints, the driver."""
+"""Defects of the trainer: token weights, losses, gradients over ranks, updates, checkpoints, the driver."""
 
 from __future__ import annotations
 
