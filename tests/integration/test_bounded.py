@@ -260,7 +260,7 @@ def test_restarted_store_finds_both_places_and_a_damaged_spilled_file_is_not_ser
     asyncio.run(main())
 
 
-def test_a_file_in_both_places_is_kept_once_and_a_half_copied_one_goes(run: RunDir) -> None:
+def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: RunDir) -> None:
     tasks = [shard(i) for i in range(2)]
 
     async def main() -> None:
@@ -436,7 +436,7 @@ def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_a_spilled_file_that_somebody_deleted_is_missing_and_the_store_goes_on(run: RunDir) -> None:
+def test_a_deleted_spilled_file_is_missing_and_the_store_goes_on(run: RunDir) -> None:
     tasks = [shard(i) for i in range(7)]
 
     async def main() -> None:

@@ -115,7 +115,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
     asyncio.run(main())
 
 
-def test_filtered_tasks_go_at_once_and_what_takes_their_place_goes_when_it_is_trained(tmp_path: Path) -> None:
+def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_trained(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=1, gc="commit", filter_zero_variance=True)
 
     async def main() -> None:

@@ -77,7 +77,7 @@ def test_engines_generate_while_a_checkpoint_is_written(seen: Seen) -> None:
     assert common_s(written, merged(seen.of("rollout/", "generate"))) > 0
 
 
-def test_evaluations_are_at_step_0_every_so_many_steps_and_at_the_end(seen: Seen) -> None:
+def test_evaluations_are_at_step_0_at_the_set_interval_and_at_the_end(seen: Seen) -> None:
     scored = [row["step"] for row in seen.rows if "eval/heldout/accuracy" in row]
     assert scored == [0, EVERY, 2 * EVERY, STEPS]
     for row in seen.rows:

@@ -178,7 +178,7 @@ def test_run_of_a_service_that_cannot_start_fails_with_its_cause_and_log(tmp_pat
     assert "Traceback" in errors or "RuntimeError" in errors.split("service failed")[1]
 
 
-def test_run_of_a_service_that_no_start_can_mend_fails_at_its_first(tmp_path: Path) -> None:
+def test_service_whose_failure_no_restart_can_fix_fails_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "refuse-rollout").touch()
     with launched(tmp_path / "run") as here:
@@ -231,7 +231,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_shows_who_would_see_which_gpu_and_what_the_machine_lacks() -> None:
+def test_dry_run_shows_the_gpus_of_each_service_and_what_the_machine_lacks() -> None:
     wanted = ("services.policy-trainer.gpus=2", "services.reference.gpus=2", "services.rollout={gpus: 1, instances: 2}")
     colocate = str(QUICKSTART.with_name("colocate.yaml"))
     done = cluster(colocate, "--dry-run", *(each for value in wanted for each in ("--set", value)))

@@ -87,7 +87,7 @@ def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -
         with_peer(store, body)
 
 
-def test_streams_whose_lines_end_at_once_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
+def test_streams_whose_connections_end_at_once_are_reopened_with_backoff(store: TcpStoreProcess) -> None:
     tasks = block(0, 1, 300_000)
 
     def meddle(message: BulkMessage) -> list[BulkMessage]:
@@ -105,7 +105,7 @@ def test_streams_whose_lines_end_at_once_are_opened_less_and_less_often(store: T
         with_peer(store, body)
 
 
-def test_head_that_is_larger_than_what_was_asked_for_can_have_is_refused_before_memory_is_taken(
+def test_head_larger_than_the_request_allows_is_refused_before_memory_is_allocated(
     store: TcpStoreProcess,
 ) -> None:
     tasks = block(0, 1)

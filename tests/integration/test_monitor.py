@@ -132,7 +132,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
     assert asyncio.run(scenario()) == [float(value) for value in range(4, 500)]
 
 
-def test_stopped_subscriber_delays_nobody_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
+def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
     count = 20_000
     stopped = subscriber(run, "--topic", "test")
 

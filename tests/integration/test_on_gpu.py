@@ -90,7 +90,7 @@ def megatron_rank(place: Place, folder: Path) -> None:
         save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")
 
 
-def test_megatron_s_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_megatron_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(model)
     run_group("tests.integration.test_on_gpu:megatron_rank", Layout(1), tmp_path / DEVICE, DEVICE)
     stayed, moved = (load_file(tmp_path / DEVICE / "rank-0" / f"{each}.safetensors") for each in (False, True))
@@ -99,7 +99,7 @@ def test_megatron_s_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(m
         torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
-def test_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
     expected = updated(model, tmp_path / "cpu", "cpu", moved=False)
     stayed, moved = (updated(model, tmp_path / name, DEVICE, moved=name == "moved") for name in ("stayed", "moved"))
     for name, weight in expected.items():
@@ -134,7 +134,7 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
     np.testing.assert_allclose(asyncio.run(scored(DEVICE))[0], asyncio.run(scored("cpu"))[0], rtol=CLOSE, atol=CLOSE)
 
 
-def test_the_engine_samples_what_it_says_and_leaves_the_device(model: Path) -> None:
+def test_the_engines_logprobs_match_its_samples_and_it_leaves_the_device(model: Path) -> None:
     async def scene() -> tuple[Array, Array, Array]:
         engine = TransformersEngine(model=model, dtype="float32", threads=1, deterministic=False, device=DEVICE)
         await engine.start()

@@ -230,7 +230,7 @@ def test_a_block_is_cancelled(seen: Seen) -> None:
     assert seen.answer["cancelled"].startswith("GenerationCancelled")
 
 
-def test_samples_of_a_server_with_somebody_elses_weights_are_refused(seen: Seen) -> None:
+def test_samples_of_a_server_with_other_weights_are_refused(seen: Seen) -> None:
     assert "the server no longer holds the weights it was given" in seen.answer["taken"]
 
 

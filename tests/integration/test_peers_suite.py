@@ -109,7 +109,7 @@ def test_a_request_larger_than_one_message_is_asked_in_parts(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_of_more_missing_shards_than_an_answer_names_it_says_how_many_more(store: StoreProcess, streamed: bool) -> None:
+def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StoreProcess, streamed: bool) -> None:
     tasks = [TaskShards(f"train/0/{i}", 1, {"a": np.full(3, i)}) for i in range(200)]
 
     async def main() -> None:
@@ -179,7 +179,7 @@ def test_nested_keys_and_scalars_and_empty_shards_come_back_and_clear_as_one_tas
     asyncio.run(main())
 
 
-def test_a_dtype_outside_the_table_is_refused_before_anything_is_asked_of_the_store(store: StoreProcess) -> None:
+def test_a_dtype_outside_the_table_is_refused_before_any_request_to_the_store(store: StoreProcess) -> None:
     assert "complex128" not in {row.name for row in dtypes.TABLE}
     bad = [np.zeros(2, np.complex128), np.array(["a"]), np.array([None]), np.zeros(1, "M8[s]")]
 

@@ -154,7 +154,7 @@ async def no_spares(peer: Peer) -> None:
         await clear(peer, whole.task_id, whole.fence)
 
 
-def test_half_put_is_never_shown_and_its_room_comes_back(store: StoreProcess) -> None:
+def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProcess) -> None:
     """One put goes into new pages, another into those of a collected file."""
     values = np.arange(2 * ELEMENTS, dtype=np.int32)  # needs the room of both halves
 

@@ -44,7 +44,7 @@ def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, leas
 
 
 @pytest.mark.timeout(260)
-def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
+def test_the_reference_keeps_its_refreshed_version_after_a_restart(tmp_path: Path) -> None:
     steps = 40  # each takes a quarter of a second: time enough to kill the reference before the last
     with cluster(QUICKSTART, tmp_path, *SMALL, f"run.steps={steps}", limit_s=240) as running:
         running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])

@@ -141,7 +141,7 @@ def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "..", "", "scheduler-0.jsonl", "supervisor\0"])
-def test_no_name_reads_a_file_that_is_no_log_of_this_run(away: Away, name: str) -> None:
+def test_no_name_reads_a_file_other_than_a_log_of_this_run(away: Away, name: str) -> None:
     request = GetLog(service=name, instance=0, lines=1000)
     with pytest.raises(RpcError, match="no service") as refused:
         asyncio.run(with_client(access.read(away.folder / "operator"), SUPERVISOR, request, LogLines))

@@ -95,7 +95,7 @@ def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_weights_that_fail_the_canary_end_the_service_aloud(tmp_path: Path) -> None:
+def test_weights_that_fail_the_canary_end_the_service_with_a_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path) as (processes, driver):
             processes.start("rollout")
@@ -112,7 +112,7 @@ def test_weights_that_fail_the_canary_end_the_service_aloud(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_an_engine_that_hangs_ends_its_process_aloud(tmp_path: Path) -> None:
+def test_an_engine_that_hangs_ends_its_process_with_a_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + "lease: {lease_s: 2}\n") as (processes, driver):
             processes.start("rollout", "tests.integration.hanging_rollout")

@@ -105,7 +105,7 @@ def test_a_store_full_of_rollouts_holds_up_neither_reference_nor_training(tmp_pa
 
 
 @pytest.mark.long
-def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
+def test_a_full_store_two_thirds_on_disk_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"

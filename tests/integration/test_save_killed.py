@@ -49,7 +49,7 @@ def save_beside_training(folder: Path, state: SavedState) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_kills_at_random_times_of_a_large_save_leave_the_one_before(tmp_path: Path) -> None:
+def test_kills_at_random_times_of_a_large_save_keep_the_previous_checkpoint(tmp_path: Path) -> None:
     seed = int(os.environ.get("SAVE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"SAVE_SEED={seed}")
     chance = random.Random(seed)

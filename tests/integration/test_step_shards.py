@@ -20,7 +20,7 @@ KEYS = ["a", "b"]
 SIZE = 50_000
 
 
-def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp_path: Path) -> None:
+def test_shards_of_a_step_are_streamed_once_per_step(tmp_path: Path) -> None:
     tasks = [TaskShards(f"train/0/{i}", 1, {key: np.full(SIZE, i) for key in KEYS}) for i in range(4)]
     handles = [TaskHandle(task.task_id, 1, stores=[0]) for task in tasks]
 

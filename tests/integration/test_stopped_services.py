@@ -106,7 +106,7 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_no_task_is_dropped_and_whoever_waits_for_the_store_keeps_its_leases(seen: Seen) -> None:
+def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
     # the restarted service may lose leases to a completion that was accepted before the stop and is then retried
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
@@ -132,7 +132,7 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_by_the_other(seen
     assert any(each in cause for each in missed), cause
 
 
-def test_the_launcher_says_who_gave_no_answer(seen: Seen) -> None:
+def test_the_launcher_names_the_services_that_did_not_answer(seen: Seen) -> None:
     causes = _causes(seen)
     silent = {name for name, said in causes.items() if f"no answer for {SILENCE_S:g} s" in said}
     assert silent == set(STOPPED)

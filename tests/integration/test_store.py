@@ -191,7 +191,7 @@ def test_nested_shards_come_back_by_path_and_go_with_their_task(store: StoreProc
     asyncio.run(main())
 
 
-def test_writing_to_a_fetched_array_changes_nobody_elses(store: StoreProcess) -> None:
+def test_writing_to_a_fetched_array_changes_no_other_readers_array(store: StoreProcess) -> None:
     tasks = block(1, 1)
 
     async def main() -> None:
@@ -386,7 +386,7 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_collected(store: StoreP
     asyncio.run(main())
 
 
-def test_mapping_keeps_its_lock_when_every_descriptor_of_ours_is_closed(store: StoreProcess) -> None:
+def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: StoreProcess) -> None:
     """The reader protocol depends on this: a lock belongs to the open file description, which a mapping keeps open."""
     tasks = block(0, 1)
 

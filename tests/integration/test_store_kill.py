@@ -182,7 +182,7 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
     asyncio.run(main())
 
 
-def test_what_was_being_cleared_when_the_store_died_stays_collected(store: StoreProcess) -> None:
+def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StoreProcess) -> None:
     """The store dies after it removes the first of two files; what it did before is permanent."""
     tasks = [shards_of(number) for number in (1, 2)]
     names = [PutTask(task.task_id, task.fence) for task in tasks]

@@ -54,7 +54,7 @@ def with_peer(store: StoreProcess, body: Callable[[Peer], Coroutine[Any, Any, No
 
 
 @pytest.mark.parametrize("where", ["memory", "spill"])
-def test_restart_on_a_mount_that_somebody_else_has_used_serves_what_was_acknowledged(
+def test_restart_on_a_mount_filled_by_others_serves_what_was_acknowledged(
     mount: Path, tmp_path: Path, where: str
 ) -> None:
     if where == "memory":
@@ -107,7 +107,7 @@ def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: 
 @pytest.mark.parametrize(
     "task", [PutTask("x", 1), PutTask("a/0/0\nt/0/1", 1), PutTask("t/0/1", -3), PutTask("t/0/1", 1 << 63)]
 )
-def test_clear_of_what_is_no_task_is_refused_and_no_restart_stumbles_over_it(tmp_path: Path, task: PutTask) -> None:
+def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Path, task: PutTask) -> None:
     async def before(peer: Peer) -> None:
         await peer.data.put([shard(1, 1000)], store=STORE, deadline_s=10)
         with pytest.raises(RpcError) as caught:

@@ -74,7 +74,7 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
 
 
 @pytest.mark.parametrize("name", ["weights/0", "train/0"])
-def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess, name: str) -> None:
+def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, name: str) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, f"{name}/0", np.zeros(ELEMENTS, np.float32))
@@ -116,7 +116,7 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
     asyncio.run(scenario())
 
 
-def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_so(store: StoreProcess) -> None:
+def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_by_name(store: StoreProcess) -> None:
     values = np.arange(ELEMENTS, dtype=np.float32)
 
     async def keep_mappings(peer: Peer, step: int) -> None:
@@ -151,7 +151,7 @@ def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_
     asyncio.run(scenario())
 
 
-def test_a_spare_of_a_put_that_is_refused_was_lent_to_nobody(store: StoreProcess) -> None:
+def test_a_refused_put_is_lent_no_spare(store: StoreProcess) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, "train/0/0", np.zeros(MEMORY * 5 // 8, np.uint8))

@@ -237,7 +237,7 @@ def test_missing_and_collected_shards_are_named(store: TcpStoreProcess) -> None:
     with_peer(store, body)
 
 
-def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStoreProcess) -> None:
+def test_writing_to_a_streamed_array_changes_no_other_readers_array(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 2)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -256,7 +256,7 @@ def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStorePr
     with_peer(store, body)
 
 
-def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_it(store: TcpStoreProcess) -> None:
+def test_memory_of_earlier_streams_is_reused_only_when_no_array_refers_to_it(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         blocks = [block(10 * i, 2, 50_000) for i in range(6)]
         for tasks in blocks:
@@ -276,7 +276,7 @@ def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_
     with_peer(store, body)
 
 
-def test_fetches_that_give_up_do_not_take_another_one_on_their_line_with_them(store: TcpStoreProcess) -> None:
+def test_cancelled_fetches_do_not_disturb_another_on_their_connection(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         line = TcpLine(store.port, 8e6)
         line.port = int(store.advertised.rpartition(":")[2])
@@ -438,7 +438,7 @@ def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_c
     with_peer(store, body)
 
 
-def test_reader_closed_in_the_midst_of_a_stream_writes_to_nobody_elses_descriptor(store: TcpStoreProcess) -> None:
+def test_reader_closed_during_a_stream_writes_to_no_reused_descriptor(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -496,7 +496,7 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
         other.run.remove_volatile()
 
 
-def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_next_life(
+def test_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_its_next_life(
     store: TcpStoreProcess,
 ) -> None:
     async def body(peer: Peer) -> None:

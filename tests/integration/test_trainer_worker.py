@@ -409,7 +409,7 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
     assert tap.clear_bytes > 0 == tap.sealed_bytes
 
 
-def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run: RunDir) -> None:
+def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run: RunDir) -> None:
     """The worker retries the publication itself; a retry as a new call would come after the update."""
 
     async def scenario() -> None:
@@ -432,7 +432,7 @@ def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run:
         asyncio.run(scenario())
 
 
-def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run: RunDir) -> None:
+def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)

@@ -106,7 +106,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         run.remove_volatile()
 
 
-def test_versions_and_the_drill_come_whole_over_one_communicator_an_engine(ends: Ends) -> None:
+def test_versions_and_the_drill_arrive_whole_over_one_communicator_per_engine(ends: Ends) -> None:
     first = ends.publish(1)
     got = [engine.receives(1) for engine in ends.engines]
     assert [each["digest"] for each in got] == [first, first]

@@ -83,7 +83,7 @@ def test_logprobs_equal_those_of_transformers(case: Case, name: str, temperature
     assert case.error(name, 2, temperature) < TOLERANCE
 
 
-def test_logprobs_of_the_other_temperature_are_other_logprobs(case: Case) -> None:
+def test_logprobs_of_another_temperature_differ(case: Case) -> None:
     assert case.error("cold", 2, 1.0) > 0.05
 
 
@@ -150,7 +150,7 @@ def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> No
     assert case.answer["stats"]["generated_tokens"] > 0
 
 
-def test_samples_that_were_given_up_are_noted_and_gone_on_with(case: Case) -> None:
+def test_abandoned_samples_are_noted_and_continued(case: Case) -> None:
     assert case.answer["cut_off"].startswith("GenerationCancelled")
     went_on = 0
     for noted, group, whole in zip(case.answer["noted"], case.answer["went_on"], case.answer["warm"], strict=True):
@@ -166,7 +166,7 @@ def test_samples_that_were_given_up_are_noted_and_gone_on_with(case: Case) -> No
     assert case.error("went_on", 2, 1.0) < TOLERANCE
 
 
-def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_token(case: Case) -> None:
+def test_notes_are_prefixes_of_the_answers_with_the_version_of_each_token(case: Case) -> None:
     assert len(case.answer["midway_noted"]) > 3
     for noted in case.answer["midway_noted"]:
         for before, after in zip(flat(noted), flat(case.answer["midway"]), strict=True):
@@ -178,7 +178,7 @@ def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_t
     assert {swaps for each in last for swaps in each["swaps"]} == {old, old + 1}
 
 
-def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> None:
+def test_tokens_of_unverified_weights_are_not_noted(case: Case) -> None:
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
     assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}

@@ -28,7 +28,7 @@ def test_drill_and_updates_reach_both_ranks(case: Case) -> None:
     assert "canary mismatch after version 1" in case.answer["stale"]
 
 
-def test_weights_that_are_sent_reach_both_ranks_and_what_breaks_off_changes_nothing(case: Case) -> None:
+def test_sent_weights_reach_both_ranks_and_an_interrupted_transfer_changes_nothing(case: Case) -> None:
     assert max(case.answer["sent_errors"]) <= TOLERANCE
     assert "receive: " in case.answer["broken_off"]
     assert case.answer["error_after_it"] <= TOLERANCE

@@ -80,7 +80,7 @@ def grpo_advantages(reward_B: torch.Tensor) -> torch.Tensor:
 def grpo_loss(
     cur_BT: torch.Tensor, samples: Samples, reference_BT: torch.Tensor, advantage_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the clipped objective against the rollout's log-probs plus k3 to the reference, as a mean over all tokens."""
+    """Return the clipped objective against the rollout's log-probs plus k3 to the reference, a mean over all tokens."""
     ratio_BT = (cur_BT - samples.logprobs_BT).exp()
     advantage_B1 = advantage_B[:, None]
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
