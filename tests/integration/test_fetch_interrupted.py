@@ -41,7 +41,7 @@ class Interrupted:
         self.locates = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """As `Client.call`."""
+        """Like `Client.call`."""
         if not isinstance(request, Locate):
             return await self._client.call(request, reply, deadline_s=deadline_s)
         self.locates += 1
@@ -128,7 +128,7 @@ class Counting:
         self.tasks = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """As `Client.call`."""
+        """Like `Client.call`."""
         self.requests[type(request).__name__] += 1
         if isinstance(request, Locate):
             self.tasks += len(request.tasks)

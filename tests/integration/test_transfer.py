@@ -134,7 +134,7 @@ def test_a_version_that_was_not_published_is_refused_and_costs_nothing(ends: End
     }
 
 
-def test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes_back_anew(ends: Ends) -> None:
+def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(ends: Ends) -> None:
     published = ends.publish(4)
     stopped, other = ends.engines
     held = stopped.receives(4)["communicator"]
@@ -155,7 +155,7 @@ def test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes
     assert again["communicator"] not in (0, held)
 
 
-def test_an_engine_killed_in_the_midst_is_noticed_at_once_and_its_next_life_is_served(ends: Ends) -> None:
+def test_an_engine_killed_midway_is_noticed_at_once_and_its_next_life_is_served(ends: Ends) -> None:
     published = ends.publish(5)
     killed, other = ends.engines[1], ends.engines[0]
     held = killed.receives(5)["communicator"]
@@ -193,7 +193,7 @@ def test_samples_go_on_until_weights_are_sent_and_take_the_shards_of_a_trainer_t
     assert max(sent["stood_still_s"], taken["stood_still_s"]) < DEADLINE_S / 2
 
 
-def test_a_trainer_killed_in_the_midst_leaves_an_engine_with_nothing_new(ends: Ends) -> None:
+def test_a_trainer_killed_midway_leaves_an_engine_with_its_old_version(ends: Ends) -> None:
     ends.publish(6)
     engine = ends.engines[0]
     engine.receives(6)
